@@ -124,6 +124,7 @@
 #define moe_layer_backward_experts moe_layer_backward_experts_f64
 #define moe_layer_observe moe_layer_observe_f64
 #define moe_layer_advance moe_layer_advance_f64
+#define moe_layer_upcycle moe_layer_upcycle_f64
 #define moe_net_observe moe_net_observe_f64
 #define moe_net_advance moe_net_advance_f64
 #define moe_layer_write moe_layer_write_f64
@@ -278,8 +279,8 @@
    your own. Both update the routers' state after each step. data.length is the length of the
    sequences that the samples form; negative labels are ignored.
      config.warmup = 100;  config.final_rate = 0.1;     warmup, then cosine decay (or linear)
-     moe_param_group groups[] = {{"*.router.*", 0.1, 0, 0}, {"0.*", 0, 0, 1}};
-                                        routers learn slowly, module 0 is frozen
+     moe_param_group groups[] = {{"*.router.*", 0.1, 0, 0}, {"experts.*[3]", 0, 0, 1}};
+                                        routers learn slowly, expert 3 is frozen
      config.groups = groups;  config.n_groups = 2;
      config.accumulate = 4;             a step takes the mean gradient of four batches
      config.checkpoint = "run.safetensors";  config.checkpoint_every = 500;  config.resume = 1;
@@ -575,12 +576,19 @@ MOE_API moe_status moe_file_write(moe_stream *stream, const moe_tensor *tensors,
      linear      y = W x + b
                  experts.weight [E,o,d], .bias [E,o]
      factorised  y = down (silu(expand (reduce x)) * (up x))                (Lv et al. 2025)
-                 experts.reduce [E,l,d], .expand [E,f,l], .up [E,f,d], .down [E,o,f] */
+                 experts.reduce [E,l,d], .expand [E,f,l], .up [E,f,d], .down [E,o,f]
+     glu         y = down (act(gate x + b_g) * (up x + b_u)) + b_d, biases with expert_bias;
+                 tensors as swiglu, which is glu with act = silu               (Shazeer 2020)
+   Experts without matrices (router.n_zero, n_copy, n_constant) have no blocks there: of E experts
+   the first R do, and for the constant ones there are experts.constant [Z,d], the vectors v, and
+   experts.constant_gate [Z,2,d], the W of [a1, a2] = softmax(W x). copy and constant need d_out =
+   d_model. */
 #define MOE_EXPERT_KINDS(X) \
-    X(MOE_EXPERT_SWIGLU, "swiglu", MOEI_SWIGLU) \
+    X(MOE_EXPERT_SWIGLU, "swiglu", MOEI_GATED(MOEI_MAY_HAVE_BIASES | MOEI_HAS_SHAPE)) \
     X(MOE_EXPERT_MLP, "mlp", MOEI_MLP) \
     X(MOE_EXPERT_LINEAR, "linear", MOEI_LINEAR) \
-    X(MOE_EXPERT_FACTORISED, "factorised", MOEI_FACTORISED)
+    X(MOE_EXPERT_FACTORISED, "factorised", MOEI_FACTORISED) \
+    X(MOE_EXPERT_GLU, "glu", MOEI_GATED(MOEI_MAY_HAVE_BIASES | MOEI_HAS_ACT))
 #define MOEI_KIND_VALUE(value, name, ...) value,
 enum { MOE_EXPERT_KINDS(MOEI_KIND_VALUE) MOE_EXPERT_COUNT };
 
@@ -591,16 +599,22 @@ typedef struct moe_layer_config {
     moe_router_config router;
     int d_out;                /* o, width of the output [d_model] */
     int expert;               /* MOE_EXPERT_ [swiglu] */
-    int d_ff;                 /* f, hidden width of an expert [4 d_model] */
+    /* f, hidden width of an expert [4 d_model; factorised: as many parameters as swiglu of that
+       width has] */
+    int d_ff;
     int d_low;                /* l, rows of reduce [(d_model + 2) / 3] */
-    /* MOE_ACT_ of mlp experts [relu]; swiglu and factorised always take silu */
+    /* m, width in which the experts work; -k: d_model / k, rounded up. The experts read h = W_in x
+       in the place of x, and y = W_out (sum w f(h)) (NVIDIA 2025, Nemotron 3: LatentMoE). The
+       router and shared experts read x [0: none, the experts read x] */
+    int d_latent;
+    /* MOE_ACT_ of mlp and glu experts [relu]; swiglu and factorised always take silu */
     int act;
     int no_expert_bias;       /* 1: mlp and linear experts have no biases [0] */
     moe_real swiglu_alpha;    /* alpha of swiglu experts, 1e-6 to 1e6 [0: 1] */
     /* L of swiglu experts, 1e-6 to 1e6 [0: none]; the derivative beyond a limit is 0 */
     moe_real swiglu_limit;
     moe_real swiglu_offset;   /* added to u of swiglu experts, -1e6 to 1e6 [0] */
-    int expert_bias;          /* 1: swiglu experts have biases [0] */
+    int expert_bias;          /* 1: swiglu and glu experts have biases [0] */
     /* shared experts: one plain swiglu of width n_shared * d_shared that every token uses [0] */
     int n_shared;
     int d_shared;             /* width of one shared expert [d_ff] */
@@ -627,7 +641,8 @@ MOE_API moe_status moe_layer_preset(const char *name, moe_layer_config *config, 
 
 /* ==== >>layer: parameters, packed weights, forward, backward, files =========================== */
 
-/* The parameters of experts by index, in the order of files, after those of the router. */
+/* The parameters of experts by index, in the order of files, after those of the router. With
+   d_latent the experts' d and o are m. */
 #define MOE_EXPERT_PARAMETERS(X) \
     X(MOE_EXPERTS_GATE, "experts.gate")               /* [E,f,d] */ \
     X(MOE_EXPERTS_UP, "experts.up")                   /* [E,f,d] */ \
@@ -646,7 +661,11 @@ MOE_API moe_status moe_layer_preset(const char *name, moe_layer_config *config, 
     X(MOE_SHARED_GATE, "shared.gate")                 /* [s,d], s = n_shared d_shared */ \
     X(MOE_SHARED_UP, "shared.up")                     /* [s,d] */ \
     X(MOE_SHARED_DOWN, "shared.down")                 /* [o,s] */ \
-    X(MOE_SHARED_SIGMOID, "shared.sigmoid")           /* [d] */
+    X(MOE_SHARED_SIGMOID, "shared.sigmoid")           /* [d] */ \
+    X(MOE_LATENT_IN, "latent.in")                     /* [m,d], m = d_latent */ \
+    X(MOE_LATENT_OUT, "latent.out")                   /* [o,m] */ \
+    X(MOE_EXPERTS_CONSTANT, "experts.constant")       /* [n_constant,d] */ \
+    X(MOE_EXPERTS_CONSTANT_GATE, "experts.constant_gate") /* [n_constant,2,d] */
 enum {
     MOEI_BEFORE_EXPERTS = MOE_ROUTER_PARAMETER_COUNT - 1,
     MOE_EXPERT_PARAMETERS(MOEI_VALUE2) MOE_LAYER_PARAMETER_COUNT
@@ -700,18 +719,18 @@ MOE_API moe_status moe_layer_find(const moe_layer *layer, const char *name, moe_
    reads of all experts. */
 MOE_API size_t moe_layer_parameter_count(const moe_layer *layer, size_t *used_per_token);
 
-/* Packs the weights of all experts, the shared one included, for inference: panels of 16 outputs as
-   moe_pack makes them, which the products read once and in order. MOE_TYPE_REAL keeps every bit of
-   the results. From then on moe_layer_forward reads the packed weights unless call->training or
-   keep = 1; the tensors that they replace (where layer->packed is not NULL) may be set to NULL in
-   layer->tensors and freed. When the tensors have changed, pack again, and ask for the size of the
-   workspace again, which may differ. memory [moe_layer_pack_size] belongs to the caller, stays in
-   use, and may have any alignment (64 is best). MOE_ERR_SPACE: size is too small; MOE_ERR_ARGUMENT:
-   a tensor is not set or the type is unknown; MOE_ERR_OVERFLOW, MOE_ERR_UNSUPPORTED,
-   MOE_ERR_NONFINITE (quantized types): as moe_pack. On failure the layer is unchanged or, if memory
-   holds its present packed weights, no longer packed. layer->is_packed = 0 unpacks a layer that
-   still has its tensors; a step of the trainer does so. Not thread-safe with other calls on the
-   same layer. */
+/* Packs the weights of all experts, the shared one and the matrices of d_latent included, for
+   inference: panels of 16 outputs as moe_pack makes them, which the products read once and in
+   order. MOE_TYPE_REAL keeps every bit of the results. From then on moe_layer_forward reads the
+   packed weights unless call->training or keep = 1; the tensors that they replace (where
+   layer->packed is not NULL) may be set to NULL in layer->tensors and freed. When the tensors have
+   changed, pack again, and ask for the size of the workspace again, which may differ. memory
+   [moe_layer_pack_size] belongs to the caller, stays in use, and may have any alignment (64 is
+   best). MOE_ERR_SPACE: size is too small; MOE_ERR_ARGUMENT: a tensor is not set or the type is
+   unknown; MOE_ERR_OVERFLOW, MOE_ERR_UNSUPPORTED, MOE_ERR_NONFINITE (quantized types): as moe_pack.
+   On failure the layer is unchanged or, if memory holds its present packed weights, no longer
+   packed. layer->is_packed = 0 unpacks a layer that still has its tensors; a step of the trainer
+   does so. Not thread-safe with other calls on the same layer. */
 MOE_API moe_status moe_layer_pack(moe_layer *layer, int type, void *memory, size_t size, moe_error *error);
 /* Exact sizes for a type; either may be NULL: *bytes of the packed weights, and *work of the
    workspace in which moe_layer_quantize reports on n_tokens (n_past + n_tokens of its call).
@@ -746,12 +765,16 @@ typedef struct moe_layer_pass {
     moe_routing routing;
     /* After a forward with call->training or keep = 1, the experts' outputs of all assignments in
        the plan's order: [offsets[E],o], rows offsets[e].. are expert e's. For select = dense
-       without padding that is [E,N,o]. NULL otherwise, for soft, whose rows are slots, and with a
-       transport. */
+       without padding that is [E,N,o]. NULL otherwise, for soft, whose rows are slots, with
+       d_latent, and with a transport. */
     const moe_real *expert_outputs;
     /* Private to moe.h. */
     moe_call call;
     const moe_real *x;
+    const moe_real *inputs;               /* what the experts read: x, or with d_latent latent[1] */
+    /* with d_latent: [N,d] x with zeros for padding, [N,m] W_in x, [N,m] the experts' sum;
+       gradients of the second and third, and [N,o] of y with zeros for padding */
+    moe_real *latent[3], *d_latent[3];
     /* [rows, width] activations of the plan's assignments: of all experts in training, else reused
        from expert to expert */
     moe_real *node[MOE_NODE_COUNT];
@@ -760,7 +783,7 @@ typedef struct moe_layer_pass {
     unsigned char *quantized[2];
     size_t quantized_size[2];             /* bytes of a row */
     moe_real *rows, *d_rows;              /* [N,d] gathered input of one expert, its gradient */
-    moe_real *clean;                      /* [N,d] x with zeros for padding */
+    moe_real *clean;                      /* [N,d] inputs with zeros for padding */
     moe_real *d_node[MOE_NODE_COUNT], *d_all[MOE_NODE_COUNT];
     moe_real *shared[MOE_NODE_COUNT], *d_shared[MOE_NODE_COUNT], *shared_factor;
     void *route_memory;
@@ -796,7 +819,8 @@ MOE_API moe_status moe_layer_backward(const moe_layer *layer, const moe_real *dy
 /* The backward pass for a loss of each expert's own output instead of y (moe_classic.h): d_outputs
    [offsets[E],o] and d_weights [offsets[E]] are its gradients with respect to the outputs and the
    weights of the assignments. Otherwise as moe_layer_backward. MOE_ERR_STATE as there and for soft;
-   MOE_ERR_UNSUPPORTED: n_shared, add_input or apply_to = input, which such a loss does not see. */
+   MOE_ERR_UNSUPPORTED: n_shared, add_input, d_latent or apply_to = input, which such a loss does
+   not see. */
 MOE_API moe_status moe_layer_backward_experts(const moe_layer *layer, const moe_real *d_outputs,
                                               const moe_real *d_weights, moe_real *dx, moe_real *d_router_x,
                                               moe_layer_pass *pass);
@@ -805,6 +829,19 @@ MOE_API moe_status moe_layer_backward_experts(const moe_layer *layer, const moe_
    made with trainable = 1. They do nothing for a layer without state. */
 MOE_API moe_status moe_layer_observe(moe_layer *layer, const moe_layer_pass *pass);
 MOE_API moe_status moe_layer_advance(moe_layer *layer);
+/* Sparse upcycling (Komatsuzaki et al. 2023; Nakamura et al. 2025, Drop-Upcycling): makes every
+   expert of layer a copy of dense, the layer of a feed_forward (net.modules[i].layer) or of one
+   expert, of the same kind and widths; the router stays as it is. If a token's weights sum to 1,
+   copies compute what dense does. upcycle_share r, 0 to 1: floor(r d_ff) hidden units of each
+   expert are drawn, the same of all its matrices, and their rows and columns are drawn again, from
+   a normal distribution with the mean and standard deviation of the replaced numbers of that
+   matrix; biases stay. upcycle_noise, 0 to 1e6: the standard deviation of noise that is then added
+   to all matrices of experts. seed: of what is drawn; expert e does not depend on the number of
+   experts. Both layers have their tensors set, and those of layer can be written; it is no longer
+   packed. MOE_ERR_CONFIG: error names the setting that differs; MOE_ERR_SHAPE, MOE_ERR_ARGUMENT. On
+   failure layer is unchanged. */
+MOE_API moe_status moe_layer_upcycle(moe_layer *layer, const moe_layer *dense, moe_real upcycle_share,
+                                     moe_real upcycle_noise, uint64_t seed, moe_error *error);
 /* Writes configuration and tensors to a safetensors file; moe_layer_load reads it into a new layer
    with tensors of its own. A failed save leaves the old file unchanged, a failed load *layer.
    Errors as moe_file_write; a file's also as moe_file_replace. */
@@ -1195,15 +1232,20 @@ typedef struct moe_progress {
      cosine  g(a) = (1 + cos(pi a)) / 2           linear  g(a) = 1 - a */
 enum { MOE_SCHEDULE_COSINE = 0, MOE_SCHEDULE_LINEAR, MOE_SCHEDULE_COUNT };
 
-/* Settings for some tensors. A tensor belongs to the first group whose pattern matches its name; a
-   pattern that matches no tensor is MOE_ERR_CONFIG. */
+/* Settings for some tensors or for rows of them. A tensor belongs to the first group whose pattern
+   matches its name, with or without its module's number. A pattern that ends in [e] or [a:b] is for
+   row e, or rows a to b - 1, of each tensor that it matches, and a row of experts.* is an expert;
+   the last one that matches a row holds for it in place of the tensor's group. A pattern that
+   matches no tensor with such rows is MOE_ERR_CONFIG. */
 typedef struct moe_param_group {
-    const char *pattern; /* "*.router.*", "0.weight": * stands for any characters */
+    /* "*.router.*", "0.weight", "experts.*[3]", "2.experts.up[0:4]": * stands for any characters */
+    const char *pattern;
     moe_real rate;       /* factor on the learning rate, up to 1e6 [1] */
     /* factor on the weight decay, 0 to 1e6; if set, biases and gains are decayed too [1, but 0 for
        biases and gains]; negative: no decay */
     moe_real decay;
-    int frozen;          /* 1: not trained, and not part of the gradient's norm */
+    /* 1: not trained, and not part of the gradient's norm: values and moments keep their bits */
+    int frozen;
 } moe_param_group;
 
 /* {0} is a valid default: AdamW at 0.001, batches of 32, 10 epochs. 0 in a field means the value in
@@ -1263,7 +1305,8 @@ typedef struct moe_trainer {
     uint64_t position[4];
     moe_real *memory;        /* owned: two moments (sgd: one) per parameter, then the factors */
     size_t memory_size;
-    moe_real *factors;       /* private: [tensors,2] of the groups */
+    /* private: factor on the rate and weight decay of every row of every tensor */
+    moe_real *factors;
     void *work;              /* owned: for one batch */
     size_t work_size;
     size_t most;             /* private: the most samples of a batch on this rank */
@@ -1358,8 +1401,8 @@ MOE_API moe_status moe_evaluate(const moe_net *net, const moe_data *data, int cr
    where a mixture has the fields of moe_layer_fields that are not 0, without kernels. (A layer
    alone: {"format":1,"layer":{"d_model":...}}.) The same network gives the same bytes. The metadata
    "moe.crc32" has the CRC-32 (zlib's) of each tensor's bytes, as eight hexadecimal digits, in the
-   order in which the tensors are written; reading compares them. A program that changes tensors
-   drops the key: files without it, as 0.1 wrote them, are read too.
+   order of net.tensors; reading compares them. A program that changes tensors drops the key: files
+   without it, as 0.1 wrote them, are read too.
    MOE_ERR_STATE before build; else the errors of moe_file_write. */
 MOE_API moe_status moe_net_write(const moe_net *net, moe_stream *stream, moe_error *error);
 #ifndef MOE_NO_STDIO
@@ -3548,9 +3591,9 @@ typedef struct moei_expert {
 } moei_expert;
 
 /* The row of each kind of MOE_EXPERT_KINDS. The output of the activation function is stored
-   separately for swiglu and factorised only if a score reads it. */
-#define MOEI_SWIGLU \
-    {MOEI_MAY_HAVE_BIASES | MOEI_HAS_SHAPE, MOE_NODE_UP, MOE_NODE_PRODUCT, 2, 5, \
+   separately for gated kinds only if a score reads it. */
+#define MOEI_GATED(has) \
+    {has, MOE_NODE_UP, MOE_NODE_PRODUCT, 2, 5, \
      {{MOEI_STEP_MATMUL, 0, MOE_NODE_GATE, MOEI_X, 0, MOE_EXPERTS_GATE, MOE_EXPERTS_GATE_BIAS}, \
       {MOEI_STEP_ACT, 0, MOE_NODE_ACT, MOE_NODE_GATE, 0, 0, 0}, \
       {MOEI_STEP_MATMUL, 0, MOE_NODE_UP, MOEI_X, 0, MOE_EXPERTS_UP, MOE_EXPERTS_UP_BIAS}, \
@@ -3582,12 +3625,16 @@ typedef struct moei_expert {
       {MOEI_STEP_GATED, 0, MOE_NODE_PRODUCT, MOE_NODE_GATE, MOE_NODE_UP, 0, 0}, \
       {MOEI_STEP_MATMUL, 1, MOE_NODE_OUTPUT, MOE_NODE_PRODUCT, 0, MOE_SHARED_DOWN, -1}}}
 
+/* One product: into the width of the experts, or out of it. */
+#define MOEI_LATENT(weight) {0, -1, -1, 1, 1, {{MOEI_STEP_MATMUL, 0, MOE_NODE_OUTPUT, MOEI_X, 0, weight, -1}}}
+
 #define MOEI_KIND_ROW(value, name, ...) __VA_ARGS__,
 #define MOEI_KIND_NAME(value, name, ...) name,
 
-/* The shared expert is one more kind, after those that a configuration can choose. */
-enum { MOEI_SHARED = MOE_EXPERT_COUNT };
-static const moei_expert moei_experts[] = {MOE_EXPERT_KINDS(MOEI_KIND_ROW) MOEI_SHARED_EXPERT};
+/* What every token passes is three more kinds, after those that a configuration can choose. */
+enum { MOEI_SHARED = MOE_EXPERT_COUNT, MOEI_LATENT_IN, MOEI_LATENT_OUT };
+static const moei_expert moei_experts[] = {MOE_EXPERT_KINDS(MOEI_KIND_ROW) MOEI_SHARED_EXPERT,
+                                           MOEI_LATENT(MOE_LATENT_IN), MOEI_LATENT(MOE_LATENT_OUT)};
 static const char *const moei_expert_names[] = {MOE_EXPERT_KINDS(MOEI_KIND_NAME) NULL};
 
 /* ==== processes that share experts ============================================================ */
@@ -3691,16 +3738,17 @@ static const moe_field moei_layer_fields[] = {
     MOEI_CHOICE(MOEI_L, expert, MOE_EXPERT_COUNT, moei_expert_names, "kind of experts"),
     MOEI_INT(MOEI_L, d_ff, 1, MOE_MAX_WIDTH, "hidden width of an expert"),
     MOEI_INT(MOEI_L, d_low, 1, MOE_MAX_WIDTH, "rows of reduce in a factorised expert"),
-    MOEI_CHOICE(MOEI_L, act, MOE_ACT_COUNT, moei_act_names, "activation of mlp experts"),
+    MOEI_CHOICE(MOEI_L, act, MOE_ACT_COUNT, moei_act_names, "activation of mlp and glu experts"),
     MOEI_FLAG(MOEI_L, no_expert_bias, "mlp and linear experts have no biases"),
     MOEI_REAL(MOEI_L, swiglu_alpha, 1e-6, 1e6, "alpha of swiglu experts"),
     MOEI_REAL(MOEI_L, swiglu_limit, 1e-6, 1e6, "limit of swiglu experts"),
     MOEI_REAL(MOEI_L, swiglu_offset, -1e6, 1e6, "offset of swiglu experts"),
-    MOEI_FLAG(MOEI_L, expert_bias, "swiglu experts have biases"),
+    MOEI_FLAG(MOEI_L, expert_bias, "swiglu and glu experts have biases"),
     MOEI_INT(MOEI_L, n_shared, 1, 4096, "number of shared experts"),
     MOEI_INT(MOEI_L, d_shared, 1, MOE_MAX_WIDTH, "width of one shared expert"),
     MOEI_FLAG(MOEI_L, add_input, "what the weights leave over is given to the input itself"),
     MOEI_FLAG(MOEI_L, shared_sigmoid, "the shared expert is gated by a sigmoid"),
+    MOEI_INT(MOEI_L, d_latent, -MOE_MAX_WIDTH, MOE_MAX_WIDTH, "width in which the experts work"),
     MOEI_CHOICE(MOEI_L, kernels, MOE_KERNELS_COUNT, moei_kernel_names, "instruction set"),
     MOEI_FIELDS_END};
 
@@ -3722,13 +3770,24 @@ static int moei_scored_activation(const moe_layer_config *c) {
     return -1;
 }
 
+/* The width at which a factorised expert has the parameters of a swiglu expert of width 4 d:
+   d_low d + f (d_low + 2 d) = 12 d^2, rounded down. */
+static int moei_parity_width(int d, int d_low) {
+    const int64_t left = (int64_t)12 * d * d - (int64_t)d_low * d, width = left / (d_low + (int64_t)2 * d);
+    return width < 1 ? 1 : width < MOE_MAX_WIDTH ? (int)width : (int)MOE_MAX_WIDTH;
+}
+
 static void moei_layer_defaults(moe_layer_config *c) {
     int d = c->router.d_model;
     moei_default(&c->d_out, d);
+    if (moei_experts[c->expert].has & MOEI_HAS_LOW) {
+        moei_default(&c->d_low, (d + 2) / 3);
+        moei_default(&c->d_ff, moei_parity_width(d, c->d_low));
+    }
     moei_default(&c->d_ff, d <= MOE_MAX_WIDTH / 4 ? 4 * d : MOE_MAX_WIDTH);
     if (c->router.score == MOE_SCORE_ATTENTIVE) moei_default(&c->router.router_hidden, c->d_ff);
-    if (moei_experts[c->expert].has & MOEI_HAS_LOW) moei_default(&c->d_low, (d + 2) / 3);
     if (c->n_shared > 0) moei_default(&c->d_shared, c->d_ff);
+    if (c->d_latent < 0) c->d_latent = d / -c->d_latent + (d % -c->d_latent > 0);
 }
 
 /* Whether a field is set that this kind of expert does not have. */
@@ -3786,6 +3845,13 @@ static moe_status moei_layer_clashes(const moe_layer_config *c, moe_error *error
     if (c->n_shared == 0 && (c->d_shared != 0 || c->shared_sigmoid))
         return moei_error(error, MOE_ERR_CONFIG, "%s is set but n_shared = 0: there is no shared expert",
                           c->d_shared != 0 ? "d_shared" : "shared_sigmoid");
+    if (c->router.n_copy + c->router.n_constant > 0 && c->d_latent > 0)
+        return moei_error(error, MOE_ERR_CONFIG, "%s = %d is incompatible with d_latent = %d",
+                          c->router.n_copy > 0 ? "n_copy" : "n_constant",
+                          c->router.n_copy > 0 ? c->router.n_copy : c->router.n_constant, c->d_latent);
+    if (c->router.n_copy + c->router.n_constant > 0 && c->d_out != c->router.d_model)
+        return moei_error(error, MOE_ERR_CONFIG, "%s > 0 needs d_out = d_model = %d, not d_out = %d",
+                          c->router.n_copy > 0 ? "n_copy" : "n_constant", c->router.d_model, c->d_out);
     if (c->add_input && c->d_out != c->router.d_model)
         return moei_error(error, MOE_ERR_CONFIG, "add_input = 1 needs d_out = d_model = %d, not d_out = %d",
                           c->router.d_model, c->d_out);
@@ -3829,9 +3895,9 @@ moe_status moe_layer_preset(const char *name, moe_layer_config *config, moe_erro
 
 /* ==== >>code_parameters ======================================================================= */
 
-/* The experts that a layer of this configuration holds: all, or its rank's. */
+/* The experts with matrices that a layer of this configuration holds: all, or its rank's. */
 MOEI_TOOL size_t moei_own_experts(const moe_layer_config *c, size_t *first) {
-    size_t count = (size_t)c->router.n_experts;
+    size_t count = (size_t)MOEI_REAL_EXPERTS(&c->router);
     *first = 0;
     if (c->transport != NULL) moei_own_part(c->transport, count, first, &count);
     return count;
@@ -3848,9 +3914,10 @@ static int moei_slot_experts(moe_parameter *slot, const moe_layer_config *c, int
 
 /* How wide an activation is in experts of this kind. */
 static int moei_activation_width(const moe_layer_config *c, int kind, int activation) {
-    if (activation == MOEI_X) return c->router.d_model;
+    int experts = c->d_latent > 0 && kind != MOEI_SHARED;
+    if (activation == MOEI_X) return experts && kind != MOEI_LATENT_IN ? c->d_latent : c->router.d_model;
     if (activation == MOE_NODE_LOW) return c->d_low;
-    if (activation == MOE_NODE_OUTPUT) return c->d_out;
+    if (activation == MOE_NODE_OUTPUT) return experts && kind != MOEI_LATENT_OUT ? c->d_latent : c->d_out;
     return kind == MOEI_SHARED ? c->n_shared * c->d_shared : c->d_ff;
 }
 
@@ -3868,12 +3935,23 @@ static int moei_expert_parameter(const moe_layer_config *c, int kind, int index,
         const moei_step *step = &expert->steps[i];
         int out = moei_activation_width(c, kind, step->to), in = moei_activation_width(c, kind, step->from);
         if (step->op != MOEI_STEP_MATMUL) continue;
-        if (step->weight == index && kind == MOEI_SHARED)
+        if (step->weight == index && kind >= MOEI_SHARED)
             return moei_parameter_matrix(slot, (size_t)out, (size_t)in, MOE_PARAM_TRAINED);
         if (step->weight == index) return moei_slot_experts(slot, c, out, in);
         if (step->bias == index && moei_has_biases(c)) return moei_slot_experts(slot, c, out, 0);
     }
     return -1;
+}
+
+static int moei_is_constant(int index) { return index == MOE_EXPERTS_CONSTANT || index == MOE_EXPERTS_CONSTANT_GATE; }
+
+/* The vectors and gates of constant experts. */
+static int moei_constant_parameter(const moe_layer_config *c, int index, moe_parameter *slot) {
+    const size_t n = (size_t)c->router.n_constant, d = (size_t)c->router.d_model;
+    const moe_real init_std = MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)d);
+    if (n == 0) return -1;
+    if (index == MOE_EXPERTS_CONSTANT) return moei_parameter_matrix(slot, n, d, MOE_PARAM_TRAINED);
+    return moei_parameter_set(slot, 3, n, 2, d, MOE_PARAM_TRAINED, MOEI_R(0.0), init_std);
 }
 
 static const char *moei_layer_parameter_name(int index) {
@@ -3890,8 +3968,11 @@ moe_status moe_layer_parameter(const moe_layer_config *config, int index, moe_pa
     if (index >= MOE_LAYER_PARAMETER_COUNT) return MOE_ERR_NOT_FOUND;
     memset(&made, 0, sizeof made);
     if (index < MOE_SHARED_GATE) fits = moei_expert_parameter(c, c->expert, index, &made);
-    else if (c->n_shared > 0 && index != MOE_SHARED_SIGMOID) fits = moei_expert_parameter(c, MOEI_SHARED, index, &made);
-    else if (c->n_shared > 0 && c->shared_sigmoid)
+    else if (moei_is_constant(index)) fits = moei_constant_parameter(c, index, &made);
+    else if (index >= MOE_LATENT_IN && c->d_latent > 0)
+        fits = moei_expert_parameter(c, MOEI_LATENT_IN + index - MOE_LATENT_IN, index, &made);
+    else if (c->n_shared > 0 && index < MOE_SHARED_SIGMOID) fits = moei_expert_parameter(c, MOEI_SHARED, index, &made);
+    else if (c->n_shared > 0 && c->shared_sigmoid && index == MOE_SHARED_SIGMOID)
         fits = moei_parameter_vector(&made, (size_t)c->router.d_model, MOE_PARAM_TRAINED, MOEI_R(0.0));
     if (fits < 0) return MOE_ERR_NOT_FOUND;
     if (!fits) return MOE_ERR_OVERFLOW;
@@ -4004,7 +4085,7 @@ static void moei_parameter_fill(const moe_layer_config *c, int index, const moe_
         return;
     }
     if (index >= MOE_EXPERTS_GATE && index < MOE_SHARED_GATE)
-        others = (size_t)c->router.n_experts - moei_own_experts(c, &first);
+        others = (size_t)MOEI_REAL_EXPERTS(&c->router) - moei_own_experts(c, &first);
     moei_slot_skip(slot, first, rng);
     moei_slot_fill(slot, values, rng);
     moei_slot_skip(slot, others - first, rng);
@@ -4137,7 +4218,7 @@ static int moei_all_read(const moe_layer *layer, int index) {
 }
 
 size_t moe_layer_parameter_count(const moe_layer *layer, size_t *used_per_token) {
-    size_t count = 0, used = 0, experts, chosen, first;
+    size_t count = 0, used = 0, experts, chosen, first, rows;
     moe_parameter slot;
     int index;
     if (layer == NULL) return 0;
@@ -4148,8 +4229,10 @@ size_t moe_layer_parameter_count(const moe_layer *layer, size_t *used_per_token)
     for (index = 0; index < MOE_LAYER_PARAMETER_COUNT; index++) {
         if (moe_layer_parameter(&layer->config, index, &slot) != MOE_OK) continue;
         count += slot.count;
-        used += index >= MOE_EXPERTS_GATE && index < MOE_SHARED_GATE && !moei_all_read(layer, index)
-                    ? slot.count / experts * chosen
+        rows = slot.shape[0]; /* experts */
+        used += index >= MOE_EXPERTS_GATE && (index < MOE_SHARED_GATE || moei_is_constant(index)) &&
+                        !moei_all_read(layer, index)
+                    ? slot.count / rows * (chosen < rows ? chosen : rows)
                     : slot.count;
     }
     if (used_per_token != NULL) *used_per_token = used;
@@ -4159,9 +4242,9 @@ size_t moe_layer_parameter_count(const moe_layer *layer, size_t *used_per_token)
 /* ==== >>code_packed =========================================================================== */
 
 /* The matrices of the experts as data: parameters with three dimensions [E,out,in] and those of the
-   shared expert [out,in]. */
+   shared expert and of d_latent [out,in]. */
 static int moei_is_matrix(const moe_layer *layer, int index, moe_parameter *slot) {
-    if (index < MOE_EXPERTS_GATE || !(layer->present >> index & 1u) ||
+    if (index < MOE_EXPERTS_GATE || moei_is_constant(index) || !(layer->present >> index & 1u) ||
         moe_layer_parameter(&layer->config, index, slot) != MOE_OK)
         return 0;
     return slot->n_dims == 3 || (index >= MOE_SHARED_GATE && slot->n_dims == 2);
@@ -4253,7 +4336,7 @@ moe_status moe_layer_pack(moe_layer *layer, int type, void *memory, size_t size,
 typedef struct moei_expert_run {
     const moe_layer *layer;
     const moei_expert *kind;
-    size_t expert;                 /* its block of each parameter; 0 for the shared expert */
+    size_t expert;                 /* its block of each parameter; 0 for what every token passes */
     int act, packed;               /* packed: the packed weights are read */
     int shaped;                    /* the gate has an alpha, a limit or an offset */
     moe_real alpha, limit, offset; /* limit is infinite for none */
@@ -4328,7 +4411,7 @@ static moei_expert_run moei_expert_run_begin(const moe_layer *layer, int kind) {
     run.ld[MOEI_X] = run.width[MOEI_X];
     run.needed = moei_ancestors(run.kind, MOE_NODE_OUTPUT);
     run.scored = -1;
-    if (kind == MOEI_SHARED || !(moei_score_flags[c->router.score] & MOE_TRAIT_NEEDS_ALL_EXPERTS)) return run;
+    if (kind >= MOEI_SHARED || !(moei_score_flags[c->router.score] & MOE_TRAIT_NEEDS_ALL_EXPERTS)) return run;
     run.scored = moei_scored_activation(c);
     run.for_score = moei_ancestors(run.kind, run.scored);
     return run;
@@ -4672,10 +4755,11 @@ static void moei_take_quantized(const moe_layer *layer, moei_layout *l, size_t r
 #ifndef MOE_NO_QUANT
     const moe_layer_config *c = &layer->config;
     int hidden = c->d_ff > c->d_low ? c->d_ff : c->d_low, all = c->n_shared * c->d_shared;
+    int widest = c->router.d_model > c->d_latent ? c->router.d_model : c->d_latent;
     if (!layer->is_packed || !moei_is_quantized(layer->packed_type)) return;
     if (hidden < all) hidden = all;
     if (rows < n) rows = n;
-    p->quantized_size[0] = moe_quantized_row_size(layer->packed_type, (size_t)c->router.d_model);
+    p->quantized_size[0] = moe_quantized_row_size(layer->packed_type, (size_t)widest);
     p->quantized_size[1] = moe_quantized_row_size(layer->packed_type, (size_t)hidden);
     if (p->quantized_size[0] == 0 || p->quantized_size[1] == 0) l->overflow = 1;
     p->quantized[0] = (unsigned char *)moei_take(l, rows, p->quantized_size[0]);
@@ -4687,6 +4771,14 @@ static void moei_take_quantized(const moe_layer *layer, moei_layout *l, size_t r
     (void)n;
     (void)p;
 #endif
+}
+
+/* Room for what d_latent adds. */
+static void moei_take_latent(const moe_layer_config *c, moei_layout *l, size_t n, int training, moe_layer_pass *p) {
+    size_t width = (size_t)c->d_latent;
+    int i;
+    for (i = 0; i < 3; i++) p->latent[i] = moei_take_reals(l, n, i > 0 ? width : (size_t)c->router.d_model);
+    for (i = 0; i < 3 && training; i++) p->d_latent[i] = moei_take_reals(l, n, i < 2 ? width : (size_t)c->d_out);
 }
 
 /* Lays a pass out in memory; the same function with an empty base counts the bytes. */
@@ -4702,6 +4794,7 @@ static void moei_layer_layout(const moe_layer *layer, const moei_expert_run *run
         moei_route_bytes(&layer->router, past + n, past + n, 0, training, &p->route_size) != MOE_OK)
         l->overflow = 1;
     p->route_memory = moei_take(l, p->route_size, 1);
+    if (c->d_latent > 0) moei_take_latent(c, l, n, training, p);
     if (training && !moei_kept_rows(c, n, &kept)) l->overflow = 1;
     if (!moei_mul(n, (size_t)c->router.n_experts, &everywhere)) l->overflow = 1;
     p->rows = moei_take_lines(layer, l, rows, stride);
@@ -4801,8 +4894,8 @@ static int moei_task_count(const moe_parallel *team, const moei_expert_run *run,
 /* ==== expert runs of a call =================================================================== */
 
 /* Which experts run: all of them on all tokens, as far as the score reads them; the chosen ones on
-   their tokens; the shared one on all tokens. */
-enum { MOEI_RUN_SCORED = 0, MOEI_RUN_CHOSEN, MOEI_RUN_SHARED, MOEI_RUN_KINDS };
+   their tokens; the shared one, or a matrix of d_latent, on all tokens. */
+enum { MOEI_RUN_SCORED = 0, MOEI_RUN_CHOSEN, MOEI_RUN_SHARED, MOEI_RUN_LATENT, MOEI_RUN_KINDS };
 
 /* A call runs phase by phase (moei_phases). This is what all tasks of a phase read. */
 typedef struct moei_task {
@@ -4850,7 +4943,7 @@ static moei_task moei_task_begin(const moe_layer *layer, moe_layer_pass *p, int 
     task.p = p;
     task.kind = kind;
     task.n_tasks = 1;
-    task.experts = kind == MOEI_RUN_SHARED ? 1 : (size_t)layer->config.router.n_experts;
+    task.experts = kind >= MOEI_RUN_SHARED ? 1 : (size_t)MOEI_REAL_EXPERTS(&layer->config.router);
     task.room = SIZE_MAX;
     task.keeps = moei_keeps(&p->call);
     task.run = *run;
@@ -4909,7 +5002,7 @@ static void moei_chosen_run(const moei_task *task, size_t e, moei_expert_run *ru
     run->n = plan->rows > 0 ? plan->rows : run->n_assignments;
     run->reads_x = run->n == 1 && task->plain && !task->keeps;
     if (run->reads_x) {
-        const moe_real *x = p->x + (size_t)run->assignments->token * run->width[MOEI_X];
+        const moe_real *x = p->inputs + (size_t)run->assignments->token * run->width[MOEI_X];
         memcpy(&run->activation[MOEI_X], &x, sizeof x);
         run->ld[MOEI_X] = run->width[MOEI_X];
     } else {
@@ -4939,9 +5032,24 @@ static void moei_shared_run(const moei_task *task, size_t e, moei_expert_run *ru
     }
 }
 
+static void moei_latent_run(const moei_task *task, size_t e, moei_expert_run *run) {
+    const moe_layer_pass *p = task->p;
+    int out = run->kind == &moei_experts[MOEI_LATENT_OUT];
+    (void)e;
+    run->n = p->call.n_tokens;
+    run->activation[MOEI_X] = p->latent[out ? 2 : 0];
+    run->activation[MOE_NODE_OUTPUT] = task->y;
+    run->gradient[MOEI_X] = task->dx;
+    run->gradient[MOE_NODE_OUTPUT] = p->d_latent[out ? 2 : 0];
+    run->ld[MOE_NODE_OUTPUT] = run->width[MOE_NODE_OUTPUT];
+    run->summed = out ? 0 : 1u << MOEI_X;
+    if (task->quantizes) moei_quantized_rows(task, 0, run);
+}
+
 /* One for each of MOEI_RUN_: sets what depends on the expert in task->run or in a copy of it. */
 static void (*const moei_expert_runs[])(const moei_task *task, size_t e,
-                                        moei_expert_run *run) = {moei_scored_run, moei_chosen_run, moei_shared_run};
+                                        moei_expert_run *run) = {moei_scored_run, moei_chosen_run, moei_shared_run,
+                                                                 moei_latent_run};
 
 /* ---- the phases of a forward pass ------------------------------------------------------------ */
 
@@ -4954,7 +5062,7 @@ static void moei_gather_input(const moei_task *task, const moei_expert_run *run,
     for (i = 0; !task->plain && i < run->n; i++) memset(rows + i * ld, 0, (to - from) * sizeof(moe_real));
     for (i = 0; i < run->n_assignments; i++) {
         const moe_assignment *entry = run->assignments + i;
-        const moe_real *x = p->x + (size_t)entry->token * d + from;
+        const moe_real *x = p->inputs + (size_t)entry->token * d + from;
         moe_real *row = rows + moei_row_of(p, entry, i) * ld;
         if (task->plain) memcpy(row, x, (to - from) * sizeof(moe_real));
         else moe_axpy(task->layer->kernels, to - from, entry->weight_in, x, row);
@@ -5000,7 +5108,7 @@ static void moei_quantize_rows(const moei_task *task, const moei_expert_run *run
 #endif
 }
 
-static void moei_scored_columns(const moei_task *task, const moei_expert_run *run, int stage, int index) {
+static void moei_stage_of_task(const moei_task *task, const moei_expert_run *run, int stage, int index) {
     size_t from, to;
     moei_columns_of(run->stage_width[stage], index, task->n_tasks, &from, &to);
     moei_stage_columns(run, stage, task->mask, from, to);
@@ -5118,7 +5226,7 @@ static void moei_weights_backward(const moei_task *task, const moei_expert_run *
         else
             p->routing.d_weight_out[run->first + i] =
                 moe_dot(k, o, dy + t * o, run->activation[MOE_NODE_OUTPUT] + row * o);
-        if (!task->plain) p->routing.d_weight_in[run->first + i] = moe_dot(k, d, d_row, p->x + t * d);
+        if (!task->plain) p->routing.d_weight_in[run->first + i] = moe_dot(k, d, d_row, p->inputs + t * d);
         for (a = 0; a < MOE_NODE_COUNT; a++)
             if (task->frontier >> a & 1u)
                 moe_axpy(k, run->width[a], MOEI_R(1.0), run->gradient[a] + i * run->ld[a],
@@ -5143,20 +5251,20 @@ typedef struct moei_phase {
 } moei_phase;
 
 static const moei_phase moei_phases[] = {
-    /*       scored                      chosen                      shared */
-    {0, 0, {NULL,                       moei_gather,                NULL}},
-    {0, 0, {moei_quantize_rows,         moei_quantize_rows,         moei_quantize_rows}},
-    {0, 0, {moei_scored_columns,        moei_chosen_columns,        moei_shared_columns}},
-    {0, 1, {moei_quantize_rows,         moei_quantize_rows,         moei_quantize_rows}},
-    {0, 1, {moei_scored_columns,        moei_chosen_columns,        moei_shared_columns}},
-    {0, 2, {moei_quantize_rows,         moei_quantize_rows,         moei_quantize_rows}},
-    {0, 2, {moei_scored_columns,        moei_chosen_columns,        moei_shared_columns}},
+    /*     scored                      chosen                      shared                  latent */
+    {0, 0, {NULL,                       moei_gather,                NULL,                   NULL}},
+    {0, 0, {moei_quantize_rows,         moei_quantize_rows,         moei_quantize_rows,     moei_quantize_rows}},
+    {0, 0, {moei_stage_of_task,         moei_chosen_columns,        moei_shared_columns,    moei_stage_of_task}},
+    {0, 1, {moei_quantize_rows,         moei_quantize_rows,         moei_quantize_rows,     NULL}},
+    {0, 1, {moei_stage_of_task,         moei_chosen_columns,        moei_shared_columns,    NULL}},
+    {0, 2, {moei_quantize_rows,         moei_quantize_rows,         moei_quantize_rows,     NULL}},
+    {0, 2, {moei_stage_of_task,         moei_chosen_columns,        moei_shared_columns,    NULL}},
 #ifndef MOE_NO_TRAIN
-    {1, 0, {moei_scored_begin_backward, moei_chosen_begin_backward, NULL}},
-    {1, 2, {moei_products_backward,     moei_chosen_backward,       moei_products_backward}},
-    {1, 1, {moei_products_backward,     moei_chosen_backward,       moei_products_backward}},
-    {1, 0, {moei_products_backward,     moei_chosen_backward,       moei_products_backward}},
-    {1, 0, {NULL,                       moei_weights_backward,      NULL}},
+    {1, 0, {moei_scored_begin_backward, moei_chosen_begin_backward, NULL,                   NULL}},
+    {1, 2, {moei_products_backward,     moei_chosen_backward,       moei_products_backward, NULL}},
+    {1, 1, {moei_products_backward,     moei_chosen_backward,       moei_products_backward, NULL}},
+    {1, 0, {moei_products_backward,     moei_chosen_backward,       moei_products_backward, moei_products_backward}},
+    {1, 0, {NULL,                       moei_weights_backward,      NULL,                   NULL}},
 #endif
 };
 
@@ -5210,12 +5318,31 @@ static void moei_run_experts(moei_task *task, const moe_parallel *team, int back
 
 /* ==== >>code_forward ========================================================================== */
 
-/* A copy of x with zeros for padding. */
-static void moei_clean(const moe_call *call, size_t d, moe_real *clean) {
+/* A copy of rows with zeros for padding. */
+static void moei_clean(const moe_call *call, size_t width, const moe_real *rows, moe_real *clean) {
     size_t t;
     for (t = 0; t < call->n_tokens; t++)
-        if (moei_is_real(call, t)) memcpy(clean + t * d, call->x + t * d, d * sizeof(moe_real));
-        else memset(clean + t * d, 0, d * sizeof(moe_real));
+        if (moei_is_real(call, t)) memcpy(clean + t * width, rows + t * width, width * sizeof(moe_real));
+        else memset(clean + t * width, 0, width * sizeof(moe_real));
+}
+
+/* One of the two matrices of d_latent on all tokens, forward into y or backward into dx. */
+static void moei_latent_product(const moe_layer *layer, moe_layer_pass *p, int kind, int backward, moe_real *y,
+                                moe_real *dx, const moe_parallel *team) {
+    moei_expert_run run = moei_expert_run_begin(layer, kind);
+    moei_task task = moei_task_begin(layer, p, MOEI_RUN_LATENT, &run);
+    size_t n = p->call.n_tokens;
+    task.y = y;
+    task.dx = dx;
+    if (team->threads > 1) task.n_tasks = moei_task_count(team, &run, backward ? 2 * n : n, 1);
+    moei_run_experts(&task, team, backward);
+}
+
+/* What the experts read. */
+static void moei_inputs_forward(const moe_layer *layer, moe_layer_pass *p, const moe_parallel *team) {
+    moei_clean(&p->call, (size_t)layer->config.router.d_model, p->x, p->latent[0]);
+    moei_latent_product(layer, p, MOEI_LATENT_IN, 0, p->latent[1], NULL, team);
+    p->inputs = p->latent[1];
 }
 
 /* For scores that read experts: the activation of every expert for every token. Padding counts as
@@ -5225,7 +5352,7 @@ static void moei_scored_forward(const moe_layer *layer, moe_layer_pass *p, const
     moei_task task = moei_task_begin(layer, p, MOEI_RUN_SCORED, run);
     size_t n = p->call.n_tokens;
     if (n == 0) return;
-    moei_clean(&p->call, run->width[MOEI_X], p->clean);
+    moei_clean(&p->call, run->width[MOEI_X], p->inputs, p->clean);
     if (team->threads > 1) task.n_tasks = moei_task_count(team, run, n * task.experts, task.experts);
     /* one expert at a time: they share the buffer of quantized rows */
     if (task.quantizes) task.room = n;
@@ -5243,6 +5370,55 @@ static void moei_chosen_forward(const moe_layer *layer, moe_layer_pass *p, const
     task.y = y;
     if (team->threads > 1) task.n_tasks = moei_task_count(team, run, rows, task.experts);
     moei_run_experts(&task, team, 0);
+}
+
+/* A copy or constant expert for one token: f(w x) = on_x x + on_v v. */
+typedef struct moei_zero {
+    moe_real on_x, on_v;
+    const moe_real *v, *gate; /* constant: v [d] and W [2,d]; else NULL */
+    size_t index;             /* which constant expert it is */
+} moei_zero;
+
+static moei_zero moei_zero_of(const moe_layer *layer, size_t e, const moe_real *x, moe_real w) {
+    const moe_router_config *c = &layer->config.router;
+    const size_t d = (size_t)c->d_model, constants = (size_t)(c->n_experts - c->n_constant);
+    moei_zero z;
+    moe_real ahead;
+    memset(&z, 0, sizeof z);
+    z.on_x = w;
+    if (e < constants) return z;
+    z.index = e - constants;
+    z.v = layer->tensors[MOE_EXPERTS_CONSTANT] + z.index * d;
+    z.gate = layer->tensors[MOE_EXPERTS_CONSTANT_GATE] + z.index * 2 * d;
+    ahead = w * (moe_dot(layer->kernels, d, z.gate, x) - moe_dot(layer->kernels, d, z.gate + d, x));
+    z.on_x = w * moe_sigmoid(ahead); /* a softmax of two */
+    z.on_v = moe_sigmoid(-ahead);
+    return z;
+}
+
+/* The assignments of experts without matrices, the last of the plan: y_t += w_te f_e(x_t). */
+static void moei_zero_forward(const moe_layer *layer, const moe_layer_pass *p, moe_real *y) {
+    const size_t *offsets = p->routing.plan.offsets;
+    const size_t real = p->routing.real_experts, experts = p->routing.n_experts;
+    const size_t d = (size_t)layer->config.router.d_model;
+    const size_t o = (size_t)moei_activation_width(&layer->config, layer->config.expert, MOE_NODE_OUTPUT);
+    moe_real *outputs = moei_keeps(&p->call) ? p->node[MOE_NODE_OUTPUT] : NULL;
+    size_t e, i;
+    if (offsets[real] == offsets[experts]) return;
+    if (outputs != NULL)
+        memset(outputs + offsets[real] * o, 0, (offsets[experts] - offsets[real]) * o * sizeof(moe_real));
+    for (e = real + (size_t)layer->config.router.n_zero; e < experts; e++)
+        for (i = offsets[e]; i < offsets[e + 1]; i++) {
+            const moe_assignment *entry = p->routing.plan.assignments + i;
+            const moe_real *x = p->x + (size_t)entry->token * d;
+            const moei_zero z = moei_zero_of(layer, e, x, entry->weight_in);
+            moe_real *to = y + (size_t)entry->token * d;
+            moe_axpy(layer->kernels, d, entry->weight_out * z.on_x, x, to);
+            if (z.v != NULL) moe_axpy(layer->kernels, d, entry->weight_out * z.on_v, z.v, to);
+            if (outputs == NULL) continue;
+            moe_axpy(layer->kernels, d, z.on_x, x, outputs + i * d);
+            if (z.v != NULL) moe_axpy(layer->kernels, d, z.on_v, z.v, outputs + i * d);
+        }
 }
 
 /* 1 - sum of a token's weights: the weight of the input itself. */
@@ -5285,7 +5461,7 @@ static moe_status moei_layer_call_check(const moe_layer *layer, const moei_exper
     if (!MOEI_FITS_INT32(call->n_tokens))
         return moei_error(call->error, MOE_ERR_OVERFLOW, "call.n_tokens = %z: too many", call->n_tokens);
     if (call->n_tokens > 0 && call->x == NULL) return moei_error(call->error, MOE_ERR_ARGUMENT, "call.x is NULL");
-    for (i = 0; layer->present >> i != 0; i++) {
+    for (i = 0; i < MOE_LAYER_PARAMETER_COUNT; i++) {
         if (moei_parameter_is_set(i, layer->present, layer->tensors[i])) continue;
         if (layer->packed[i] != NULL && moei_uses_packed(layer, call)) continue;
         return moei_error(call->error, MOE_ERR_ARGUMENT, "%s is not set: layer.tensors[%d] is NULL",
@@ -5300,6 +5476,7 @@ moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_r
     moe_layer_pass p;
     moe_parallel team;
     moei_expert_run run;
+    moe_real *sum;
     moe_router router;
     moe_status status;
     if (call == NULL) return MOE_ERR_ARGUMENT;
@@ -5323,15 +5500,21 @@ moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_r
     p.call = *call;
     p.x = call->x;
     team = moei_team(call);
+    p.inputs = p.x;
+    if (layer->config.d_latent > 0) moei_inputs_forward(layer, &p, &team);
     if (run.scored >= 0) moei_scored_forward(layer, &p, &run, &team);
     router = moei_layer_router(layer);
     status = moe_route(&router, &p.call, p.route_memory, p.route_size, &p.routing);
     if (status != MOE_OK) return status;
-    if (call->n_tokens > 0) memset(y, 0, call->n_tokens * (size_t)layer->config.d_out * sizeof(moe_real));
-    moei_chosen_forward(layer, &p, &run, y, &team);
+    sum = layer->config.d_latent > 0 ? p.latent[2] : y;
+    if (call->n_tokens > 0) memset(sum, 0, call->n_tokens * run.width[MOE_NODE_OUTPUT] * sizeof *sum);
+    moei_chosen_forward(layer, &p, &run, sum, &team);
+    if (layer->config.d_latent > 0) moei_latent_product(layer, &p, MOEI_LATENT_OUT, 0, y, NULL, &team);
+    if (p.routing.real_experts < p.routing.n_experts) moei_zero_forward(layer, &p, y);
     if (layer->config.add_input) moei_add_input(layer, &p, y);
     if (layer->config.n_shared > 0) moei_shared_forward(layer, &p, y, &team);
-    if (moei_keeps(call) && p.routing.plan.rows == 0) p.expert_outputs = p.node[MOE_NODE_OUTPUT];
+    if (moei_keeps(call) && p.routing.plan.rows == 0 && layer->config.d_latent == 0)
+        p.expert_outputs = p.node[MOE_NODE_OUTPUT];
     if (pass != NULL) *pass = p;
     return MOE_OK;
 }
@@ -5350,6 +5533,55 @@ static void moei_experts_backward(const moe_layer *layer, moe_layer_pass *p, con
     task.dx = dx;
     if (team->threads > 1) task.n_tasks = moei_task_count(team, &run, 2 * rows, task.experts);
     moei_run_experts(&task, team, 1);
+}
+
+/* The backward pass of one assignment of a constant expert: from dO = s g, with a = softmax(l), l =
+   w W x:  dl1 = a1 a2 dO . (w x - v) = -dl2,  dv += a2 dO,  dW += dl w x^T,  dx += w (W1 - W2) dl1.
+   Returns that part of dw. */
+static moe_real moei_constant_backward(const moe_layer *layer, const moei_zero *z, const moe_real *x, moe_real w,
+                                       const moe_real *g, moe_real s, moe_real *dx) {
+    const moe_kernels *k = layer->kernels;
+    const size_t d = (size_t)layer->config.router.d_model;
+    moe_real *d_v = layer->gradients[MOE_EXPERTS_CONSTANT], *d_gate = layer->gradients[MOE_EXPERTS_CONSTANT_GATE];
+    const moe_real slope = s * z->on_v * (MOEI_R(1.0) - z->on_v);
+    const moe_real dl = slope * (w * moe_dot(k, d, g, x) - moe_dot(k, d, g, z->v));
+    if (d_v != NULL) moe_axpy(k, d, s * z->on_v, g, d_v + z->index * d);
+    if (d_gate != NULL) {
+        moe_axpy(k, d, w * dl, x, d_gate + z->index * 2 * d);
+        moe_axpy(k, d, -w * dl, x, d_gate + (z->index * 2 + 1) * d);
+    }
+    if (dx != NULL) {
+        moe_axpy(k, d, w * dl, z->gate, dx);
+        moe_axpy(k, d, -w * dl, z->gate + d, dx);
+    }
+    return dl * (moe_dot(k, d, z->gate, x) - moe_dot(k, d, z->gate + d, x));
+}
+
+/* The backward pass of moei_zero_forward. */
+static void moei_zero_backward(const moe_layer *layer, moe_layer_pass *p, const moei_returned *returned, moe_real *dx) {
+    const size_t *offsets = p->routing.plan.offsets;
+    const size_t real = p->routing.real_experts, experts = p->routing.n_experts;
+    const size_t d = (size_t)layer->config.router.d_model;
+    const moe_kernels *k = layer->kernels;
+    const moe_real *dy = returned->dy;
+    size_t e, i;
+    for (i = offsets[real]; i < offsets[experts]; i++) {
+        p->routing.d_weight_out[i] = dy != NULL ? MOEI_R(0.0) : returned->d_weights[i];
+        p->routing.d_weight_in[i] = MOEI_R(0.0);
+    }
+    for (e = real + (size_t)layer->config.router.n_zero; e < experts; e++)
+        for (i = offsets[e]; i < offsets[e + 1]; i++) {
+            const moe_assignment *entry = p->routing.plan.assignments + i;
+            const size_t t = (size_t)entry->token * d;
+            const moe_real *x = p->x + t, *g = dy != NULL ? dy + t : returned->d_outputs + i * d;
+            const moe_real w = entry->weight_in, s = dy != NULL ? entry->weight_out : MOEI_R(1.0);
+            const moei_zero z = moei_zero_of(layer, e, x, w);
+            moe_real *d_x = dx != NULL ? dx + t : NULL, *d_in = p->routing.d_weight_in + i;
+            if (dy != NULL) p->routing.d_weight_out[i] = moe_dot(k, d, g, p->node[MOE_NODE_OUTPUT] + i * d);
+            if (z.v != NULL) *d_in = moei_constant_backward(layer, &z, x, w, g, s, d_x);
+            *d_in += s * (MOEI_R(1.0) - z.on_v) * moe_dot(k, d, g, x);
+            if (d_x != NULL) moe_axpy(k, d, s * z.on_x, g, d_x);
+        }
 }
 
 /* dx_t += (1 - sum w) dy_t and dw_te -= dy_t . x_t. */
@@ -5406,20 +5638,41 @@ static void moei_scored_backward(const moe_layer *layer, moe_layer_pass *p, cons
     moei_run_experts(&task, NULL, 1);
 }
 
+/* Puts the gradient of the experts' sum in the place of dy; returns that of their inputs, set to 0,
+   or dx. */
+static moe_real *moei_sum_backward(const moe_layer *layer, moe_layer_pass *p, moei_returned *back, moe_real *dx,
+                                   const moe_parallel *team) {
+    size_t n = p->call.n_tokens;
+    if (layer->config.d_latent == 0) return dx;
+    moei_clean(&p->call, (size_t)layer->config.d_out, back->dy, p->d_latent[2]);
+    moei_latent_product(layer, p, MOEI_LATENT_OUT, 1, NULL, p->d_latent[1], team);
+    back->dy = p->d_latent[1];
+    if (n > 0) memset(p->d_latent[0], 0, n * (size_t)layer->config.d_latent * sizeof(moe_real));
+    return p->d_latent[0];
+}
+
+static void moei_inputs_backward(const moe_layer *layer, moe_layer_pass *p, moe_real *dx, const moe_parallel *team) {
+    if (layer->config.d_latent > 0) moei_latent_product(layer, p, MOEI_LATENT_IN, 1, NULL, dx, team);
+}
+
 static moe_status moei_layer_backward(const moe_layer *layer, const moei_returned *returned, moe_real *dx,
                                       moe_real *d_router_x, moe_layer_pass *pass) {
     moe_parallel team = moei_team(&pass->call);
     moe_router router = moei_layer_router(layer);
     moei_expert_run run = moei_expert_run_begin(layer, layer->config.expert);
-    moe_real *d_scored = run.scored >= 0 ? pass->d_all[run.scored] : NULL;
+    moe_real *d_scored = run.scored >= 0 ? pass->d_all[run.scored] : NULL, *d_inputs;
+    moei_returned back = *returned;
     moe_status status;
     if (run.scored >= 0) moei_scored_zero(layer, pass, &run);
     if (returned->dy != NULL && layer->config.n_shared > 0) moei_shared_backward(layer, pass, returned->dy, dx, &team);
-    moei_experts_backward(layer, pass, returned, dx, &team);
+    d_inputs = moei_sum_backward(layer, pass, &back, dx, &team);
+    moei_experts_backward(layer, pass, &back, d_inputs, &team);
+    moei_zero_backward(layer, pass, returned, dx);
     if (returned->dy != NULL && layer->config.add_input) moei_add_input_backward(layer, pass, returned->dy, dx);
     status = moe_route_backward(&router, &pass->call, &pass->routing, layer->gradients,
                                 pass->call.router_x != NULL ? d_router_x : dx, d_scored);
-    if (status == MOE_OK && run.scored >= 0) moei_scored_backward(layer, pass, &run, dx);
+    if (status == MOE_OK && run.scored >= 0) moei_scored_backward(layer, pass, &run, d_inputs);
+    if (status == MOE_OK) moei_inputs_backward(layer, pass, dx, &team);
     return status;
 }
 
@@ -5450,6 +5703,7 @@ moe_status moe_layer_backward_experts(const moe_layer *layer, const moe_real *d_
                           "select = soft: its experts read slots, which have no outputs per token");
     if (layer->config.n_shared > 0) unseen = "n_shared > 0";
     if (layer->config.add_input) unseen = "add_input = 1";
+    if (layer->config.d_latent > 0) unseen = "d_latent > 0";
     if (layer->config.router.apply_to == MOE_APPLY_INPUT) unseen = "apply_to = input";
     if (pass->ranks != NULL) unseen = "a transport";
     if (unseen != NULL)
@@ -5465,6 +5719,13 @@ moe_status moe_layer_backward_experts(const moe_layer *layer, const moe_real *d_
     return moei_layer_backward(layer, &back, dx, d_router_x, pass);
 }
 
+/* A parameter of a trainable layer, to be changed. */
+static moe_real *moei_layer_memory(const moe_layer *layer, int place) {
+    moe_real *memory;
+    memcpy(&memory, &layer->tensors[place], sizeof memory);
+    return memory;
+}
+
 /* The router's state; only a layer that is trained changes it. */
 static moe_status moei_layer_state(const moe_layer *layer, moe_real **state) {
     moe_parameter slot;
@@ -5475,7 +5736,7 @@ static moe_status moei_layer_state(const moe_layer *layer, moe_real **state) {
             (slot.flags & (unsigned)MOE_PARAM_STATE) == 0)
             continue;
         if (layer->gradients[place] == NULL) return MOE_ERR_STATE;
-        memcpy(&state[place], &layer->tensors[place], sizeof state[place]);
+        state[place] = moei_layer_memory(layer, place);
     }
     return MOE_OK;
 }
@@ -5507,6 +5768,11 @@ moe_status moe_layer_advance(moe_layer *layer) {
 
 enum { MOEI_PROBES = 64 }; /* tokens for an expert that the router leaves out */
 
+/* Of a row that holds an output of the layer, then of an expert. */
+static size_t moei_report_width(const moe_layer_config *c) {
+    return (size_t)(c->d_out > c->d_latent ? c->d_out : c->d_latent);
+}
+
 /* Bytes of the workspace in which moe_layer_quantize reports on n tokens. */
 static moe_status moei_report_size(const moe_layer *layer, int type, size_t n, size_t *bytes) {
     moei_layout l = moei_layout_begin(NULL);
@@ -5519,7 +5785,7 @@ static moe_status moei_report_size(const moe_layer *layer, int type, size_t n, s
     as_packed.packed_type = type;
     run = moei_expert_run_begin(&as_packed, layer->config.expert);
     moei_layer_layout(&as_packed, &run, n, 0, 0, &l, &p);
-    (void)moei_take_reals(&l, n, (size_t)layer->config.d_out);
+    (void)moei_take_reals(&l, n, moei_report_width(&layer->config));
     if (l.overflow) return MOE_ERR_OVERFLOW;
     *bytes = l.used;
     return MOE_OK;
@@ -5555,7 +5821,7 @@ static void moei_measured_rows(const moei_task *task, size_t e, int visited, moe
         while (p->routing.plan.rows == 0 && !visited && t < p->call.n_tokens && !moei_is_real(&p->call, t)) t++;
         /* fewer real tokens than rows: the last one again */
         if (t >= p->call.n_tokens) t = p->call.n_tokens - 1;
-        memcpy(p->rows + i * run->ld[MOEI_X], p->x + (visited ? (size_t)entries[i].token : t) * d,
+        memcpy(p->rows + i * run->ld[MOEI_X], p->inputs + (visited ? (size_t)entries[i].token : t) * d,
                d * sizeof(moe_real));
     }
 }
@@ -5607,7 +5873,7 @@ static moe_status moei_measure(const moe_layer *packed, const moe_call *calibrat
     call.training = call.keep = 0;
     run = moei_expert_run_begin(packed, packed->config.expert);
     moei_layer_layout(packed, &run, call.n_tokens, call.n_past, 0, &l, &p);
-    y = moei_take_reals(&l, call.n_tokens, (size_t)packed->config.d_out);
+    y = moei_take_reals(&l, call.n_tokens, moei_report_width(&packed->config));
     if (l.overflow) return MOE_ERR_OVERFLOW;
     if (l.used > work_size) return MOE_ERR_SPACE;
     plain.is_packed = 0;
@@ -5615,10 +5881,15 @@ static moe_status moei_measure(const moe_layer *packed, const moe_call *calibrat
     if (status != MOE_OK) return status;
     p.call = routed.call;
     p.x = routed.x;
+    p.inputs = routed.inputs;
     p.routing = routed.routing; /* the routing lies first in both layouts */
     task = moei_task_begin(packed, &p, MOEI_RUN_CHOSEN, &run);
     task.mask = run.needed;
     for (e = 0; e < task.experts; e++) moei_measure_expert(&task, e, y, errors + e);
+    for (; e < p.routing.n_experts; e++) {
+        errors[e].rows = moei_entry_count(&p, e);
+        errors[e].output = MOEI_R(0.0); /* no matrices */
+    }
     return MOE_OK;
 }
 
@@ -5746,12 +6017,12 @@ static const moe_field moei_feed_forward_fields[] = {
     MOEI_CHOICE(MOEI_L, expert, MOE_EXPERT_COUNT, moei_expert_names, "kind of expert"),
     MOEI_INT(MOEI_L, d_ff, 1, MOE_MAX_WIDTH, "hidden width"),
     MOEI_INT(MOEI_L, d_low, 1, MOE_MAX_WIDTH, "rows of reduce in a factorised expert"),
-    MOEI_CHOICE(MOEI_L, act, MOE_ACT_COUNT, moei_act_names, "activation of an mlp expert"),
+    MOEI_CHOICE(MOEI_L, act, MOE_ACT_COUNT, moei_act_names, "activation of an mlp or glu expert"),
     MOEI_FLAG(MOEI_L, no_expert_bias, "mlp and linear experts have no biases"),
     MOEI_REAL(MOEI_L, swiglu_alpha, 1e-6, 1e6, "alpha of a swiglu expert"),
     MOEI_REAL(MOEI_L, swiglu_limit, 1e-6, 1e6, "limit of a swiglu expert"),
     MOEI_REAL(MOEI_L, swiglu_offset, -1e6, 1e6, "offset of a swiglu expert"),
-    MOEI_FLAG(MOEI_L, expert_bias, "a swiglu expert has biases"),
+    MOEI_FLAG(MOEI_L, expert_bias, "a swiglu or glu expert has biases"),
     MOEI_FIELDS_END};
 
 static const char *const moei_module_names[] = {"linear",       "activation", "layer_norm", "mixture",  "residual",
@@ -6050,6 +6321,23 @@ static moe_status moei_previous_check(const moe_net *net, const moe_router_confi
     return MOE_OK;
 }
 
+/* Checks that router_residual finds as many logits in the MoE layer before the new module, if there
+   is one. */
+static moe_status moei_residual_check(const moe_net *net, const moe_router_config *c, moe_error *error) {
+    size_t at = moei_previous_mixture(net, net->n_modules);
+    const moe_router_config *previous;
+    if (!c->router_residual || at == net->n_modules) return MOE_OK;
+    previous = &net->modules[at].layer.config.router;
+    if (moei_is_soft(previous))
+        return moei_error(error, MOE_ERR_CONFIG,
+                          "router_residual = 1 is incompatible with module %z before it: select = soft has no logits",
+                          at);
+    if (previous->n_experts == c->n_experts) return MOE_OK;
+    return moei_error(error, MOE_ERR_CONFIG,
+                      "n_experts = %d: router_residual = 1 needs as many as module %z before it, %d", c->n_experts, at,
+                      previous->n_experts);
+}
+
 /* Adapts a router that refines to the attention before the new module, if there is one. */
 static moe_status moei_refine_fit(const moe_net *net, moe_router_config *c, moe_error *error) {
     size_t at = moei_previous_attention(net, net->n_modules);
@@ -6091,6 +6379,7 @@ moe_status moe_net_mixture(moe_net *net, const moe_layer_config *config) {
     status = moei_refine_fit(net, &c.router, &why);
     if (status == MOE_OK) status = moe_layer_init(&m.layer, &c, &why);
     if (status == MOE_OK) status = moei_previous_check(net, &m.layer.config.router, &why);
+    if (status == MOE_OK) status = moei_residual_check(net, &m.layer.config.router, &why);
     if (status != MOE_OK) return moei_module_refuse(net, m.kind, status, "%s", why.message);
     m.d_out = m.layer.config.d_out;
     return moei_module_append(net, &m);
@@ -6114,7 +6403,8 @@ moe_status moe_net_residual(moe_net *net, int span) {
 /* Whether module i is followed by an activation that passes only about half of what enters. */
 static int moei_feeds_relu(const moe_net *net, size_t i) {
     const moe_module *next = net->modules + i + 1;
-    return i + 1 < net->n_modules && next->kind == MOE_MODULE_ACTIVATION && next->act <= MOE_ACT_GELU;
+    return i + 1 < net->n_modules && next->kind == MOE_MODULE_ACTIVATION &&
+           (next->act <= MOE_ACT_GELU || next->act == MOE_ACT_GELU_TANH);
 }
 
 /* A matrix of a module, or with columns = 0 a vector that starts at value. */
@@ -6457,7 +6747,8 @@ struct moe_module_pass {
     size_t n_previous;
     int32_t *previous_experts;  /* [N,n_previous] */
     moe_real *previous_weights; /* [N,n_previous] */
-    moe_layer_pass layer;
+    moe_real *d_logits;    /* [N,E] mixture in training whose logits the next one reads */
+    moe_layer_pass *layer; /* mixture and feed_forward */
 };
 
 /* The most experts per token of module i, a mixture; soft: all of them. */
@@ -6477,6 +6768,13 @@ static size_t moei_rotation_of(const moe_net *net, size_t i) {
             return j;
     }
     return i;
+}
+
+/* Whether the next mixture after module i, a mixture, reads its logits. */
+static int moei_logits_are_read(const moe_net *net, size_t i) {
+    for (i++; i < net->n_modules; i++)
+        if (net->modules[i].kind == MOE_MODULE_MIXTURE) return net->modules[i].layer.config.router.router_residual;
+    return 0;
 }
 
 /* The attention that the router of module i reads in this network, or i: none. */
@@ -6572,8 +6870,12 @@ static moe_status moei_module_layout(const moe_net *net, size_t i, const moei_ex
         p->previous_experts = (int32_t *)moei_take(l, n, p->n_previous * sizeof(int32_t));
         p->previous_weights = moei_take_reals(l, n, p->n_previous);
     }
-    if (moei_is_layer(m))
+    if (m->kind == MOE_MODULE_MIXTURE && training && moei_logits_are_read(net, i))
+        p->d_logits = moei_take_reals(l, n, (size_t)m->layer.config.router.n_experts);
+    if (moei_is_layer(m)) {
+        p->layer = (moe_layer_pass *)moei_take(l, 1, sizeof *p->layer);
         status = moei_layer_size(&m->layer, n, moei_refines(m) ? e->past : 0, training, &p->work_size);
+    }
     if (moei_is_layer(m) && status == MOE_OK) p->work = moei_take(l, p->work_size, 1);
     return status;
 }
@@ -6932,13 +7234,13 @@ static moe_status moei_feed_forward_forward(const moei_run *r) {
     call.training = r->pass->call.training;
     call.keep = r->pass->call.keep;
     call.error = r->pass->call.error;
-    return moe_layer_forward(&r->m->layer, &call, r->p->y, r->p->work, r->p->work_size, &r->p->layer);
+    return moe_layer_forward(&r->m->layer, &call, r->p->y, r->p->work, r->p->work_size, r->p->layer);
 }
 
 /* The experts that process a token after capacity, and their weights, for the next mixture. */
 static void moei_mixture_previous(const moei_run *r, moe_call *call) {
     size_t at = moei_previous_mixture(r->net, r->i), width = r->p->n_previous, t, j;
-    const moe_routing *before = &r->pass->modules[at].layer.routing;
+    const moe_routing *before = &r->pass->modules[at].layer->routing;
     /* with global routing it is of the tokens of all ranks */
     size_t first = before->first;
     int soft = before->plan.rows > 0;
@@ -6955,6 +7257,17 @@ static void moei_mixture_previous(const moei_run *r, moe_call *call) {
     call->previous_experts = r->p->previous_experts;
     call->previous_weights = r->p->previous_weights;
     call->n_previous = width;
+}
+
+/* The logits of the mixture before, for router_residual, and where gradients of logits go. */
+static void moei_mixture_residual(const moei_run *r, moe_call *call) {
+    size_t at = moei_previous_mixture(r->net, r->i);
+    call->previous_logits = NULL;
+    call->d_previous_logits = NULL;
+    call->d_clean_logits = r->p->d_logits;
+    if (!r->m->layer.config.router.router_residual || at == r->i) return;
+    call->previous_logits = r->pass->modules[at].layer->routing.clean_logits;
+    call->d_previous_logits = r->pass->modules[at].d_logits;
 }
 
 /* given and teacher of this layer: after those of the mixtures before it. */
@@ -6984,6 +7297,17 @@ static void moei_mixture_attention(const moei_run *r, moe_call *call) {
     call->d_attention_output = r->pass->modules[at + 1].d_x;
 }
 
+/* raw_input: the first of the norms directly before module i, whose input the router reads; i if
+   there is none. */
+static size_t moei_first_norm(const moe_net *net, size_t i) {
+    size_t at = i;
+    if (!net->modules[i].layer.config.router.raw_input) return i;
+    while (at > 0 && (net->modules[at - 1].kind == MOE_MODULE_RMS_NORM ||
+                      net->modules[at - 1].kind == MOE_MODULE_LAYER_NORM))
+        at--;
+    return at;
+}
+
 /* Decoding: what refining reads of earlier tokens. */
 static void moei_mixture_past(const moei_run *r, moe_call *call) {
     if (r->pass->most == 0) return;
@@ -6996,7 +7320,7 @@ static void moei_mixture_past(const moei_run *r, moe_call *call) {
 
 /* And of the call's tokens, later on. */
 static void moei_mixture_remember(const moei_run *r) {
-    const moe_routing *routing = &r->p->layer.routing;
+    const moe_routing *routing = &r->p->layer->routing;
     size_t experts = routing->n_experts;
     if (r->p->past_u == NULL || r->n == 0) return;
     memcpy(r->p->past_u + r->pass->past * r->d_in, routing->u, r->n * r->d_in * sizeof(moe_real));
@@ -7009,9 +7333,11 @@ static moe_status moei_mixture_forward(const moei_run *r) {
     call.x = r->p->x;
     moei_mixture_own(r, &call);
     moei_mixture_attention(r, &call);
+    moei_mixture_residual(r, &call);
     moei_mixture_past(r, &call);
+    if (moei_first_norm(r->net, r->i) < r->i) call.router_x = r->pass->modules[moei_first_norm(r->net, r->i)].x;
     if (r->p->n_previous > 0) moei_mixture_previous(r, &call);
-    status = moe_layer_forward(&r->m->layer, &call, r->p->y, r->p->work, r->p->work_size, &r->p->layer);
+    status = moe_layer_forward(&r->m->layer, &call, r->p->y, r->p->work, r->p->work_size, r->p->layer);
     if (status == MOE_OK) moei_mixture_remember(r);
     return status;
 }
@@ -7161,20 +7487,24 @@ static moe_status moei_attention_backward(const moei_run *r) {
 }
 
 static moe_status moei_feed_forward_backward(const moei_run *r) {
-    return moe_layer_backward(&r->m->layer, r->dy, r->dx, NULL, &r->p->layer);
+    return moe_layer_backward(&r->m->layer, r->dy, r->dx, NULL, r->p->layer);
+}
+
+/* The gradient of the input of module `from`, which an earlier module of the backward pass adds to;
+   complete before that module needs it, because modules run in reverse order. NULL: not wanted. */
+static moe_real *moei_earlier_gradient(const moei_run *r, size_t from) {
+    return from > 0 ? r->pass->modules[from].d_x : r->pass->d_x;
 }
 
 static moe_status moei_mixture_backward(const moei_run *r) {
+    moe_real *raw = moei_earlier_gradient(r, moei_first_norm(r->net, r->i));
     if (r->dy == NULL)
-        return moe_layer_backward_experts(&r->m->layer, r->d_outputs, r->d_weights, r->dx, NULL, &r->p->layer);
-    return moe_layer_backward(&r->m->layer, r->dy, r->dx, NULL, &r->p->layer);
+        return moe_layer_backward_experts(&r->m->layer, r->d_outputs, r->d_weights, r->dx, raw, r->p->layer);
+    return moe_layer_backward(&r->m->layer, r->dy, r->dx, raw, r->p->layer);
 }
 
-/* Modules run in reverse order, so the gradient of the earlier input is complete before that module
-   needs it. */
 static moe_status moei_residual_backward(const moei_run *r) {
-    size_t from = r->i - (size_t)r->m->span;
-    moe_real *earlier = from > 0 ? r->pass->modules[from].d_x : r->pass->d_x;
+    moe_real *earlier = moei_earlier_gradient(r, r->i - (size_t)r->m->span);
     if (r->dx != NULL) moe_axpy(r->net->kernels, r->n * r->d_in, MOEI_R(1.0), r->dy, r->dx);
     if (earlier != NULL) moe_axpy(r->net->kernels, r->n * r->d_in, MOEI_R(1.0), r->dy, earlier);
     return MOE_OK;
@@ -7472,16 +7802,14 @@ static void moei_cache_layout(const moe_net *net, size_t most, moei_layout *l, s
 static moe_status moei_decode_size(const moe_net *net, size_t most, size_t n_tokens, size_t *bytes, size_t *work) {
     moei_extent e = moei_extent_decoding(n_tokens < most ? n_tokens : most, most);
     moei_layout l = moei_layout_begin(NULL);
-    size_t size = 0;
-    moe_status status;
+    moe_status status = MOE_OK;
     if (!net->built) return MOE_ERR_STATE;
     if (!MOEI_FITS_INT32(most)) return MOE_ERR_OVERFLOW;
     moei_cache_layout(net, most, &l, NULL);
-    status = l.overflow ? MOE_ERR_OVERFLOW : moei_net_size(net, &e, &size);
-    if (status != MOE_OK) return status;
-    if (bytes != NULL) *bytes = l.used;
-    if (work != NULL) *work = size;
-    return MOE_OK;
+    if (l.overflow) return MOE_ERR_OVERFLOW;
+    if (work != NULL) status = moei_net_size(net, &e, work);
+    if (status == MOE_OK && bytes != NULL) *bytes = l.used;
+    return status;
 }
 
 moe_status moe_net_decode_size(const moe_net *net, size_t most, size_t n_tokens, size_t *bytes, size_t *work,
@@ -7564,7 +7892,7 @@ const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pass *pass,
     if (net == NULL || pass == NULL || pass->modules == NULL || i >= net->n_modules ||
         net->modules[i].kind != MOE_MODULE_MIXTURE)
         return NULL;
-    return &pass->modules[i].layer.routing;
+    return &pass->modules[i].layer->routing;
 }
 
 /* ---- sampling -------------------------------------------------------------------------------- */
@@ -7692,6 +8020,8 @@ static void moei_module_zero(const moe_module *m, const struct moe_module_pass *
     if (p->d_x != NULL) memset(p->d_x, 0, n * (size_t)m->d_in * sizeof(moe_real));
     if (p->d_weights != NULL) memset(p->d_weights, 0, rows * n * sizeof(moe_real));
     if (p->d_outputs != NULL) memset(p->d_outputs, 0, rows * (size_t)m->d_out * sizeof(moe_real));
+    if (p->d_logits != NULL)
+        memset(p->d_logits, 0, n * (size_t)m->layer.config.router.n_experts * sizeof(moe_real));
 }
 
 static moe_status moei_net_backward(const moe_net *net, moe_net_pass *pass, const moei_returned *back, moe_real *dx) {
@@ -7734,17 +8064,45 @@ moe_status moe_net_observe(moe_net *net, const moe_net_pass *pass) {
     if (!net->built || !net->trainable || !pass->training || pass->modules == NULL) return MOE_ERR_STATE;
     for (i = 0; i < net->n_modules && status == MOE_OK; i++)
         if (net->modules[i].kind == MOE_MODULE_MIXTURE)
-            status = moe_layer_observe(&net->modules[i].layer, &pass->modules[i].layer);
+            status = moe_layer_observe(&net->modules[i].layer, pass->modules[i].layer);
     return status;
 }
 
+static int moei_shares_l1(const moe_module *m) {
+    return m->kind == MOE_MODULE_MIXTURE && m->layer.config.router.l1_controller == MOE_L1_NET;
+}
+
+/* The next factor of all L1 losses with l1_controller = net, by the mean gap of their layers; 0 if
+   there is none, or nothing to go by. */
+static void moei_net_l1(const moe_net *net, moe_real *factor) {
+    moe_real gap = MOEI_R(0.0);
+    size_t i, count = 0;
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_layer *layer = &net->modules[i].layer;
+        const moe_router_config *c = &layer->config.router;
+        const moe_real *step = layer->tensors[MOE_ROUTER_STEP], *load = layer->tensors[MOE_ROUTER_LOAD];
+        if (!moei_shares_l1(&net->modules[i]) || !(load[c->n_experts] > MOEI_R(0.0))) continue;
+        if (c->freeze_at > 0 && step[0] >= (moe_real)c->freeze_at) continue;
+        if (count++ == 0) *factor = layer->tensors[MOE_ROUTER_L1][0];
+        gap += moei_l1_gap(c, load);
+    }
+    if (count > 0) moei_advance_l1(gap, factor);
+}
+
 moe_status moe_net_advance(moe_net *net) {
+    moe_real factor = MOEI_R(0.0);
     moe_status status = MOE_OK;
     size_t i;
     if (net == NULL) return MOE_ERR_ARGUMENT;
     if (!net->built || !net->trainable) return MOE_ERR_STATE;
-    for (i = 0; i < net->n_modules && status == MOE_OK; i++)
-        if (net->modules[i].kind == MOE_MODULE_MIXTURE) status = moe_layer_advance(&net->modules[i].layer);
+    moei_net_l1(net, &factor);
+    for (i = 0; i < net->n_modules && status == MOE_OK; i++) {
+        moe_layer *layer = &net->modules[i].layer;
+        if (net->modules[i].kind != MOE_MODULE_MIXTURE) continue;
+        status = moe_layer_advance(layer);
+        if (status == MOE_OK && moei_shares_l1(&net->modules[i]) && factor > MOEI_R(0.0))
+            moei_layer_memory(layer, MOE_ROUTER_L1)[0] = factor;
+    }
     return status;
 }
 
@@ -8144,7 +8502,7 @@ static moe_status moei_evaluate_size(const moe_net *net, int criterion, const mo
 
 /* The last module of a pass as input of moe_mixture_loss. */
 static moe_mixture moei_mixture_of(const moe_net *net, const moe_net_pass *pass, const moe_data *data) {
-    const moe_layer_pass *p = &pass->modules[net->n_modules - 1].layer;
+    const moe_layer_pass *p = pass->modules[net->n_modules - 1].layer;
     moe_mixture m;
     memset(&m, 0, sizeof m);
     m.n = data->n;
@@ -8318,6 +8676,137 @@ moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion,
     return status;
 }
 
+/* ---- upcycling ------------------------------------------------------------------------------- */
+
+/* Whether the next of `units` units is one of the *left that are still to be drawn. */
+static int moei_unit_drawn(moe_rng *rng, size_t units, size_t *left) {
+    int drawn = moe_rng_below(rng, units) < *left;
+    *left -= (size_t)drawn;
+    return drawn;
+}
+
+/* Draws the rows or columns of `drawn` hidden units of a matrix again. A unit's numbers are
+   of_other apart, those of two units of_unit. The chooser is a copy, so all matrices of an expert
+   have the same units. */
+static void moei_upcycle_units(moe_real *w, size_t units, size_t of_unit, size_t others, size_t of_other, size_t drawn,
+                               moe_rng chooser, moe_rng *rng) {
+    double n = (double)drawn * (double)others, sum = 0.0;
+    double squares = 0.0;
+    size_t u, i, left;
+    int pass;
+    for (pass = 0; pass < 3; pass++) {
+        moe_rng choice = chooser;
+        for (u = 0, left = drawn; u < units; u++) {
+            if (!moei_unit_drawn(&choice, units - u, &left)) continue;
+            for (i = 0; i < others; i++) {
+                moe_real *at = w + u * of_unit + i * of_other;
+                double apart = (double)*at - sum / n;
+                if (pass == 0) sum += (double)*at;
+                else if (pass == 1) squares += apart * apart;
+                else {
+                    apart = sqrt(n > 1.0 ? squares / (n - 1.0) : 0.0) * (double)moe_rng_normal(rng);
+                    *at = (moe_real)(sum / n + apart);
+                }
+            }
+        }
+    }
+}
+
+static int moei_is_hidden(int activation) {
+    return activation != MOEI_X && activation != MOE_NODE_LOW && activation != MOE_NODE_OUTPUT;
+}
+
+/* The expert of `run` from the one of dense. */
+static void moei_upcycle_expert(const moei_expert_run *run, const moe_layer *dense, size_t drawn, moe_real noise,
+                                moe_rng chooser) {
+    size_t units = (size_t)run->layer->config.d_ff, i;
+    moe_rng rng;
+    int s;
+    moe_rng_seed(&rng, moe_rng_next(&chooser));
+    for (s = 0; s < run->kind->n_steps; s++) {
+        const moei_step *step = &run->kind->steps[s];
+        size_t out = run->width[step->to], in = run->width[step->from];
+        moe_real *w, *bias;
+        const moe_real *from;
+        if (step->op != MOEI_STEP_MATMUL) continue;
+        from = moei_block(run, step->weight, out * in);
+        memcpy(&w, &from, sizeof w);
+        memcpy(w, dense->tensors[step->weight], out * in * sizeof(moe_real));
+        from = moei_block(run, step->bias, out);
+        memcpy(&bias, &from, sizeof bias);
+        if (bias != NULL) memcpy(bias, dense->tensors[step->bias], out * sizeof(moe_real));
+        if (drawn > 0 && moei_is_hidden(step->to)) moei_upcycle_units(w, units, in, in, 1, drawn, chooser, &rng);
+        if (drawn > 0 && moei_is_hidden(step->from)) moei_upcycle_units(w, units, 1, out, in, drawn, chooser, &rng);
+        for (i = 0; i < out * in && noise > MOEI_R(0.0); i++) w[i] += noise * moe_rng_normal(&rng);
+    }
+}
+
+/* Whether two layers have experts of the same kind and settings. */
+static moe_status moei_upcycle_settings(const moe_layer_config *c, const moe_layer_config *dense, moe_error *error) {
+    const moe_field *field = moei_feed_forward_fields;
+    char has[40], wanted[40];
+    if (dense->router.n_experts != 1)
+        return moei_error(error, MOE_ERR_CONFIG, "n_experts = %d: the dense layer must have one expert",
+                          dense->router.n_experts);
+    for (; field->name != NULL; field++) {
+        moe_field_text(field, c, has, sizeof has);
+        moe_field_text(field, dense, wanted, sizeof wanted);
+        if (moei_strcmp(has, wanted) != 0)
+            return moei_error(error, MOE_ERR_CONFIG, "%s = %s: the dense layer has %s", field->name, has, wanted);
+    }
+    if (c->d_latent > 0 || dense->d_latent > 0)
+        return moei_error(error, MOE_ERR_CONFIG, "d_latent = %d: experts of a dense layer's width are needed",
+                          c->d_latent > 0 ? c->d_latent : dense->d_latent);
+    return MOE_OK;
+}
+
+/* Whether both layers have all tensors of experts, and of the same shapes. */
+static moe_status moei_upcycle_tensors(const moe_layer *layer, const moe_layer *dense, moe_error *error) {
+    moe_parameter slot, other;
+    int i;
+    memset(&slot, 0, sizeof slot);
+    memset(&other, 0, sizeof other);
+    for (i = MOE_EXPERTS_GATE; i < MOE_SHARED_GATE; i++) {
+        if (moei_expert_parameter(&layer->config, layer->config.expert, i, &slot) != 1) continue;
+        if (layer->tensors[i] == NULL || dense->tensors[i] == NULL)
+            return moei_error(error, MOE_ERR_ARGUMENT, "%s is not set", moei_layer_parameter_name(i));
+        if (moei_expert_parameter(&dense->config, dense->config.expert, i, &other) != 1 ||
+            slot.shape[1] != other.shape[1] || slot.shape[2] != other.shape[2])
+            return moei_error(error, MOE_ERR_SHAPE, "%s has another shape in the dense layer",
+                              moei_layer_parameter_name(i));
+    }
+    return MOE_OK;
+}
+
+moe_status moe_layer_upcycle(moe_layer *layer, const moe_layer *dense, moe_real upcycle_share, moe_real upcycle_noise,
+                             uint64_t seed, moe_error *error) {
+    moei_expert_run run;
+    moe_rng chooser;
+    moe_status status;
+    size_t first, experts, drawn;
+    if (layer == NULL || dense == NULL)
+        return moei_error(error, MOE_ERR_ARGUMENT, "%s must not be NULL", layer == NULL ? "layer" : "dense");
+    if (!(upcycle_share >= MOEI_R(0.0) && upcycle_share <= MOEI_R(1.0)))
+        return moei_error(error, MOE_ERR_ARGUMENT, "upcycle_share = %g: must be 0 to 1", (double)upcycle_share);
+    if (!(upcycle_noise >= MOEI_R(0.0) && upcycle_noise <= MOEI_R(1e6)))
+        return moei_error(error, MOE_ERR_ARGUMENT, "upcycle_noise = %g: must be 0 to 1e6", (double)upcycle_noise);
+    status = moei_upcycle_settings(&layer->config, &dense->config, error);
+    if (status == MOE_OK) status = moei_upcycle_tensors(layer, dense, error);
+    if (status != MOE_OK) return status;
+    run = moei_expert_run_begin(layer, layer->config.expert);
+    if (upcycle_share > MOEI_R(0.0) && run.kind->n_stages == 1)
+        return moei_error(error, MOE_ERR_CONFIG, "upcycle_share = %g: expert = %s has no hidden units",
+                          (double)upcycle_share, moei_expert_names[layer->config.expert]);
+    experts = moei_own_experts(&layer->config, &first);
+    drawn = (size_t)(upcycle_share * (moe_real)layer->config.d_ff);
+    for (run.expert = 0; run.expert < experts; run.expert++) {
+        moe_rng_seed(&chooser, seed + first + run.expert);
+        moei_upcycle_expert(&run, dense, drawn, upcycle_noise, chooser);
+    }
+    layer->is_packed = 0;
+    return MOE_OK;
+}
+
 /* ---- the trainer ----------------------------------------------------------------------------- */
 
 static const char *const moei_optimizer_names[] = {"adamw", "sgd", NULL};
@@ -8374,8 +8863,27 @@ static moe_status moei_train_check(const moe_train_config *config, moe_train_con
     return MOE_OK;
 }
 
+/* Consumes a required word; 0 if it is missing. */
+static int moei_take_word(const char **p, const char *word) {
+    size_t n = moei_strlen(word);
+    if (strncmp(*p, word, n) != 0) return 0;
+    *p += n;
+    return 1;
+}
+
+/* Consumes an integer as the writer writes it: only digits, no leading zero. */
+static int moei_take_number(const char **p, uint64_t *value) {
+    const char *from = *p;
+    for (*value = 0; **p >= '0' && **p <= '9'; ++*p) {
+        uint64_t digit = (uint64_t)(**p - '0');
+        if (*value > (UINT64_MAX - digit) / 10) return 0;
+        *value = *value * 10 + digit;
+    }
+    return *p > from && (*from != '0' || *p == from + 1);
+}
+
 /* Whether name matches pattern, in which * stands for any characters: after a mismatch the last *
-   takes one more character. */
+   takes one more character. The pattern ends before rows in brackets. */
 static int moei_fits_pattern(const char *pattern, const char *name) {
     const char *star = NULL, *from = NULL;
     while (*name != '\0') {
@@ -8391,13 +8899,34 @@ static int moei_fits_pattern(const char *pattern, const char *name) {
         } else return 0;
     }
     while (*pattern == '*') pattern++;
-    return *pattern == '\0';
+    return *pattern == '\0' || *pattern == '[';
+}
+
+/* The same for the name of a tensor of a network, with or without the module's number. */
+static int moei_fits_name(const char *pattern, const char *name) {
+    const char *rest = name;
+    while (*rest >= '0' && *rest <= '9') rest++;
+    return moei_fits_pattern(pattern, name) || (*rest == '.' && moei_fits_pattern(pattern, rest + 1));
+}
+
+/* The rows of a pattern that ends in [e] or [a:b]: 1. 0: it has no such end, -1: neither is behind
+   its [. */
+static int moei_pattern_rows(const char *pattern, uint64_t *from, uint64_t *to) {
+    *from = *to = 0;
+    while (*pattern != '\0' && *pattern != '[') pattern++;
+    if (*pattern == '\0') return 0;
+    pattern++;
+    if (!moei_take_number(&pattern, from)) return -1;
+    *to = *from + 1;
+    if (moei_take_word(&pattern, ":") && !moei_take_number(&pattern, to)) return -1;
+    return moei_take_word(&pattern, "]") && *pattern == '\0' && *from < *to ? 1 : -1;
 }
 
 static moe_status moei_groups_check(const moe_net *net, const moe_train_config *config, moe_error *error) {
     moe_error why;
+    uint64_t from, to;
     size_t t;
-    int g;
+    int g, rows;
     if (config->n_groups > 0 && config->groups == NULL)
         return moei_error(error, MOE_ERR_CONFIG, "groups must not be NULL: n_groups = %d", config->n_groups);
     for (g = 0; g < config->n_groups; g++) {
@@ -8405,21 +8934,26 @@ static moe_status moei_groups_check(const moe_net *net, const moe_train_config *
         if (moei_fields_check(moei_group_fields, group, &why) != MOE_OK)
             return moei_error(error, MOE_ERR_CONFIG, "groups[%d]: %s", g, why.message);
         if (group->pattern == NULL) return moei_error(error, MOE_ERR_CONFIG, "groups[%d]: pattern must not be NULL", g);
-        for (t = 0; t < net->n_tensors && !moei_fits_pattern(group->pattern, net->tensors[t].name);) t++;
-        if (t == net->n_tensors)
-            return moei_error(error, MOE_ERR_CONFIG, "groups[%d]: pattern = '%s' fits the name of no tensor", g,
+        rows = moei_pattern_rows(group->pattern, &from, &to);
+        if (rows < 0)
+            return moei_error(error, MOE_ERR_CONFIG, "groups[%d]: pattern = '%s': [ begins rows, as [3] or [0:4]", g,
                               group->pattern);
+        for (t = 0; t < net->n_tensors; t++)
+            if (moei_fits_name(group->pattern, net->tensors[t].name) &&
+                to <= moei_whole_tensor(net, &net->tensors[t]).shape[0])
+                break;
+        if (t == net->n_tensors)
+            return moei_error(error, MOE_ERR_CONFIG, "groups[%d]: pattern = '%s' fits the name of no tensor%s", g,
+                              group->pattern, rows > 0 ? " with these rows" : "");
     }
     return MOE_OK;
 }
 
-/* Two numbers for a tensor: the factor on the rate, 0 when it does not learn, and its weight
-   decay. */
-static void moei_group_factors(const moe_train_config *config, const moe_tensor *t, moe_real *out) {
-    const moe_param_group *group = NULL;
-    int g, none = (t->flags & (unsigned)MOE_PARAM_NO_DECAY) != 0;
-    for (g = 0; g < config->n_groups && group == NULL; g++)
-        if (moei_fits_pattern(config->groups[g].pattern, t->name)) group = &config->groups[g];
+/* Two numbers of a group (NULL: none) for a tensor or a row of it: the factor on the rate, 0 when
+   it does not learn, and the weight decay. */
+static void moei_group_numbers(const moe_train_config *config, const moe_tensor *t, const moe_param_group *group,
+                               moe_real *out) {
+    int none = (t->flags & (unsigned)MOE_PARAM_NO_DECAY) != 0;
     out[0] = MOEI_R(1.0);
     out[1] = none ? MOEI_R(0.0) : config->decay;
     if (group == NULL) return;
@@ -8427,6 +8961,25 @@ static void moei_group_factors(const moe_train_config *config, const moe_tensor 
     if (group->frozen) out[0] = MOEI_R(0.0);
     if (group->decay > MOEI_R(0.0)) out[1] = group->decay * config->decay;
     if (group->decay < MOEI_R(0.0)) out[1] = MOEI_R(0.0);
+}
+
+/* These two numbers for every row of a tensor. */
+static void moei_group_factors(const moe_net *net, const moe_train_config *config, const moe_tensor *t, moe_real *out) {
+    const moe_param_group *group = NULL;
+    size_t rows = t->shape[0], first = moei_whole_first(net, t) / (t->count / rows), i;
+    uint64_t from, to;
+    int g;
+    for (g = 0; g < config->n_groups && group == NULL; g++)
+        if (moei_pattern_rows(config->groups[g].pattern, &from, &to) == 0 &&
+            moei_fits_name(config->groups[g].pattern, t->name))
+            group = &config->groups[g];
+    for (i = 0; i < rows; i++) moei_group_numbers(config, t, group, out + 2 * i);
+    for (g = 0; g < config->n_groups; g++) {
+        group = &config->groups[g];
+        if (moei_pattern_rows(group->pattern, &from, &to) == 0 || !moei_fits_name(group->pattern, t->name)) continue;
+        for (i = 0; i < rows; i++)
+            if (first + i >= from && first + i < to) moei_group_numbers(config, t, group, out + 2 * i);
+    }
 }
 
 /* One batch in the trainer's workspace. */
@@ -8468,10 +9021,11 @@ static moe_status moei_trainer_allocate(moe_trainer *t, moe_error *error) {
     moei_layout l = moei_layout_begin(NULL);
     moei_batch batch;
     moe_status status = moei_batch_layout(t, &l, &batch);
-    size_t moments;
+    size_t moments, factors, i;
     if (status != MOE_OK) return moei_error(error, status, "batch = %d: %s", t->config.batch, moe_status_text(status));
-    if (!moei_mul(moei_net_numbers(t->net), moei_moments(t), &moments) ||
-        !moei_add(moments, 2 * t->net->n_tensors, &t->memory_size) ||
+    for (i = 0, factors = 0; i < t->net->n_tensors; i++) factors += t->net->tensors[i].shape[0];
+    if (!moei_mul(moei_net_numbers(t->net), moei_moments(t), &moments) || !moei_mul(factors, 2, &factors) ||
+        !moei_add(moments, factors, &t->memory_size) ||
         !moei_mul(t->memory_size, sizeof(moe_real), &t->memory_size))
         return moei_error(error, MOE_ERR_OVERFLOW, "the optimizer's moments do not fit this machine's memory");
     t->work_size = l.used;
@@ -8502,6 +9056,20 @@ static void moei_trainer_rate(moe_trainer *t) {
     t->rate = c->rate * (c->final_rate + (MOEI_R(1.0) - c->final_rate) * left);
 }
 
+/* Starts the learning rate, and gives the trainer's steps to routers with a schedule but no steps
+   of their own. */
+static void moei_trainer_plan(moe_trainer *t) {
+    const int steps = t->total_steps < (uint64_t)MOE_MAX_WIDTH ? (int)t->total_steps : (int)MOE_MAX_WIDTH;
+    size_t i;
+    moei_trainer_rate(t);
+    for (i = 0; i < t->net->n_modules; i++) {
+        moe_layer *layer = &t->net->modules[i].layer;
+        if (t->net->modules[i].kind != MOE_MODULE_MIXTURE || !moei_has_schedule(&layer->config.router)) continue;
+        if (layer->config.router.schedule_steps > 0) continue;
+        layer->config.router.schedule_steps = layer->router.config.schedule_steps = steps;
+    }
+}
+
 /* Everything that a trainer's configuration can get wrong; *c with defaults filled in. */
 static moe_status moei_trainer_config(const moe_trainer *trainer, const moe_net *net, const moe_train_config *config,
                                       int fit, moe_train_config *c, moe_error *error) {
@@ -8524,6 +9092,7 @@ static moe_status moei_trainer_make(moe_trainer *trainer, moe_net *net, const mo
                                     const moe_data *data, moe_error *error) {
     moe_trainer made;
     moe_status status;
+    moe_real *factors;
     size_t i;
     if (net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer and net must not be NULL");
     memset(&made, 0, sizeof made);
@@ -8541,12 +9110,13 @@ static moe_status moei_trainer_make(moe_trainer *trainer, moe_net *net, const mo
         if (made.memory != NULL) moe_trainer_free(&made);
         return status;
     }
-    for (i = 0; i < net->n_tensors; i++) moei_group_factors(&made.config, &net->tensors[i], made.factors + 2 * i);
+    for (i = 0, factors = made.factors; i < net->n_tensors; factors += 2 * net->tensors[i++].shape[0])
+        moei_group_factors(net, &made.config, &net->tensors[i], factors);
     made.config.groups = NULL;
     moe_rng_seed(&made.rng, made.config.seed);
     made.rate = made.config.rate;
     made.total_steps = (uint64_t)made.config.total_steps;
-    moei_trainer_rate(&made);
+    moei_trainer_plan(&made);
     *trainer = made;
     return MOE_OK;
 }
@@ -8563,16 +9133,49 @@ void moe_trainer_free(moe_trainer *trainer) {
 }
 
 /* Flags may change between steps, groups do not. */
-static int moei_is_trained(const moe_trainer *trainer, size_t i) {
-    return (trainer->net->tensors[i].flags & (unsigned)(MOE_PARAM_FROZEN | MOE_PARAM_STATE)) == 0 &&
-           trainer->factors[2 * i] > MOEI_R(0.0);
+static int moei_is_trained(const moe_tensor *t) {
+    return (t->flags & (unsigned)(MOE_PARAM_FROZEN | MOE_PARAM_STATE)) == 0;
+}
+
+/* Consecutive rows of one tensor that learn alike. */
+typedef struct moei_rows {
+    size_t tensor, row;     /* its index; the row after these */
+    size_t first, count;    /* their numbers in the tensor */
+    const moe_real *factors, *next; /* theirs, those of the row after them */
+} moei_rows;
+
+static moei_rows moei_rows_begin(const moe_trainer *trainer) {
+    moei_rows r;
+    memset(&r, 0, sizeof r);
+    r.next = trainer->factors;
+    return r;
+}
+
+/* The next rows that learn; 0: there are none. */
+static int moei_rows_next(const moe_trainer *trainer, moei_rows *r) {
+    for (; r->tensor < trainer->net->n_tensors; r->tensor++, r->row = 0) {
+        const moe_tensor *t = &trainer->net->tensors[r->tensor];
+        while (r->row < t->shape[0]) {
+            size_t from = r->row, width = t->count / t->shape[0];
+            r->factors = r->next;
+            do {
+                r->row++;
+                r->next += 2;
+            } while (r->row < t->shape[0] && !(r->factors[0] < r->next[0]) &&
+                     !(r->factors[0] > r->next[0]) && r->factors[1] == r->next[1]);
+            r->first = from * width;
+            r->count = (r->row - from) * width;
+            if (moei_is_trained(t) && r->factors[0] > MOEI_R(0.0)) return 1;
+        }
+    }
+    return 0;
 }
 
 /* The loss of a classical mixture, and its gradients in the order of the plan. */
 static moe_status moei_mixture_gradients(const moe_trainer *t, const moe_data *data, const moe_net_pass *pass,
                                          const moei_batch *b, moe_real *loss, moe_error *error) {
     const moe_layer *layer = &t->net->modules[t->net->n_modules - 1].layer;
-    const moe_routing *routing = &pass->modules[t->net->n_modules - 1].layer.routing;
+    const moe_routing *routing = &pass->modules[t->net->n_modules - 1].layer->routing;
     moe_real temperature = layer->config.router.expert_temperature;
     moe_mixture m = moei_mixture_of(t->net, pass, data);
     moe_status status;
@@ -8643,7 +9246,7 @@ static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, c
     for (i = 0; i < t->net->n_modules; i++) {
         const moe_routing *routing = moe_net_routing(t->net, pass, i);
         for (loss = 0; routing != NULL && loss < MOE_LOSS_COUNT; loss++) step->router_loss += routing->loss[loss];
-        if (routing != NULL && pass->modules[i].layer.call.batch == NULL) local = 1;
+        if (routing != NULL && pass->modules[i].layer->call.batch == NULL) local = 1;
     }
     if (t->net->transport != NULL && local) { /* each process has its share of them */
         all = (double)step->router_loss;
@@ -8686,28 +9289,29 @@ static moe_status moei_add_squares(const moe_kernels *kernels, const moe_tensor 
    first. There is one. */
 static moe_status moei_gradient_refuse(const moe_trainer *trainer, moe_error *error) {
     const moe_net *net = trainer->net;
-    size_t i = net->n_tensors - 1, m = net->n_modules - 1;
-    size_t j = 0;
-    while (i > 0 && (!moei_is_trained(trainer, i) || moei_all_finite(net->tensors[i].count, net->tensors[i].gradient)))
-        i--;
-    while (net->modules[m].first_tensor > i) m--;
-    while (j + 1 < net->tensors[i].count && moe_is_finite(net->tensors[i].gradient[j])) j++;
+    moei_rows r = moei_rows_begin(trainer), bad = r;
+    size_t m = net->n_modules - 1, i;
+    while (moei_rows_next(trainer, &r))
+        if (!moei_all_finite(r.count, net->tensors[r.tensor].gradient + r.first)) bad = r;
+    while (net->modules[m].first_tensor > bad.tensor) m--;
+    for (i = bad.first; moe_is_finite(net->tensors[bad.tensor].gradient[i]);) i++;
     return moei_error(error, MOE_ERR_NONFINITE, "module %z (%s), tensor %s: number %z of the gradient is not finite", m,
-                      moei_module_names[net->modules[m].kind], net->tensors[i].name, j);
+                      moei_module_names[net->modules[m].kind], net->tensors[bad.tensor].name, i);
 }
 
 /* The sum of squares of the gradients of all trained tensors that are divided among processes, or
    of the others. */
 static moe_status moei_trainer_squares(const moe_trainer *trainer, int parted, double *sum, moe_error *error) {
     enum { PART = 1024 };
+    moei_rows r = moei_rows_begin(trainer);
     moe_status status = MOE_OK;
-    size_t i, j;
-    for (i = 0; i < trainer->net->n_tensors; i++) {
-        const moe_tensor *t = &trainer->net->tensors[i];
-        if (!moei_is_trained(trainer, i) || (moei_parted(trainer->net, t) > 0) != parted) continue;
-        for (j = 0; j < t->count && status == MOE_OK; j += PART)
-            status = moei_add_squares(trainer->net->kernels, t, j, t->count - j < PART ? t->count - j : (size_t)PART,
-                                      sum);
+    size_t i;
+    while (moei_rows_next(trainer, &r)) {
+        const moe_tensor *t = &trainer->net->tensors[r.tensor];
+        if ((moei_parted(trainer->net, t) > 0) != parted) continue;
+        for (i = 0; i < r.count && status == MOE_OK; i += PART)
+            status = moei_add_squares(trainer->net->kernels, t, r.first + i,
+                                      r.count - i < PART ? r.count - i : (size_t)PART, sum);
     }
     return status == MOE_OK ? MOE_OK : moei_gradient_refuse(trainer, error);
 }
@@ -8755,23 +9359,24 @@ static void moei_sgd(size_t n, moe_real scale, moe_real rate, moe_real decay, mo
 static void moei_trainer_move(moe_trainer *trainer, moe_real scale) {
     const moe_train_config *c = &trainer->config;
     moe_real *first = trainer->memory, *second = first + moei_net_numbers(trainer->net);
+    moei_rows r = moei_rows_begin(trainer);
     moe_adamw_step a;
-    size_t i;
     a.scale = scale;
     a.beta1 = c->beta1;
     a.beta2 = c->beta2;
     a.epsilon = c->epsilon;
     a.correction1 = MOEI_R(1.0) / (MOEI_R(1.0) - moei_power(c->beta1, trainer->steps + 1));
     a.correction2 = MOEI_R(1.0) / (MOEI_R(1.0) - moei_power(c->beta2, trainer->steps + 1));
-    for (i = 0; i < trainer->net->n_tensors; i++) {
-        const moe_tensor *t = &trainer->net->tensors[i];
-        ptrdiff_t at = t->data - trainer->net->memory;
-        if (!moei_is_trained(trainer, i)) continue;
-        a.lr = trainer->rate * trainer->factors[2 * i];
-        a.weight_decay = trainer->factors[2 * i + 1];
+    while (moei_rows_next(trainer, &r)) {
+        const moe_tensor *t = &trainer->net->tensors[r.tensor];
+        const moe_real *gradient = t->gradient + r.first;
+        moe_real *data = t->data + r.first;
+        ptrdiff_t at = data - trainer->net->memory;
+        a.lr = trainer->rate * r.factors[0];
+        a.weight_decay = r.factors[1];
         if (c->optimizer == MOE_OPTIMIZER_ADAMW)
-            moe_adamw(trainer->net->kernels, &a, t->count, t->gradient, first + at, second + at, t->data);
-        else moei_sgd(t->count, scale, a.lr, a.weight_decay, c->momentum, t->gradient, t->data, first + at);
+            moe_adamw(trainer->net->kernels, &a, r.count, gradient, first + at, second + at, data);
+        else moei_sgd(r.count, scale, a.lr, a.weight_decay, c->momentum, gradient, data, first + at);
     }
 }
 
@@ -9319,7 +9924,7 @@ moe_status moe_layer_save(const moe_layer *layer, const char *path, moe_error *e
 
 /* ---- reading the configuration: a pull parser without recursion ------------------------------ */
 
-enum { MOEI_CONFIG_DEPTH = 16, MOEI_CONFIG_FIELDS = 128 };
+enum { MOEI_CONFIG_DEPTH = 16, MOEI_CONFIG_FIELDS = 192 };
 
 static int moei_digits(const unsigned char *p, size_t n, size_t *at) {
     size_t from = *at;
@@ -9541,6 +10146,7 @@ static moe_status moei_config_module(moei_json *j, moe_net *net) {
     (void)moei_json_peek(j);
     at = j->at;
     status = moei_config_kind(j, place, &kind);
+    config.layer.router.preset = MOEI_OF_A_FILE;
     if (status == MOE_OK)
         status = moei_config_fields(j, place, moei_module_fields(kind), moei_module_settings(&config, kind), 1);
     if (status != MOE_OK) return status;
@@ -9613,6 +10219,7 @@ static moe_status moei_config_layer(moei_json *j, moe_layer_config *config) {
     if (status != MOE_OK) return status;
     j->at = start;
     memset(config, 0, sizeof *config);
+    config->router.preset = MOEI_OF_A_FILE;
     return moei_config_fields(j, "layer", moe_layer_fields(), config, 0);
 }
 
@@ -10230,25 +10837,6 @@ moe_status moe_trainer_write(const moe_trainer *trainer, moe_stream *stream, moe
 
 /* ---- reading --------------------------------------------------------------------------------- */
 
-/* Consumes a required word; 0 if it is missing. */
-static int moei_take_word(const char **p, const char *word) {
-    size_t n = moei_strlen(word);
-    if (strncmp(*p, word, n) != 0) return 0;
-    *p += n;
-    return 1;
-}
-
-/* Consumes an integer as the writer writes it: only digits, no leading zero. */
-static int moei_take_number(const char **p, uint64_t *value) {
-    const char *from = *p;
-    for (*value = 0; **p >= '0' && **p <= '9'; ++*p) {
-        uint64_t digit = (uint64_t)(**p - '0');
-        if (*value > (UINT64_MAX - digit) / 10) return 0;
-        *value = *value * 10 + digit;
-    }
-    return *p > from && (*from != '0' || *p == from + 1);
-}
-
 static moe_status moei_checkpoint_parse(const char *text, moei_checkpoint *c, moe_error *error) {
     const char *p = text;
     double rate;
@@ -10583,7 +11171,7 @@ static void moei_fit_count(moei_fit *f) {
     f->progress.steps = (batches - 1) / (size_t)t->config.accumulate + 1;
     f->progress.total_steps = (uint64_t)f->progress.steps * (uint64_t)f->progress.epochs;
     if (t->total_steps == 0) t->total_steps = f->progress.total_steps;
-    moei_trainer_rate(t);
+    moei_trainer_plan(t);
     moe_rng_seed(&f->rng, t->config.seed);
     moe_rng_seed(&other, ~t->config.seed);
     moe_rng_seed(&t->rng, moe_rng_next(&other));
@@ -10892,26 +11480,24 @@ moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *test, co
    and their cache. */
 typedef struct moei_float_room {
     unsigned char *place; /* size_t */
-    void *cache, *work;   /* and what moe_net_forward or moe_net_decode take */
-    size_t cache_size, work_size;
+    void *cache;
+    void *work;           /* the rest, for moe_net_forward or moe_net_decode */
+    size_t cache_size;
     size_t state_size;    /* bytes at the start of scratch that persist between calls */
 } moei_float_room;
 
-/* Lays scratch memory out for sequences of up to length tokens, 0 for a net that is none; scratch
-   NULL counts bytes into l->used. */
+/* Lays out the start of scratch memory for sequences of up to length tokens, 0 for a net that is
+   none; scratch NULL counts bytes into l->used. How much the rest must hold, a pass finds out. */
 MOEI_TOOL moe_status moei_float_layout(const moe_net *net, size_t length, moei_layout *l, moei_float_room *room) {
-    moe_status status = MOE_OK;
     memset(room, 0, sizeof *room);
     if (length > 0) {
-        room->place = (unsigned char *)moei_take(l, 1, sizeof(size_t));
-        status = moei_decode_size(net, length, 1, &room->cache_size, NULL);
+        moe_status status = moei_decode_size(net, length, 1, &room->cache_size, NULL);
         if (status != MOE_OK) return status;
+        room->place = (unsigned char *)moei_take(l, 1, sizeof(size_t));
         room->cache = moei_take(l, room->cache_size, 1);
         room->state_size = l->used;
-        status = moei_decode_size(net, length, 1, NULL, &room->work_size);
-    } else status = moe_net_work_size(net, 1, 0, &room->work_size);
-    if (status != MOE_OK) return status;
-    room->work = moei_take(l, room->work_size, 1);
+    }
+    room->work = moei_take(l, 0, 1);
     return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
 }
 
@@ -10920,7 +11506,12 @@ MOEI_TOOL moe_status moei_float_layout(const moe_net *net, size_t length, moei_l
 MOEI_TOOL moe_status moei_float_size(const moe_net *net, size_t length, size_t *scratch_size, size_t *state_size) {
     moei_layout l = moei_layout_begin(NULL);
     moei_float_room room;
+    size_t work = 0;
     moe_status status = moei_float_layout(net, length, &l, &room);
+    if (status == MOE_OK)
+        status = length > 0 ? moei_decode_size(net, length, 1, NULL, &work) : moe_net_work_size(net, 1, 0, &work);
+    (void)moei_take(&l, work, 1);
+    if (status == MOE_OK && l.overflow) status = MOE_ERR_OVERFLOW;
     if (status == MOE_OK) *scratch_size = l.used;
     if (status == MOE_OK && state_size != NULL) *state_size = room.state_size;
     return status;
@@ -10951,16 +11542,17 @@ MOEI_TOOL moe_status moei_float_infer(const moe_net *net, size_t length, const v
         cache.most = length;
         cache.memory = room.cache;
         cache.size = room.cache_size;
-        status = moe_net_decode(net, &cache, &call, room.work, room.work_size, &pass);
+        status = moe_net_decode(net, &cache, &call, room.work, scratch_size - l.used, &pass);
         if (status == MOE_OK) memcpy(room.place, &cache.n_tokens, sizeof cache.n_tokens);
-    } else status = moe_net_forward(net, &call, room.work, room.work_size, &pass);
+    } else status = moe_net_forward(net, &call, room.work, scratch_size - l.used, &pass);
     if (status == MOE_OK) memcpy(output, pass.y, (size_t)net->d_out * sizeof(moe_real));
     return status;
 }
 
-/* The routing of MoE layer number `mixture` in the last call of moei_float_infer with this scratch
-   memory, or NULL. */
-MOEI_TOOL const moe_routing *moei_float_routing(const moe_net *net, size_t length, size_t mixture, void *scratch) {
+/* The pass of MoE layer number `mixture` in the last call of moei_float_infer with this scratch
+   memory, or NULL if there is no such layer; its layer is NULL in zeroed memory, before a call. */
+MOEI_TOOL const struct moe_module_pass *moei_float_pass(const moe_net *net, size_t length, size_t mixture,
+                                                        void *scratch) {
     moei_layout l = moei_layout_begin(scratch), of_work;
     moei_float_room room;
     const struct moe_module_pass *modules;
@@ -10970,7 +11562,7 @@ MOEI_TOOL const moe_routing *moei_float_routing(const moe_net *net, size_t lengt
     of_work = moei_layout_begin(room.work);
     modules = (const struct moe_module_pass *)moei_take(&of_work, net->n_modules, sizeof *modules);
     for (i = 0; i < net->n_modules; i++)
-        if (net->modules[i].kind == MOE_MODULE_MIXTURE && mixture-- == 0) return &modules[i].layer.routing;
+        if (net->modules[i].kind == MOE_MODULE_MIXTURE && mixture-- == 0) return &modules[i];
     return NULL;
 }
 
@@ -11595,11 +12187,15 @@ moe_status moei_float_model_run(const moe_model *model, const moe_loader *loader
 
 moe_status moei_float_model_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices,
                                     size_t room, size_t *count) {
-    const moe_routing *routing = moei_float_routing(model->net, model->length, mixture, (void *)(uintptr_t)scratch);
+    const struct moe_module_pass *pass =
+        moei_float_pass(model->net, model->length, mixture, (void *)(uintptr_t)scratch);
+    const moe_routing *routing;
     size_t i;
-    if (routing == NULL) return MOE_ERR_NOT_FOUND;
-    /* zeroed memory: no call so far */
-    *count = routing->n_choices != NULL ? (size_t)routing->n_choices[0] : 0;
+    if (pass == NULL) return MOE_ERR_NOT_FOUND;
+    *count = 0;
+    if (pass->layer == NULL) return MOE_OK;
+    routing = &pass->layer->routing;
+    *count = (size_t)routing->n_choices[0];
     for (i = 0; i < *count && i < room; i++) {
         const moe_real weight = routing->weights[routing->choices[i]] * MOEI_R(32768.0);
         choices[i].expert = routing->choices[i];

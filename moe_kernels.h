@@ -515,16 +515,21 @@ typedef void moe_quantize_fn(int type, size_t m, size_t inner, const moe_real *x
    MOE_TYPE_BF16, exactly. packed needs no alignment. */
 typedef void moe_widen_fn(int type, size_t count, const void *packed, moe_real *out);
 
-/* Activations. silu(x) = x sigmoid(x); gelu is the exact x Phi(x). */
-enum {
-    MOE_ACT_RELU = 0,
-    MOE_ACT_SILU = 1,
-    MOE_ACT_GELU = 2,
-    MOE_ACT_TANH = 3,
-    MOE_ACT_SIGMOID = 4,
-    MOE_ACT_IDENTITY = 5,
-    MOE_ACT_COUNT = 6
-};
+/* Activations. Columns: private functions of one number: act(x), dy act'(x). */
+#define MOE_ACTS(X) \
+    X(MOE_ACT_RELU, "relu", moei_relu, moei_relu_backward)     /* max(x, 0) */ \
+    X(MOE_ACT_SILU, "silu", moei_silu, moei_silu_backward)     /* x sigmoid(x) */ \
+    X(MOE_ACT_GELU, "gelu", moei_gelu, moei_gelu_backward)     /* x Phi(x), exact */ \
+    X(MOE_ACT_TANH, "tanh", MOEI_F(tanh), moei_tanh_backward) \
+    X(MOE_ACT_SIGMOID, "sigmoid", moe_sigmoid, moei_sigmoid_backward) \
+    X(MOE_ACT_IDENTITY, "identity", moei_same, moei_same_backward) \
+    /* 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks, Gimpel 2016, Gaussian error \
+       linear units) */ \
+    X(MOE_ACT_GELU_TANH, "gelu_tanh", moei_gelu_tanh, moei_gelu_tanh_backward) \
+    /* max(x, 0)^2 (So et al. 2021, Primer: searching for efficient transformers) */ \
+    X(MOE_ACT_RELU2, "relu2", moei_relu2, moei_relu2_backward)
+#define MOEI_VALUE4(value, name, f, g) value,
+enum { MOE_ACTS(MOEI_VALUE4) MOE_ACT_COUNT };
 
 /* The parameters of AdamW step n; see moe_adamw. */
 typedef struct moe_adamw_step {
@@ -595,8 +600,9 @@ MOE_API void moe_axpy(const moe_kernels *k, size_t n, moe_real alpha, const moe_
 /* y_i = act(x_i), act one of MOE_ACT_; y may be x. */
 MOE_API void moe_activate(const moe_kernels *k, int act, size_t n, const moe_real *x, moe_real *y);
 #ifndef MOE_NO_TRAIN
-/* dx_i = dy_i act'(x_i), x the input of the activation. relu'(0) = 0, relu'(NaN) = 1; relu selects
-   between 0 and dy_i (it does not multiply). dx may be dy. */
+/* dx_i = dy_i act'(x_i), x the input of the activation. The slopes of relu and relu2 at 0 are 0,
+   relu'(NaN) = 1; where x_i <= 0 both give 0 whatever dy_i is, and relu does not multiply. dx may
+   be dy. */
 MOE_API void moe_activate_backward(const moe_kernels *k, int act, size_t n, const moe_real *x, const moe_real *dy,
                                    moe_real *dx);
 #endif
@@ -1931,27 +1937,33 @@ static moe_real moei_normal_cdf(moe_real x) { return MOEI_R(0.5) * MOEI_F(erfc)(
 
 static moe_real moei_gelu(moe_real x) { return (x < 0 ? moei_clamp_1e4(x) : x) * moei_normal_cdf(x); }
 
+/* x sigmoid(a), a = 2 sqrt(2/pi) (x + 0.044715 x^3): by 1 + tanh(a/2) = 2 sigmoid(a), without the
+   cancellation. */
+#define MOEI_GELU_TANH_1 MOEI_R(1.5957691216057307118)
+#define MOEI_GELU_TANH_3 MOEI_R(0.071354816272600248776)
+
+static moe_real moei_gelu_tanh_exponent(moe_real z) {
+    return z * (MOEI_GELU_TANH_1 + MOEI_GELU_TANH_3 * z * z);
+}
+
+static moe_real moei_gelu_tanh(moe_real x) {
+    return (x < 0 ? moei_clamp_1e4(x) : x) * moe_sigmoid(moei_gelu_tanh_exponent(moei_clamp_1e4(x)));
+}
+
+static moe_real moei_relu(moe_real x) { return x < 0 ? 0 : x; } /* written so that NaN stays NaN */
+static moe_real moei_relu2(moe_real x) { return moei_relu(x) * moei_relu(x); }
+static moe_real moei_same(moe_real x) { return x; }
+
 static void moei_activate_c(int act, size_t n, const moe_real *x, moe_real *y) {
     size_t i;
     switch (act) {
-    case MOE_ACT_RELU: /* written so that NaN stays NaN */
-        for (i = 0; i < n; i++) y[i] = MOEI_KEPT(ACTS, MOE_ACT_RELU) && x[i] < 0 ? 0 : x[i];
+    default: /* there are no others */
+#define MOEI_ACT_CASE(value, name, f, g) \
+    case value: \
+        for (i = 0; i < n; i++) y[i] = MOEI_KEPT(ACTS, value) ? f(x[i]) : x[i]; \
         break;
-    case MOE_ACT_SILU:
-        for (i = 0; i < n; i++) y[i] = MOEI_KEPT(ACTS, MOE_ACT_SILU) ? moei_silu(x[i]) : x[i];
-        break;
-    case MOE_ACT_GELU:
-        for (i = 0; i < n; i++) y[i] = MOEI_KEPT(ACTS, MOE_ACT_GELU) ? moei_gelu(x[i]) : x[i];
-        break;
-    case MOE_ACT_TANH:
-        for (i = 0; i < n; i++) y[i] = MOEI_KEPT(ACTS, MOE_ACT_TANH) ? MOEI_F(tanh)(x[i]) : x[i];
-        break;
-    case MOE_ACT_SIGMOID:
-        for (i = 0; i < n; i++) y[i] = MOEI_KEPT(ACTS, MOE_ACT_SIGMOID) ? moe_sigmoid(x[i]) : x[i];
-        break;
-    default:
-        for (i = 0; i < n; i++) y[i] = x[i];
-        break;
+        MOE_ACTS(MOEI_ACT_CASE)
+#undef MOEI_ACT_CASE
     }
 }
 
@@ -1974,45 +1986,53 @@ static moe_real moei_sigmoid_slope(moe_real x) {
     return e / (d * d);
 }
 
-/* s (1 + x (1 - s)), with 1 - s computed as sigmoid(-x), which keeps its digits. */
-static moe_real moei_silu_slope(moe_real x) {
-    const moe_real e = moei_exp_neg_abs(x), d = MOEI_R(1.0) + e;
-    const moe_real s = (x < 0 ? e : MOEI_R(1.0)) / d, other = (x < 0 ? MOEI_R(1.0) : e) / d;
-    return s * (MOEI_R(1.0) + moei_clamp_1e4(x) * other);
+/* The slope s (1 + x a' (1 - s)) of x s, s = sigmoid(a), with 1 - s computed as sigmoid(-a), which
+   keeps its digits; slope is x a'. */
+static moe_real moei_times_sigmoid_slope(moe_real a, moe_real slope) {
+    const moe_real e = moei_exp_neg_abs(a), d = MOEI_R(1.0) + e;
+    const moe_real s = (a < 0 ? e : MOEI_R(1.0)) / d, other = (a < 0 ? MOEI_R(1.0) : e) / d;
+    return s * (MOEI_R(1.0) + slope * other);
+}
+
+static moe_real moei_relu_backward(moe_real x, moe_real dy) { return x <= 0 ? 0 : dy; }
+static moe_real moei_relu2_backward(moe_real x, moe_real dy) { return x <= 0 ? 0 : dy * (x + x); }
+static moe_real moei_same_backward(moe_real x, moe_real dy) {
+    (void)x;
+    return dy;
+}
+
+static moe_real moei_silu_backward(moe_real x, moe_real dy) {
+    return dy * moei_times_sigmoid_slope(x, moei_clamp_1e4(x));
+}
+
+static moe_real moei_gelu_tanh_backward(moe_real x, moe_real dy) {
+    const moe_real z = moei_clamp_1e4(x), cubic = MOEI_R(3.0) * MOEI_GELU_TANH_3 * z * z;
+    return dy * moei_times_sigmoid_slope(moei_gelu_tanh_exponent(z), z * (MOEI_GELU_TANH_1 + cubic));
 }
 
 /* Phi(x) + x phi(x). */
-static moe_real moei_gelu_slope(moe_real x) {
+static moe_real moei_gelu_backward(moe_real x, moe_real dy) {
     const moe_real z = moei_clamp_1e4(x);
-    return moei_normal_cdf(x) + z * MOEI_R(0.39894228040143267794) * MOEI_F(exp)(MOEI_R(-0.5) * z * z);
+    return dy * (moei_normal_cdf(x) + z * MOEI_R(0.39894228040143267794) * MOEI_F(exp)(MOEI_R(-0.5) * z * z));
 }
 
+static moe_real moei_sigmoid_backward(moe_real x, moe_real dy) { return dy * moei_sigmoid_slope(x); }
+
 /* 1 - tanh(x)^2 as 4 e / (1 + e)^2 with e = exp(-2|x|), which does not cancel. */
-static moe_real moei_tanh_slope(moe_real x) {
-    return MOEI_R(4.0) * moei_sigmoid_slope(x + x);
+static moe_real moei_tanh_backward(moe_real x, moe_real dy) {
+    return dy * (MOEI_R(4.0) * moei_sigmoid_slope(x + x));
 }
 
 static void moei_activate_backward_c(int act, size_t n, const moe_real *x, const moe_real *dy, moe_real *dx) {
     size_t i;
     switch (act) {
-    case MOE_ACT_RELU:
-        for (i = 0; i < n; i++) dx[i] = x[i] <= 0 ? 0 : dy[i];
+    default: /* there are no others */
+#define MOEI_ACT_CASE(value, name, f, g) \
+    case value: \
+        for (i = 0; i < n; i++) dx[i] = g(x[i], dy[i]); \
         break;
-    case MOE_ACT_SILU:
-        for (i = 0; i < n; i++) dx[i] = dy[i] * moei_silu_slope(x[i]);
-        break;
-    case MOE_ACT_GELU:
-        for (i = 0; i < n; i++) dx[i] = dy[i] * moei_gelu_slope(x[i]);
-        break;
-    case MOE_ACT_TANH:
-        for (i = 0; i < n; i++) dx[i] = dy[i] * moei_tanh_slope(x[i]);
-        break;
-    case MOE_ACT_SIGMOID:
-        for (i = 0; i < n; i++) dx[i] = dy[i] * moei_sigmoid_slope(x[i]);
-        break;
-    default:
-        for (i = 0; i < n; i++) dx[i] = dy[i];
-        break;
+        MOE_ACTS(MOEI_ACT_CASE)
+#undef MOEI_ACT_CASE
     }
 }
 
@@ -3073,61 +3093,64 @@ MOEI_AVX2 MOEI_INLINE __m256 moei_normal_cdf_avx2(__m256 x, __m256 bell) {
     return moei_if_negative_avx2(x, tail, _mm256_sub_ps(_mm256_set1_ps(1.0f), tail));
 }
 
+/* See moei_gelu_tanh_exponent; z is limited to 1e4. */
+MOEI_AVX2 MOEI_INLINE __m256 moei_gelu_tanh_factor_avx2(__m256 z, float cubic) {
+    return _mm256_fmadd_ps(_mm256_mul_ps(z, z), _mm256_set1_ps(cubic), _mm256_set1_ps(MOEI_GELU_TANH_1));
+}
+
+MOEI_AVX2 MOEI_INLINE __m256 moei_gelu_tanh_exponent_avx2(__m256 z) {
+    return _mm256_mul_ps(z, moei_gelu_tanh_factor_avx2(z, MOEI_GELU_TANH_3));
+}
+
 /* act is a constant after inlining. */
 MOEI_AVX2 MOEI_INLINE __m256 moei_act_avx2(int act, __m256 x) {
     /* see moei_clamp_1e4; max returns its second operand for NaN */
-    const __m256 low = _mm256_max_ps(_mm256_set1_ps(-1e4f), x);
+    const __m256 low = _mm256_max_ps(_mm256_set1_ps(-1e4f), x), positive = _mm256_max_ps(_mm256_setzero_ps(), x);
     switch (act) {
-    case MOE_ACT_RELU: return _mm256_max_ps(_mm256_setzero_ps(), x);
+    case MOE_ACT_RELU: return positive;
     case MOE_ACT_SILU: return _mm256_mul_ps(low, moei_sigmoid_avx2(x));
     case MOE_ACT_GELU:
         return _mm256_mul_ps(low, moei_normal_cdf_avx2(x, moei_gauss_avx2(x)));
     case MOE_ACT_TANH: return moei_tanh_avx2(x);
     case MOE_ACT_SIGMOID: return moei_sigmoid_avx2(x);
+    case MOE_ACT_GELU_TANH:
+        return _mm256_mul_ps(low, moei_sigmoid_avx2(moei_gelu_tanh_exponent_avx2(moei_clamp_1e4_avx2(x))));
+    case MOE_ACT_RELU2: return _mm256_mul_ps(positive, positive);
     default: return x;
     }
+}
+
+/* Eight numbers, or count < 8 of them: missing ones are read as 0 and not written. */
+MOEI_AVX2 MOEI_INLINE __m256 moei_load_part_avx2(size_t count, const float *x) {
+    return count < 8 ? _mm256_maskload_ps(x, moei_mask_avx2(count)) : _mm256_loadu_ps(x);
+}
+
+MOEI_AVX2 MOEI_INLINE void moei_store_part_avx2(size_t count, float *y, __m256 value) {
+    if (count < 8) _mm256_maskstore_ps(y, moei_mask_avx2(count), value);
+    else _mm256_storeu_ps(y, value);
 }
 
 /* act is a constant after inlining; times NULL: 1. */
 MOEI_AVX2 MOEI_INLINE void moei_gated_rows_avx2(int act, size_t m, size_t n, const float *x, size_t ldx,
                                                 const float *times, size_t ldt, float *y, size_t ldy) {
-    const __m256i mask = moei_mask_avx2(n % 8);
     size_t i, j;
-    for (i = 0; i < m; i++, x += ldx, y += ldy) {
-        const float *by = times != NULL ? times + i * ldt : x;
-        for (j = 0; j + 8 <= n; j += 8) {
-            const __m256 result = moei_act_avx2(act, _mm256_loadu_ps(x + j));
-            _mm256_storeu_ps(y + j, times != NULL ? _mm256_mul_ps(result, _mm256_loadu_ps(by + j)) : result);
+    for (i = 0; i < m; i++, x += ldx, y += ldy)
+        for (j = 0; j < n; j += 8) {
+            __m256 result = moei_act_avx2(act, moei_load_part_avx2(n - j, x + j));
+            if (times != NULL) result = _mm256_mul_ps(result, moei_load_part_avx2(n - j, times + i * ldt + j));
+            moei_store_part_avx2(n - j, y + j, result);
         }
-        if (j < n) {
-            const __m256 result = moei_act_avx2(act, _mm256_maskload_ps(x + j, mask));
-            _mm256_maskstore_ps(y + j, mask,
-                                times != NULL ? _mm256_mul_ps(result, _mm256_maskload_ps(by + j, mask)) : result);
-        }
-    }
 }
 
 MOEI_AVX2 static void moei_gated_avx2(int act, size_t m, size_t n, const float *x, size_t ldx, const float *times,
                                       size_t ldt, float *y, size_t ldy) {
     switch (act) {
-    case MOE_ACT_RELU:
-        moei_gated_rows_avx2(MOE_ACT_RELU, m, n, x, ldx, times, ldt, y, ldy);
+#define MOEI_ACT_CASE(value, ...) \
+    case value: \
+        moei_gated_rows_avx2(value, m, n, x, ldx, times, ldt, y, ldy); \
         break;
-    case MOE_ACT_SILU:
-        moei_gated_rows_avx2(MOE_ACT_SILU, m, n, x, ldx, times, ldt, y, ldy);
-        break;
-    case MOE_ACT_GELU:
-        moei_gated_rows_avx2(MOE_ACT_GELU, m, n, x, ldx, times, ldt, y, ldy);
-        break;
-    case MOE_ACT_TANH:
-        moei_gated_rows_avx2(MOE_ACT_TANH, m, n, x, ldx, times, ldt, y, ldy);
-        break;
-    case MOE_ACT_SIGMOID:
-        moei_gated_rows_avx2(MOE_ACT_SIGMOID, m, n, x, ldx, times, ldt, y, ldy);
-        break;
-    default:
-        moei_gated_rows_avx2(MOE_ACT_IDENTITY, m, n, x, ldx, times, ldt, y, ldy);
-        break;
+        MOE_ACTS(MOEI_ACT_CASE)
+#undef MOEI_ACT_CASE
     }
 }
 
@@ -3142,11 +3165,12 @@ MOEI_AVX2 MOEI_INLINE __m256 moei_sigmoid_slope_avx2(__m256 z) {
     return _mm256_div_ps(e, _mm256_mul_ps(d, d));
 }
 
-MOEI_AVX2 MOEI_INLINE __m256 moei_silu_slope_avx2(__m256 x) {
-    const __m256 one = _mm256_set1_ps(1.0f), e = moei_exp_avx2(moei_neg_abs_avx2(x));
+/* See moei_times_sigmoid_slope. */
+MOEI_AVX2 MOEI_INLINE __m256 moei_times_sigmoid_slope_avx2(__m256 a, __m256 slope) {
+    const __m256 one = _mm256_set1_ps(1.0f), e = moei_exp_avx2(moei_neg_abs_avx2(a));
     const __m256 large = _mm256_div_ps(one, _mm256_add_ps(one, e)), small = _mm256_mul_ps(e, large);
-    const __m256 s = moei_if_negative_avx2(x, small, large), other = moei_if_negative_avx2(x, large, small);
-    return _mm256_mul_ps(s, _mm256_fmadd_ps(moei_clamp_1e4_avx2(x), other, one));
+    const __m256 s = moei_if_negative_avx2(a, small, large), other = moei_if_negative_avx2(a, large, small);
+    return _mm256_mul_ps(s, _mm256_fmadd_ps(slope, other, one));
 }
 
 MOEI_AVX2 MOEI_INLINE __m256 moei_gelu_slope_avx2(__m256 x) {
@@ -3154,86 +3178,53 @@ MOEI_AVX2 MOEI_INLINE __m256 moei_gelu_slope_avx2(__m256 x) {
     return _mm256_fmadd_ps(moei_clamp_1e4_avx2(x), scaled, moei_normal_cdf_avx2(x, bell));
 }
 
+/* dy act'(x); act is a constant after inlining. */
 MOEI_AVX2 MOEI_INLINE __m256 moei_slope_avx2(int act, __m256 x, __m256 dy) {
-    const __m256 z = moei_neg_abs_avx2(x);
+    const __m256 negative = moei_neg_abs_avx2(x), z = moei_clamp_1e4_avx2(x);
+    const __m256 zero = _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_LE_OQ);
+    __m256 slope;
     switch (act) {
-    case MOE_ACT_RELU: return _mm256_andnot_ps(_mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_LE_OQ), dy);
-    case MOE_ACT_SILU: return _mm256_mul_ps(dy, moei_silu_slope_avx2(x));
+    case MOE_ACT_RELU: return _mm256_andnot_ps(zero, dy);
+    case MOE_ACT_RELU2: return _mm256_andnot_ps(zero, _mm256_mul_ps(dy, _mm256_add_ps(x, x)));
+    case MOE_ACT_SILU: return _mm256_mul_ps(dy, moei_times_sigmoid_slope_avx2(x, z));
     case MOE_ACT_GELU: return _mm256_mul_ps(dy, moei_gelu_slope_avx2(x));
+    case MOE_ACT_GELU_TANH:
+        slope = _mm256_mul_ps(z, moei_gelu_tanh_factor_avx2(z, 3.0f * MOEI_GELU_TANH_3));
+        return _mm256_mul_ps(dy, moei_times_sigmoid_slope_avx2(moei_gelu_tanh_exponent_avx2(z), slope));
     case MOE_ACT_TANH:
-        return _mm256_mul_ps(dy, _mm256_mul_ps(_mm256_set1_ps(4.0f), moei_sigmoid_slope_avx2(_mm256_add_ps(z, z))));
-    case MOE_ACT_SIGMOID: return _mm256_mul_ps(dy, moei_sigmoid_slope_avx2(z));
+        slope = moei_sigmoid_slope_avx2(_mm256_add_ps(negative, negative));
+        return _mm256_mul_ps(dy, _mm256_mul_ps(_mm256_set1_ps(4.0f), slope));
+    case MOE_ACT_SIGMOID: return _mm256_mul_ps(dy, moei_sigmoid_slope_avx2(negative));
     default: return dy;
     }
 }
 
-MOEI_AVX2 MOEI_INLINE void moei_map_backward_avx2(int act, size_t n, const float *x, const float *dy, float *dx) {
-    for (; n >= 8; n -= 8, x += 8, dy += 8, dx += 8)
-        _mm256_storeu_ps(dx, moei_slope_avx2(act, _mm256_loadu_ps(x), _mm256_loadu_ps(dy)));
-    if (n > 0) {
-        const __m256i mask = moei_mask_avx2(n);
-        _mm256_maskstore_ps(dx, mask, moei_slope_avx2(act, _mm256_maskload_ps(x, mask), _mm256_maskload_ps(dy, mask)));
-    }
-}
-
+/* times and d_times NULL: only dx = dy act'(x). */
 MOEI_AVX2 MOEI_INLINE void moei_gated_backward_act_avx2(int act, size_t n, const float *x, const float *times,
                                                         const float *dy, float *dx, float *d_times) {
     size_t j;
     for (j = 0; j < n; j += 8) {
-        const __m256i mask = moei_mask_avx2(n - j < 8 ? n - j : 8);
-        const __m256 value = _mm256_maskload_ps(x + j, mask), d = _mm256_maskload_ps(dy + j, mask);
-        const __m256 in = moei_slope_avx2(act, value, _mm256_mul_ps(d, _mm256_maskload_ps(times + j, mask)));
-        const __m256 out = _mm256_mul_ps(d, moei_act_avx2(act, value));
-        _mm256_maskstore_ps(dx + j, mask, in);
-        _mm256_maskstore_ps(d_times + j, mask, out);
+        const __m256 value = moei_load_part_avx2(n - j, x + j), d = moei_load_part_avx2(n - j, dy + j);
+        const __m256 in = times != NULL ? _mm256_mul_ps(d, moei_load_part_avx2(n - j, times + j)) : d;
+        moei_store_part_avx2(n - j, dx + j, moei_slope_avx2(act, value, in));
+        if (d_times != NULL) moei_store_part_avx2(n - j, d_times + j, _mm256_mul_ps(d, moei_act_avx2(act, value)));
     }
 }
 
 MOEI_AVX2 static void moei_gated_backward_avx2(int act, size_t n, const float *x, const float *times, const float *dy,
                                                float *dx, float *d_times) {
     switch (act) {
-    case MOE_ACT_RELU:
-        moei_gated_backward_act_avx2(MOE_ACT_RELU, n, x, times, dy, dx, d_times);
+#define MOEI_ACT_CASE(value, ...) \
+    case value: \
+        moei_gated_backward_act_avx2(value, n, x, times, dy, dx, d_times); \
         break;
-    case MOE_ACT_SILU:
-        moei_gated_backward_act_avx2(MOE_ACT_SILU, n, x, times, dy, dx, d_times);
-        break;
-    case MOE_ACT_GELU:
-        moei_gated_backward_act_avx2(MOE_ACT_GELU, n, x, times, dy, dx, d_times);
-        break;
-    case MOE_ACT_TANH:
-        moei_gated_backward_act_avx2(MOE_ACT_TANH, n, x, times, dy, dx, d_times);
-        break;
-    case MOE_ACT_SIGMOID:
-        moei_gated_backward_act_avx2(MOE_ACT_SIGMOID, n, x, times, dy, dx, d_times);
-        break;
-    default:
-        moei_gated_backward_act_avx2(MOE_ACT_IDENTITY, n, x, times, dy, dx, d_times);
-        break;
+        MOE_ACTS(MOEI_ACT_CASE)
+#undef MOEI_ACT_CASE
     }
 }
 
-MOEI_AVX2 static void moei_activate_backward_avx2(int act, size_t n, const float *x, const float *dy, float *dx) {
-    switch (act) {
-    case MOE_ACT_RELU:
-        moei_map_backward_avx2(MOE_ACT_RELU, n, x, dy, dx);
-        break;
-    case MOE_ACT_SILU:
-        moei_map_backward_avx2(MOE_ACT_SILU, n, x, dy, dx);
-        break;
-    case MOE_ACT_GELU:
-        moei_map_backward_avx2(MOE_ACT_GELU, n, x, dy, dx);
-        break;
-    case MOE_ACT_TANH:
-        moei_map_backward_avx2(MOE_ACT_TANH, n, x, dy, dx);
-        break;
-    case MOE_ACT_SIGMOID:
-        moei_map_backward_avx2(MOE_ACT_SIGMOID, n, x, dy, dx);
-        break;
-    default:
-        moei_map_backward_avx2(MOE_ACT_IDENTITY, n, x, dy, dx);
-        break;
-    }
+static void moei_activate_backward_avx2(int act, size_t n, const float *x, const float *dy, float *dx) {
+    moei_gated_backward_avx2(act, n, x, NULL, dy, dx, NULL);
 }
 #endif
 
@@ -5625,16 +5616,31 @@ MOEI_INLINE moei_v4 moei_normal_cdf_v4(moei_v4 x, moei_v4 bell) {
     return moei_if_negative_v4(x, tail, moei_v4_sub(moei_v4_splat(1.0f), tail));
 }
 
+MOEI_INLINE moei_v4 moei_clamp_1e4_v4(moei_v4 x) { return moei_v4_at_most(moei_v4_at_least(x, -1e4f), 1e4f); }
+
+/* See moei_gelu_tanh_exponent; z is limited to 1e4. */
+MOEI_INLINE moei_v4 moei_gelu_tanh_factor_v4(moei_v4 z, float cubic) {
+    return moei_v4_mul_add(moei_v4_mul(z, z), moei_v4_splat(cubic), moei_v4_splat(MOEI_GELU_TANH_1));
+}
+
+MOEI_INLINE moei_v4 moei_gelu_tanh_exponent_v4(moei_v4 z) {
+    return moei_v4_mul(z, moei_gelu_tanh_factor_v4(z, MOEI_GELU_TANH_3));
+}
+
 /* act is a constant after inlining. */
 MOEI_INLINE moei_v4 moei_act_v4(int act, moei_v4 x) {
-    const moei_v4 low = moei_v4_at_least(x, -1e4f); /* see moei_clamp_1e4 */
+    /* see moei_clamp_1e4 */
+    const moei_v4 low = moei_v4_at_least(x, -1e4f), positive = moei_v4_at_least(x, 0.0f);
     switch (act) {
-    case MOE_ACT_RELU: return moei_v4_at_least(x, 0.0f);
+    case MOE_ACT_RELU: return positive;
     case MOE_ACT_SILU: return moei_v4_mul(low, moei_sigmoid_v4(x));
     case MOE_ACT_GELU:
         return moei_v4_mul(low, moei_normal_cdf_v4(x, moei_gauss_v4(x)));
     case MOE_ACT_TANH: return moei_tanh_v4(x);
     case MOE_ACT_SIGMOID: return moei_sigmoid_v4(x);
+    case MOE_ACT_GELU_TANH:
+        return moei_v4_mul(low, moei_sigmoid_v4(moei_gelu_tanh_exponent_v4(moei_clamp_1e4_v4(x))));
+    case MOE_ACT_RELU2: return moei_v4_mul(positive, positive);
     default: return x;
     }
 }
@@ -5654,24 +5660,12 @@ MOEI_INLINE void moei_gated_rows_v4(int act, size_t m, size_t n, const float *x,
 static void moei_gated_v4(int act, size_t m, size_t n, const float *x, size_t ldx, const float *times, size_t ldt,
                           float *y, size_t ldy) {
     switch (act) {
-    case MOE_ACT_RELU:
-        moei_gated_rows_v4(MOE_ACT_RELU, m, n, x, ldx, times, ldt, y, ldy);
+#define MOEI_ACT_CASE(value, ...) \
+    case value: \
+        moei_gated_rows_v4(value, m, n, x, ldx, times, ldt, y, ldy); \
         break;
-    case MOE_ACT_SILU:
-        moei_gated_rows_v4(MOE_ACT_SILU, m, n, x, ldx, times, ldt, y, ldy);
-        break;
-    case MOE_ACT_GELU:
-        moei_gated_rows_v4(MOE_ACT_GELU, m, n, x, ldx, times, ldt, y, ldy);
-        break;
-    case MOE_ACT_TANH:
-        moei_gated_rows_v4(MOE_ACT_TANH, m, n, x, ldx, times, ldt, y, ldy);
-        break;
-    case MOE_ACT_SIGMOID:
-        moei_gated_rows_v4(MOE_ACT_SIGMOID, m, n, x, ldx, times, ldt, y, ldy);
-        break;
-    default:
-        moei_gated_rows_v4(MOE_ACT_IDENTITY, m, n, x, ldx, times, ldt, y, ldy);
-        break;
+        MOE_ACTS(MOEI_ACT_CASE)
+#undef MOEI_ACT_CASE
     }
 }
 
@@ -5686,13 +5680,12 @@ MOEI_INLINE moei_v4 moei_sigmoid_slope_v4(moei_v4 z) {
     return moei_v4_div(e, moei_v4_mul(d, d));
 }
 
-MOEI_INLINE moei_v4 moei_clamp_1e4_v4(moei_v4 x) { return moei_v4_at_most(moei_v4_at_least(x, -1e4f), 1e4f); }
-
-MOEI_INLINE moei_v4 moei_silu_slope_v4(moei_v4 x) {
-    const moei_v4 one = moei_v4_splat(1.0f), e = moei_exp_v4(moei_neg_abs_v4(x));
+/* See moei_times_sigmoid_slope. */
+MOEI_INLINE moei_v4 moei_times_sigmoid_slope_v4(moei_v4 a, moei_v4 slope) {
+    const moei_v4 one = moei_v4_splat(1.0f), e = moei_exp_v4(moei_neg_abs_v4(a));
     const moei_v4 large = moei_v4_div(one, moei_v4_add(one, e)), small = moei_v4_mul(e, large);
-    const moei_v4 s = moei_if_negative_v4(x, small, large), other = moei_if_negative_v4(x, large, small);
-    return moei_v4_mul(s, moei_v4_mul_add(moei_clamp_1e4_v4(x), other, one));
+    const moei_v4 s = moei_if_negative_v4(a, small, large), other = moei_if_negative_v4(a, large, small);
+    return moei_v4_mul(s, moei_v4_mul_add(slope, other, one));
 }
 
 MOEI_INLINE moei_v4 moei_gelu_slope_v4(moei_v4 x) {
@@ -5702,15 +5695,23 @@ MOEI_INLINE moei_v4 moei_gelu_slope_v4(moei_v4 x) {
 
 /* dy act'(x); act is a constant after inlining. */
 MOEI_INLINE moei_v4 moei_slope_v4(int act, moei_v4 x, moei_v4 dy) {
-    const moei_v4 z = moei_neg_abs_v4(x);
+    const moei_v4 negative = moei_neg_abs_v4(x), z = moei_clamp_1e4_v4(x);
+    const moei_v4 zero = moei_v4_splat(0.0f);
+    moei_v4 slope;
     switch (act) {
     case MOE_ACT_RELU:
-        return moei_v4_select(moei_v4_not_above_0(x), moei_v4_splat(0.0f), dy);
-    case MOE_ACT_SILU: return moei_v4_mul(dy, moei_silu_slope_v4(x));
+        return moei_v4_select(moei_v4_not_above_0(x), zero, dy);
+    case MOE_ACT_RELU2:
+        return moei_v4_select(moei_v4_not_above_0(x), zero, moei_v4_mul(dy, moei_v4_add(x, x)));
+    case MOE_ACT_SILU: return moei_v4_mul(dy, moei_times_sigmoid_slope_v4(x, z));
     case MOE_ACT_GELU: return moei_v4_mul(dy, moei_gelu_slope_v4(x));
+    case MOE_ACT_GELU_TANH:
+        slope = moei_v4_mul(z, moei_gelu_tanh_factor_v4(z, 3.0f * MOEI_GELU_TANH_3));
+        return moei_v4_mul(dy, moei_times_sigmoid_slope_v4(moei_gelu_tanh_exponent_v4(z), slope));
     case MOE_ACT_TANH:
-        return moei_v4_mul(dy, moei_v4_mul(moei_v4_splat(4.0f), moei_sigmoid_slope_v4(moei_v4_add(z, z))));
-    case MOE_ACT_SIGMOID: return moei_v4_mul(dy, moei_sigmoid_slope_v4(z));
+        slope = moei_sigmoid_slope_v4(moei_v4_add(negative, negative));
+        return moei_v4_mul(dy, moei_v4_mul(moei_v4_splat(4.0f), slope));
+    case MOE_ACT_SIGMOID: return moei_v4_mul(dy, moei_sigmoid_slope_v4(negative));
     default: return dy;
     }
 }
@@ -5730,24 +5731,12 @@ MOEI_INLINE void moei_gated_backward_act_v4(int act, size_t n, const float *x, c
 static void moei_gated_backward_v4(int act, size_t n, const float *x, const float *times, const float *dy, float *dx,
                                    float *d_times) {
     switch (act) {
-    case MOE_ACT_RELU:
-        moei_gated_backward_act_v4(MOE_ACT_RELU, n, x, times, dy, dx, d_times);
+#define MOEI_ACT_CASE(value, ...) \
+    case value: \
+        moei_gated_backward_act_v4(value, n, x, times, dy, dx, d_times); \
         break;
-    case MOE_ACT_SILU:
-        moei_gated_backward_act_v4(MOE_ACT_SILU, n, x, times, dy, dx, d_times);
-        break;
-    case MOE_ACT_GELU:
-        moei_gated_backward_act_v4(MOE_ACT_GELU, n, x, times, dy, dx, d_times);
-        break;
-    case MOE_ACT_TANH:
-        moei_gated_backward_act_v4(MOE_ACT_TANH, n, x, times, dy, dx, d_times);
-        break;
-    case MOE_ACT_SIGMOID:
-        moei_gated_backward_act_v4(MOE_ACT_SIGMOID, n, x, times, dy, dx, d_times);
-        break;
-    default:
-        moei_gated_backward_act_v4(MOE_ACT_IDENTITY, n, x, times, dy, dx, d_times);
-        break;
+        MOE_ACTS(MOEI_ACT_CASE)
+#undef MOEI_ACT_CASE
     }
 }
 
@@ -6580,7 +6569,8 @@ MOEI_TOOL void moei_int_add(const moei_int_shape *shape, const int16_t *a, int16
                             int16_t factor2, int16_t *y);
 
 /* 2^(-d / 2^bits) in units of 1/32768, bits within 0..31: exactly 32768 for d = 0, non-increasing
-   in d; the error is below one unit, and below 2^-12 relative for results above 4096. */
+   in d; the error is below one unit (1.9 units where bits is above 14: the rest of d keeps 14), and
+   below 2^-12 relative for results above 4096. */
 MOEI_TOOL uint32_t moei_int_exp2(uint32_t d, int bits);
 /* The square root, rounded down. */
 MOEI_TOOL uint32_t moei_int_sqrt(uint32_t x);

@@ -105,6 +105,7 @@
 #define moei_int_select_logits moei_int_select_logits_f64
 #define moei_int_select_top_k moei_int_select_top_k_f64
 #define moei_int_select_grouped moei_int_select_grouped_f64
+#define moei_int_select_each moei_int_select_each_f64
 #define moei_int_select_top_p moei_int_select_top_p_f64
 #define moei_int_select_threshold moei_int_select_threshold_f64
 #define moei_int_select_hash moei_int_select_hash_f64
@@ -131,6 +132,9 @@
 
      token        one row of x, d_model numbers. A sample that is not text is a token, too.
      expert       one of E functions. The router knows only its index.
+     real expert  an expert with matrices. The last n_zero + n_copy + n_constant of the E experts
+                  have none: 0, the token itself, a mixture of the token and a learned vector. R is
+                  the number of the others.
      logits z     one number per token and expert, before normalization.
      gate r       the logits after the gate function (softmax, sigmoid, ...). p is r after the
                   refine stage; without one p = r.
@@ -315,6 +319,8 @@ enum {
     /* needs no settings of its own, so switch_from may name it */
     MOEI_SELECT_COMES_FIRST = 8192,
     MOEI_SELECT_LIMITS_LOAD = 16384,      /* limits the load of experts itself */
+    MOEI_SELECT_OWN_FACTOR = 32768,       /* capacity_factor is its own: it drops nothing */
+    MOEI_SELECT_LEAVES_OUT = 65536,       /* works without the experts that expert_dropout excludes */
 
     /* weights: for one choice the weight is 1, whatever the logits */
     MOEI_WEIGHT_ONE_IS_CONSTANT = 512,
@@ -459,9 +465,10 @@ enum {
     /* The K largest of the selection score: z where p rises with it and nothing is added, else p \
        + b */ \
     X(MOE_SELECT_TOP_K, "top_k", moei_select_top_k, \
-      MOEI_SELECT_IN_ORDER | MOEI_SELECT_AT_MOST_K | MOEI_SELECT_ANY_K | MOEI_SELECT_COMES_FIRST, 0) \
+      MOEI_SELECT_IN_ORDER | MOEI_SELECT_AT_MOST_K | MOEI_SELECT_ANY_K | MOEI_SELECT_COMES_FIRST | \
+          MOEI_SELECT_LEAVES_OUT, 0) \
     /* All experts */ \
-    X(MOE_SELECT_DENSE, "dense", moei_select_dense, MOEI_SELECT_COMES_FIRST, 0) \
+    X(MOE_SELECT_DENSE, "dense", moei_select_dense, MOEI_SELECT_COMES_FIRST | MOEI_SELECT_LEAVES_OUT, 0) \
     /* Forced routing: the caller's indices, call.given */ \
     X(MOE_SELECT_GIVEN, "given", moei_select_given, MOEI_SELECT_AT_MOST_K, MOE_TRAIT_NEEDS_GIVEN) \
     /* top_k of p + b inside the groups_kept best of `groups` groups of experts. DeepSeek-V2 \
@@ -472,13 +479,15 @@ enum {
     X(MOE_SELECT_TOP_P, "top_p", moei_select_top_p, MOEI_SELECT_COMES_FIRST, 0) \
     /* All with p > theta, theta fixed or learned; threshold_fallback: the best one if there is \
        none. Guo et al. 2024, DynMoE */ \
-    X(MOE_SELECT_THRESHOLD, "threshold", moei_select_threshold, MOEI_SELECT_COMES_FIRST, 0) \
+    X(MOE_SELECT_THRESHOLD, "threshold", moei_select_threshold, \
+        MOEI_SELECT_COMES_FIRST | MOEI_SELECT_LEAVES_OUT, 0) \
     /* All with p > 0; may be empty. Wang et al. 2024, ReMoE */ \
-    X(MOE_SELECT_POSITIVE, "positive", moei_select_positive, MOEI_SELECT_COMES_FIRST, 0) \
+    X(MOE_SELECT_POSITIVE, "positive", moei_select_positive, \
+        MOEI_SELECT_COMES_FIRST | MOEI_SELECT_LEAVES_OUT, 0) \
     /* Each expert takes its C = max(1, round(capacity_factor N / E)) best tokens by p, or by z. \
        Zhou et al. 2022 */ \
-    X(MOE_SELECT_EXPERT_CHOICE, "expert_choice", moei_select_expert_choice, MOEI_SELECT_LIMITS_LOAD, \
-        MOE_TRAIT_NEEDS_BATCH) \
+    X(MOE_SELECT_EXPERT_CHOICE, "expert_choice", moei_select_expert_choice, \
+        MOEI_SELECT_COMES_FIRST | MOEI_SELECT_LIMITS_LOAD | MOEI_SELECT_LEAVES_OUT, MOE_TRAIT_NEEDS_BATCH) \
     /* Each token goes to its best expert by z. The expert keeps the shortest prefix of its tokens \
        that holds affinity_mass of their summed positive z (or affinity_sum of it), at least \
        capacity_min, at most capacity. LocMoE+, Li et al. 2024 */ \
@@ -496,7 +505,8 @@ enum {
     X(MOE_SELECT_SINKHORN, "sinkhorn", moei_select_sinkhorn, \
       MOEI_SELECT_AT_MOST_K | MOEI_SELECT_BATCH_IN_TRAINING | MOEI_SELECT_ANY_K | MOEI_SELECT_COMES_FIRST, \
           MOE_TRAIT_NEEDS_BATCH) \
-    /* In training K draws without replacement from p; outside training the K largest p */ \
+    /* In training K draws without replacement from p; outside training the K largest p, or with \
+       sample_at = always draws as well */ \
     X(MOE_SELECT_SAMPLE, "sample", moei_select_sample, \
         MOEI_SELECT_AT_MOST_K | MOEI_SELECT_ANY_K | MOEI_SELECT_COMES_FIRST, MOE_TRAIT_STOCHASTIC) \
     /* In training the assignment of one expert per token with the largest sum of z (cut off to \
@@ -506,10 +516,36 @@ enum {
     X(MOE_SELECT_BALANCED, "balanced", moei_select_balanced, \
       MOEI_SELECT_AT_MOST_K | MOEI_SELECT_BATCH_IN_TRAINING | MOEI_SELECT_COMES_FIRST, MOE_TRAIT_NEEDS_BATCH) \
     /* moe_router.custom.select marks the experts */ \
-    X(MOE_SELECT_CUSTOM, "custom", moei_select_custom, MOEI_SELECT_COMES_FIRST, 0)
+    X(MOE_SELECT_CUSTOM, "custom", moei_select_custom, MOEI_SELECT_COMES_FIRST, 0) \
+    /* The K/G best of each of G = `groups` groups of experts, by the score of top_k. \
+       Tang et al. 2025, Pangu Pro MoE: mixture of grouped experts for efficient sparsity */ \
+    X(MOE_SELECT_GROUPED_EACH, "grouped_each", moei_select_grouped_each, \
+        MOEI_SELECT_AT_MOST_K | MOEI_SELECT_LEAVES_OUT, 0) \
+    /* All with z >= c, c the running mean of the C-th largest z of training calls, C as in \
+       expert_choice; may be empty. From the first step on outside training, whatever switch_at \
+       says. 2026, Expert threshold routing for autoregressive language modeling with dynamic \
+       computation allocation and load balancing */ \
+    X(MOE_SELECT_EXPERT_THRESHOLD, "expert_threshold", moei_select_expert_threshold, MOEI_SELECT_OWN_FACTOR, \
+        MOE_TRAIT_STATEFUL)
 
+/* When sample draws. Outside training the random numbers follow from sample_seed and the bits of
+   the token's logits: no generator is needed, and a token alone draws as in its sequence. */
+#define MOE_SAMPLE_ATS(X) X(MOE_SAMPLE_TRAINING, "training") X(MOE_SAMPLE_ALWAYS, "always")
+/* Which tokens take the same draws: those of the first real one of the sequence or call. */
+#define MOE_SAMPLE_SCOPES(X) \
+    X(MOE_SAMPLE_TOKEN, "token") \
+    X(MOE_SAMPLE_SEQUENCE, "sequence") \
+    X(MOE_SAMPLE_CALL, "call") /* of a training call; outside training as token */
+/* What expert_dropout draws for: every token, or all tokens of the call together. */
+#define MOE_DROPOUT_SCOPES(X) X(MOE_DROPOUT_SCOPE_TOKEN, "token") X(MOE_DROPOUT_SCOPE_CALL, "call")
 /* What a group of experts is worth: its best p + b, or the sum of its two best. */
 #define MOE_GROUPS(X) X(MOE_GROUP_MAX, "max") X(MOE_GROUP_TOP2_SUM, "top2_sum")
+/* Over which of the chosen experts the weights sum, softmax and p_norm normalize; the others keep
+   w = p. */
+#define MOE_WEIGHT_OVERS(X) \
+    X(MOE_WEIGHT_OVER_ALL, "all") \
+    X(MOE_WEIGHT_OVER_NONZERO, "nonzero") /* all but zero experts */ \
+    X(MOE_WEIGHT_OVER_REAL, "real")       /* real experts */
 /* When threshold finds no expert, the best one is taken: always, in evaluation only, never. */
 #define MOE_FALLBACKS(X) \
     X(MOE_FALLBACK_ALWAYS, "always") \
@@ -590,7 +626,20 @@ enum {
     /* w CV^2 of the smooth load (Shazeer et al. 2017) */ \
     X(MOE_LOSS_LOAD, "load", moei_loss_load, loss_load) \
     /* the distance from a teacher */ \
-    X(MOE_LOSS_DISTILL, "distill", moei_loss_distill, loss_distill)
+    X(MOE_LOSS_DISTILL, "distill", moei_loss_distill, loss_distill) \
+    /* w sqrt(sum over pairs of experts of cos(W_e, W_e')^2) (Guo et al. 2024, DynMoE) */ \
+    X(MOE_LOSS_DIVERSITY, "diversity", moei_loss_diversity, loss_diversity) \
+    /* w mean_e |W_e| (DynMoE) */ \
+    X(MOE_LOSS_SIMPLICITY, "simplicity", moei_loss_simplicity, loss_simplicity) \
+    /* alpha sum_e (n_e - m) / m sum over the tokens of e of sigmoid(z_te), m the mean of n_e; a \
+       sum, not a mean (Dai et al. 2022, StableMoE) */ \
+    X(MOE_LOSS_STABLE_BALANCE, "stable_balance", moei_loss_stable_balance, loss_stable_balance) \
+    /* lambda mean_t sum_i H(q_ti), q_ti the code i of dselect over the experts (Hazimeh et al. \
+       2021) */ \
+    X(MOE_LOSS_SELECTOR_ENTROPY, "selector_entropy", moei_loss_selector_entropy, loss_selector_entropy) \
+    /* omega mean_t sum_i 1 / max(sum_e q_tie, 1e-6): codes stay at experts that exist, where E is \
+       not a power of 2 (Hazimeh et al. 2021) */ \
+    X(MOE_LOSS_SELECTOR_REACH, "selector_reach", moei_loss_selector_reach, loss_selector_reach)
 /* The distance from a teacher, which gets no gradient. */
 #define MOE_DISTILLS(X) \
     X(MOE_DISTILL_CE_HARD, "ce_hard") /* -ln softmax(z) at the teacher's best expert */ \
@@ -609,6 +658,22 @@ enum {
     X(MOE_IMPORTANCE_GATE, "gate")                   /* r of the logits without noise */ \
     X(MOE_IMPORTANCE_WEIGHTS, "weights")             /* w before capacity and scale */
 
+/* Whose sparsity moves the factor of the L1 loss. */
+#define MOE_L1S(X) \
+    X(MOE_L1_NONE, "none")   /* nothing does */ \
+    X(MOE_L1_LAYER, "layer") /* the layer's own */ \
+    X(MOE_L1_NET, "net")     /* the mean of all such layers of the network, which share one factor */
+
+/* How a step changes the selection bias: b_e += D_e, with S = sum n and the even load t = S / E;
+   with bias_real K_e, t = K_e S / (K R) for the real experts. */
+#define MOE_BIAS_RULES(X) \
+    /* D_e = gamma sign(t - n_e) (Wang et al. 2024, auxiliary-loss-free) */ \
+    X(MOE_BIAS_SIGN, "sign") \
+    X(MOE_BIAS_PROPORTIONAL, "proportional") /* D_e = gamma (t - n_e) / S (LongCat-Flash) */ \
+    /* D_e = gamma tanh(kappa (t - n_e) / t), less its mean; m_e = beta m_e + (1 - beta) D_e; then \
+       b_e += m_e (Singh et al. 2026, Arcee Trinity Large technical report) */ \
+    X(MOE_BIAS_SMEBU, "smebu")
+
 /* The field that tau_schedule moves to tau_end; the names are those of the fields. */
 #define MOE_TAUS(X) \
     X(MOE_TAU_NONE, "none") \
@@ -620,7 +685,6 @@ enum {
 /* From rows to enumerators: of rows (value, name), (value, name, function, field) and (value, name,
    function, function, flags). */
 #define MOEI_VALUE2(value, name) value,
-#define MOEI_VALUE4(value, name, f, field) value,
 #define MOEI_VALUE5(value, name, f, g, flags) value,
 #define MOEI_VALUE_BIT(value, bit, name) value = (bit),
 /* The values of the tables above. */
@@ -642,6 +706,7 @@ enum { MOE_GROUPS(MOEI_VALUE2) MOE_GROUP_COUNT };
 enum { MOE_FALLBACKS(MOEI_VALUE2) MOE_FALLBACK_COUNT };
 enum { MOE_EXPERT_CHOICES(MOEI_VALUE2) MOE_EXPERT_CHOICE_COUNT };
 enum { MOE_WEIGHTS(MOEI_VALUE5) MOE_WEIGHT_COUNT };
+enum { MOE_WEIGHT_OVERS(MOEI_VALUE2) MOE_WEIGHT_OVER_COUNT };
 enum { MOE_DROPS(MOEI_VALUE2) MOE_DROP_COUNT };
 enum { MOE_DROP_RULES(MOEI_VALUE2) MOE_DROP_RULE_COUNT };
 enum { MOE_RENORMALIZES(MOEI_VALUE2) MOE_RENORMALIZE_COUNT };
@@ -652,7 +717,12 @@ enum { MOE_DISTILLS(MOEI_VALUE2) MOE_DISTILL_COUNT };
 enum { MOE_BALANCES(MOEI_VALUE2) MOE_BALANCE_COUNT };
 enum { MOE_SCOPES(MOEI_VALUE2) MOE_SCOPE_COUNT };
 enum { MOE_IMPORTANCES(MOEI_VALUE2) MOE_IMPORTANCE_COUNT };
+enum { MOE_BIAS_RULES(MOEI_VALUE2) MOE_BIAS_RULE_COUNT };
 enum { MOE_TAUS(MOEI_VALUE2) MOE_TAU_COUNT };
+enum { MOE_SAMPLE_ATS(MOEI_VALUE2) MOE_SAMPLE_AT_COUNT };
+enum { MOE_SAMPLE_SCOPES(MOEI_VALUE2) MOE_SAMPLE_SCOPE_COUNT };
+enum { MOE_DROPOUT_SCOPES(MOEI_VALUE2) MOE_DROPOUT_SCOPE_COUNT };
+enum { MOE_L1S(MOEI_VALUE2) MOE_L1_COUNT };
 /* Beside stages, what a mask of >>options may leave out (MOE_KEEP_EXTRAS): limits on the tokens of
    an expert; what changes with steps; calls with training = 1; swiglu experts with swiglu_alpha,
    swiglu_limit or swiglu_offset; calls with a batch. */
@@ -678,8 +748,14 @@ enum { MOE_MAX_EXPERTS = sizeof(int) > 2 ? 65536 : 32767, MOE_MAX_WIDTH = sizeof
     INT(d_model, 0, 1, MOE_MAX_WIDTH, "d, width of a token; required") \
     INT(n_experts, 8, 1, MOE_MAX_EXPERTS, "E, number of experts") \
     INT(top_k, 0, 1, MOE_MAX_EXPERTS, "K, experts per token, at most E [2, or 1 when E = 1]") \
+    /* experts without matrices: the last n_zero + n_copy + n_constant of E, in this order */ \
+    INT(n_zero, 0, 0, MOE_MAX_EXPERTS, "zero experts: f = 0 (Zeng et al. 2024, AdaMoE)") \
+    INT(n_copy, 0, 0, MOE_MAX_EXPERTS, "copy experts: f = x (Jin et al. 2024, MoE++)") \
+    INT(n_constant, 0, 0, MOE_MAX_EXPERTS, \
+        "constant experts: f = a1 x + a2 v, v learned, [a1, a2] = softmax(W x) (Jin et al. 2024, MoE++)") \
     /* input */ \
     CHOICE(input, MOE_INPUT, moei_input_names, "what the router sees") \
+    FLAG(raw_input, "in a network the router reads the input of the norms directly before the layer (router_x)") \
     REAL(jitter_eps, 0.01, 1e-6, 1, "eps of jitter") \
     CHOICE(ac_mode, MOE_AC, moei_ac_names, "where adaptive clustering has its feature weights from") \
     CHOICE(ac_spread, MOE_SPREAD, moei_spread_names, "dispersion of a cluster") \
@@ -699,7 +775,10 @@ enum { MOE_MAX_EXPERTS = sizeof(int) > 2 ? 65536 : 32767, MOE_MAX_WIDTH = sizeof
         "h, hidden width of the scores mlp [d] and attentive [that of the experts]") \
     CHOICE(router_act, MOE_ACT, moei_act_names, "activation function of the scores mlp and attentive") \
     FLAG(grap_cosine, "grap divides by the token's length") \
+    FLAG(router_residual, \
+        "z += W_g z', z' the previous MoE layer's logits; nothing in the first (Jin et al. 2024, MoE++)") \
     /* noise, gate */ \
+    REAL(logit_cap, 0, 1e-6, 1e6, "c > 0: z = c tanh(z / c), before noise (Grok-2: 30)") \
     CHOICE(noise, MOE_NOISE, moei_noise_names, "noise on the logits in training") \
     REAL(noise_floor, 0.01, 1e-9, 1e6, "least scale of noisy_topk") \
     REAL(noise_sigma, 0, 1e-9, 1e6, "scale of gaussian [1/E]") \
@@ -720,7 +799,7 @@ enum { MOE_MAX_EXPERTS = sizeof(int) > 2 ? 65536 : 32767, MOE_MAX_WIDTH = sizeof
     /* select */ \
     CHOICE(select, MOE_SELECT, moei_select_names, "which experts a token takes") \
     FLAG(selection_bias, "the state router.selection_bias is added to p for selection only") \
-    INT(groups, 1, 1, MOE_MAX_EXPERTS, "groups of grouped_top_k, a divisor of E") \
+    INT(groups, 1, 1, MOE_MAX_EXPERTS, "groups of grouped_top_k and grouped_each, a divisor of E") \
     INT(groups_kept, 1, 1, MOE_MAX_EXPERTS, "how many of them are kept") \
     CHOICE(group_score, MOE_GROUP, moei_group_names, "what a group is worth") \
     FLAG(custom_batch, "the custom score or selection reads other tokens as well: not causal") \
@@ -731,27 +810,42 @@ enum { MOE_MAX_EXPERTS = sizeof(int) > 2 ? 65536 : 32767, MOE_MAX_WIDTH = sizeof
     FLAG(threshold_sigmoid, "theta is the sigmoid of that parameter (DynMoE)") \
     CHOICE(threshold_fallback, MOE_FALLBACK, moei_fallback_names, "when no expert is above theta") \
     CHOICE(expert_choice_score, MOE_EXPERT_CHOICE, moei_expert_choice_names, "what experts choose by") \
+    REAL(threshold_rho, 0, 1e-6, 0.999999, "rho of expert_threshold, of the mean that its cutoffs are [0.99]") \
     REAL(affinity_mass, 1, 1e-6, 1, "fraction of an expert's affinity that it keeps") \
     REAL(affinity_sum, 0, 0, 1e9, "> 0: the sum itself, instead of affinity_mass") \
+    REAL(affinity_sum_auto, 0, 1e-6, 1e6, \
+        "> 0: affinity_sum is this times the mean sum of the first training call (LocMoE+)") \
     INT(capacity, 0, 1, MOE_MAX_WIDTH, "most tokens per expert in affinity; 0: no limit") \
     INT(table_size, 0, 1, MOE_MAX_WIDTH, "number of token ids of hash; required there") \
+    CHOICE(sample_at, MOE_SAMPLE_AT, moei_sample_at_names, "when sample draws (THOR: always)") \
+    CHOICE(sample_scope, MOE_SAMPLE_SCOPE, moei_sample_scope_names, "which tokens share a draw") \
+    INT(sample_seed, 0, 1, MOE_MAX_WIDTH, "seed of the draws outside training") \
+    /* Csordas, Irie, Schmidhuber 2023, Approximating two-layer feedforward networks for efficient \
+       transformers. p, weights and losses know nothing of it; fewer than K experts or none may be \
+       left */ \
+    REAL(expert_dropout, 0, 1e-6, 0.999999, "in training an expert cannot be selected, with this probability") \
+    CHOICE(expert_dropout_scope, MOE_DROPOUT_SCOPE, moei_dropout_scope_names, "what expert_dropout draws for") \
     INT(slots, 1, 1, MOE_MAX_EXPERTS, "slots per expert and sequence of soft") \
     FLAG(soft_normalise, "soft compares unit vectors times a learned scale") \
     INT(soft_sequences, 1, 1, MOE_MAX_WIDTH, "most sequences in one call of soft") \
     /* weight */ \
     CHOICE(weight, MOE_WEIGHT, moei_weight_names, "combine weights") \
     REAL(weight_p, 1, 0.125, 64, "P of p_norm") \
+    CHOICE(weight_over, MOE_WEIGHT_OVER, moei_weight_over_names, "which chosen experts the weights normalize over") \
     REAL(sparsemixer_eps, 0.01, 1e-6, 10, "eps of sparsemixer") \
+    FLAG(sparsemixer_sample, "in training each pick of sparsemixer is drawn") \
     FLAG(expert_scale, "weights are multiplied by the parameter router.expert_scale (Gemma 4)") \
     REAL(scale, 1, -1e6, 1e6, "weights are multiplied by this last of all") \
     CHOICE(apply_to, MOE_APPLY, moei_apply_names, "where the weight is applied") \
     /* capacity: C = max(capacity_min, ceil(capacity_factor K N / E)) assignments per expert */ \
-    REAL(capacity_factor, 0, 1e-6, 1e6, "capacity as a multiple of the even load; 0: dropless [expert_choice: 1]") \
+    REAL(capacity_factor, 0, 1e-6, 1e6, \
+        "capacity as a multiple of the even load; 0: dropless [expert_choice and expert_threshold: 1]") \
     REAL(capacity_factor_eval, 0, 1e-6, 1e6, "the same outside training [capacity_factor]") \
     INT(drop_capacity, 0, 1, MOE_MAX_WIDTH, "> 0: C itself, instead of a factor") \
     INT(capacity_min, 1, 1, MOE_MAX_WIDTH, "least capacity") \
     CHOICE(capacity_bound, MOE_BOUND, moei_bound_names, "raises capacity_min to C_min; alone C_min is the capacity") \
-    REAL(capacity_rho, 0, 1e-9, 1, "> 0: C_min of every is averaged: mean <- rho mean + (1 - rho) C_min") \
+    REAL(capacity_rho, 0, 1e-9, 1, \
+        "> 0: C_min of every, at most N, is averaged: mean <- rho mean + (1 - rho) min(C_min, N)") \
     CHOICE(drop_order, MOE_DROP, moei_drop_names, "who is placed first") \
     CHOICE(drop_rule, MOE_DROP_RULE, moei_drop_rule_names, "random dropping of weak choices") \
     CHOICE(renormalize, MOE_RENORMALIZE, moei_renormalize_names, "weights after dropping") \
@@ -759,6 +853,9 @@ enum { MOE_MAX_EXPERTS = sizeof(int) > 2 ? 65536 : 32767, MOE_MAX_WIDTH = sizeof
     REAL(loss_balance, 0, 0, 1e6, "alpha of the balance loss") \
     CHOICE(balance_over, MOE_BALANCE, moei_balance_names, "what it counts") \
     CHOICE(balance_scope, MOE_SCOPE, moei_scope_names, "over the batch or per sequence") \
+    REAL(zero_tau, 0, 1e-6, 1e6, \
+        "tau: weighs experts without matrices in the balance loss; real ones get tau times their capacity [1]") \
+    FLAG(zero_average, "the balance loss counts the mean load of the experts without matrices for each of them") \
     REAL(loss_z, 0, 0, 1e6, "beta of the z loss") \
     REAL(loss_importance, 0, 0, 1e6, "w of the importance loss") \
     CHOICE(importance_over, MOE_IMPORTANCE, moei_importance_names, "what it sums") \
@@ -772,6 +869,11 @@ enum { MOE_MAX_EXPERTS = sizeof(int) > 2 ? 65536 : 32767, MOE_MAX_WIDTH = sizeof
     REAL(loss_l1, 0, 0, 1e6, "lambda of the L1 loss") \
     REAL(loss_load, 0, 0, 1e6, "w of the load loss; needs noise") \
     REAL(loss_orthogonal, 0, 0, 1e6, "w of the orthogonality loss") \
+    REAL(loss_diversity, 0, 0, 1e6, "w of the diversity loss") \
+    REAL(loss_simplicity, 0, 0, 1e6, "w of the simplicity loss") \
+    REAL(loss_stable_balance, 0, 0, 1e6, "alpha of StableMoE's balance loss") \
+    REAL(loss_selector_entropy, 0, 0, 1e6, "lambda of the entropy of each code of dselect") \
+    REAL(loss_selector_reach, 0, 0, 1e6, "omega: keeps codes of dselect at experts that exist, E not a power of 2") \
     REAL(loss_distill, 0, 0, 1e6, "factor of the distance from call.teacher, or with student from this router") \
     CHOICE(distill, MOE_DISTILL, moei_distill_names, "that distance") \
     FLAG(student, \
@@ -780,17 +882,25 @@ enum { MOE_MAX_EXPERTS = sizeof(int) > 2 ? 65536 : 32767, MOE_MAX_WIDTH = sizeof
         "T > 1 of the experts' own loss in a classical mixture (dual temperature) [that of the gate]") \
     /* state and schedules; steps are those of the optimizer, counted by moe_router_advance from \
        0 */ \
-    REAL(bias_rate, 0, 0, 1e6, \
-        "gamma: b_e += gamma sign(mean n - n_e) per step (Wang et al. 2024, auxiliary-loss-free)") \
-    FLAG(l1_controller, \
+    REAL(bias_rate, 0, 0, 1e6, "gamma: how far bias_rule moves the selection bias per step; 0: not") \
+    CHOICE(bias_rule, MOE_BIAS_RULE, moei_bias_rule_names, "how the loads of a step move it") \
+    REAL(bias_real, 0, 1e-6, MOE_MAX_EXPERTS, \
+        "K_e > 0: real experts per token that the bias aims at; the others' does not move (LongCat-Flash)") \
+    FLAG(bias_centre, "the mean of its changes is subtracted from them [smebu: 1]") \
+    REAL(bias_kappa, 0, 1e-6, 1e6, "kappa of smebu [2]") \
+    REAL(bias_beta, 0, 1e-6, 0.999999, "beta of smebu [0.5]") \
+    CHOICE(l1_controller, MOE_L1, moei_l1_names, \
         "each step loss_l1 [1e-8] times 1.2 if fewer than 1 - K/E are unchosen, else divided by it (ReMoE)") \
-    INT(schedule_steps, 0, 1, MOE_MAX_WIDTH, "steps until k_end and tau_end are reached; 0: no schedule") \
-    INT(k_end, 0, 1, MOE_MAX_EXPERTS, "K at the end: round(K0 + (K1 - K0) step / schedule_steps) (SMoE-dropout)") \
+    INT(schedule_steps, 0, 1, MOE_MAX_WIDTH, \
+        "steps of the schedules below [the trainer's total steps; until it sets them nothing moves]") \
+    INT(k_end, 0, -1, MOE_MAX_EXPERTS, \
+        "K at the end: round(K0 + (K1 - K0) step / schedule_steps); -1: E (SMoE-dropout)") \
     CHOICE(tau_schedule, MOE_TAU, moei_tau_names, "the field that moves to tau_end, on a straight line") \
     REAL(tau_end, 0, 1e-6, 1e6, "its value at the end") \
     INT(freeze_at, 0, 1, MOE_MAX_WIDTH, \
         "from this step on nothing is learned and the student chooses (StableMoE); 0: never") \
     INT(switch_at, 0, 1, MOE_MAX_WIDTH, "until this step switch_from selects, then select (LocMoE)") \
+    REAL(switch_share, 0, 1e-6, 1, "> 0: switch_at is this share of schedule_steps") \
     CHOICE(switch_from, MOE_SELECT, moei_select_names, "selection before switch_at") \
     FLAG(untrained, "accept for training a router that no gradient reaches")
 
@@ -802,14 +912,19 @@ enum { MOE_MAX_EXPERTS = sizeof(int) > 2 ? 65536 : 32767, MOE_MAX_WIDTH = sizeof
    all, weights p / sum p. */
 typedef struct moe_router_config {
     MOE_ROUTER_FIELDS(MOEI_MEMBER_INT, MOEI_MEMBER_FLAG, MOEI_MEMBER_CHOICE, MOEI_MEMBER_REAL)
+    /* private: 1 + the index of the preset that it began as; MOEI_OF_A_FILE: read from one. What a
+       preset or file has set and a later setting has left without effect is reset, not refused */
+    int preset;
 } moe_router_config;
+enum { MOEI_OF_A_FILE = -1 };
 
 /* The rows of moe_router_config; the last has name NULL. Constant, thread-safe. */
 MOE_API const moe_field *moe_router_fields(void);
 
 /* Checks a configuration and writes it to *out (may be NULL; may be config itself) with every
    default filled in. MOE_ERR_CONFIG: error names the field, or the two fields that clash, and the
-   value; MOE_ERR_UNSUPPORTED: a MOE_KEEP_ mask has left it out. On failure *out is untouched. */
+   value; a field that has no effect beside another one clashes with it. MOE_ERR_UNSUPPORTED: a
+   MOE_KEEP_ mask has left it out. On failure *out is untouched. */
 MOE_API moe_status moe_router_check(const moe_router_config *config, moe_router_config *out, moe_error *error);
 
 #ifndef MOE_NO_TRAIN
@@ -906,7 +1021,7 @@ enum {
     X(MOE_ROUTER_STUDENT, "router.student", c->student, MATRIX(E, d, MOE_PARAM_TRAINED)) \
     /* Steps of the optimizer, at most 2^24. This and the next three may be NULL in moe_route: \
        then they are as at the start */ \
-    X(MOE_ROUTER_STEP, "router.step", c->schedule_steps > 0 || c->freeze_at > 0 || c->switch_at > 0, \
+    X(MOE_ROUTER_STEP, "router.step", moei_has_schedule(c) || c->freeze_at > 0 || c->switch_at > 0, \
         VECTOR(1, MOE_PARAM_STATE, 0)) \
     /* assignments per expert since the last step, then tokens */ \
     X(MOE_ROUTER_LOAD, "router.load", c->bias_rate > 0 || c->l1_controller, VECTOR(E + 1, MOE_PARAM_STATE, 0)) \
@@ -920,7 +1035,21 @@ enum {
         TABLE((size_t)c->table_size, K, MOE_PARAM_FROZEN, 0, 0)) \
     /* what moe_custom.score reads and score_backward trains */ \
     X(MOE_ROUTER_CUSTOM, "router.custom", c->custom_parameters > 0, \
-        ARRAY((size_t)c->custom_parameters, MOE_PARAM_TRAINED, d))
+        ARRAY((size_t)c->custom_parameters, MOE_PARAM_TRAINED, d)) \
+    /* W_g */ \
+    X(MOE_ROUTER_RESIDUAL, "router.residual", c->router_residual, MATRIX(E, E, MOE_PARAM_TRAINED)) \
+    /* 0 until there is one; may be NULL as the four above */ \
+    X(MOE_ROUTER_AFFINITY_SUM, "router.affinity_sum", c->affinity_sum_auto > 0, VECTOR(1, MOE_PARAM_STATE, 0)) \
+    /* a and u of expert_threshold: the cutoffs are a / (1 - rho^u), 0 for u = 0 */ \
+    X(MOE_ROUTER_CUTOFF, "router.cutoff", cutoff, VECTOR(E, MOE_PARAM_STATE, 0)) \
+    X(MOE_ROUTER_CUTOFF_UPDATES, "router.cutoff_updates", cutoff, VECTOR(1, MOE_PARAM_STATE, 0)) \
+    /* C-th largest logits of the training calls since the last step, and how many calls. This and \
+       the next two may be NULL in moe_route */ \
+    X(MOE_ROUTER_CUTOFF_SUM, "router.cutoff_sum", cutoff, VECTOR(E, MOE_PARAM_STATE, 0)) \
+    X(MOE_ROUTER_CUTOFF_COUNT, "router.cutoff_count", cutoff, VECTOR(1, MOE_PARAM_STATE, 0)) \
+    /* m of smebu */ \
+    X(MOE_ROUTER_BIAS_MOMENTUM, "router.bias_momentum", c->bias_rule == MOE_BIAS_SMEBU, \
+        VECTOR(E, MOE_PARAM_STATE, 0))
 
 #define MOEI_ROUTER_PARAMETER(value, name, condition, shape) value,
 /* The router's parameters by index, and how many there can be. */
@@ -994,6 +1123,13 @@ typedef struct moe_call {
     const int32_t *previous_experts;    /* [N,n_previous] its chosen experts, -1 = none */
     const moe_real *previous_weights;   /* [N,n_previous] their weights */
     size_t n_previous;
+    /* [N,E] router_residual: z', routing.clean_logits of the previous MoE layer, or NULL: this is
+       the first one. Backward adds its gradient to d_previous_logits (NULL: not wanted) */
+    const moe_real *previous_logits;
+    moe_real *d_previous_logits;
+    /* [N,E] backward reads the gradient of routing.clean_logits that came from a later layer; NULL:
+       none did */
+    const moe_real *d_clean_logits;
     /* [heads,N,n_past+N] A of the attention before this layer; entries not above 0 take no part */
     const moe_real *attention_weights;
     /* [heads,n_past+N,d] o_hj: value and output projection of head h at token j */
@@ -1002,6 +1138,12 @@ typedef struct moe_call {
     /* backward adds their gradients here; or NULL */
     moe_real *d_attention_weights, *d_attention_outputs, *d_attention_output;
     const moe_real *jitter;     /* [N,d] the factors of input jitter, or NULL: drawn from rng */
+    /* sparsemixer_sample: [N,max_choices,E] what is added to z, [N,max_choices] what decides about
+       the weight of a pick that is not the best; not with a batch. NULL: drawn from rng */
+    const moe_real *gumbel, *uniform;
+    /* expert_dropout in training: [N,E], or [E] with expert_dropout_scope = call; not 0: this pair
+       cannot be selected; not with a batch. NULL: drawn from rng */
+    const unsigned char *dropped;
     /* [N] loss_locality: the machine where each token is, or NULL: all on machine 0 */
     const int32_t *token_machine;
     /* [E] loss_locality: the machine of each expert, or NULL: E/nodes consecutive ones each */
@@ -1059,7 +1201,11 @@ typedef struct moe_routing {
     size_t n_tokens, n_experts;
     size_t first;            /* row of the call's first token in the arrays; 0 without a batch */
     size_t n_real;           /* tokens that are not padding */
+    size_t real_experts;     /* R, experts with matrices, the first of E */
     const moe_real *u;       /* [n,d] what the input stage made of the call's tokens */
+    /* [n,E] z without noise of the call's tokens, for router_residual of the next layer; soft:
+       NULL */
+    const moe_real *clean_logits;
     moe_real *logits;        /* z [N,E]; soft: L [N,E slots] */
     moe_real *gate;          /* r [N,E]; soft: dispatch D [N,E slots] */
     moe_real *probabilities; /* p [N,E]; soft: combine C [N,E slots] */
@@ -1077,6 +1223,7 @@ typedef struct moe_routing {
     size_t n_dropped;        /* assignments that capacity dropped */
     /* C, the most assignments per expert; 0: no limit, or a selection with limits of its own */
     size_t capacity;
+    size_t capacity_zero;    /* that of experts without matrices; differs from C with zero_tau */
     /* ln C_min of capacity_bound before rounding and limits; 0 without one */
     moe_real capacity_bound;
     int capacity_clamped;    /* 1: C_min was above N and is N */
@@ -1084,7 +1231,8 @@ typedef struct moe_routing {
     moe_dispatch_plan plan;
     /* value of each loss, its factor included; 0 if off or not training */
     moe_real loss[MOE_LOSS_COUNT];
-    moe_real bound_now;      /* private: C_min of this call */
+    moe_real bound_now;      /* private: C_min of this call, averaged */
+    moe_real affinity_now;   /* private: affinity_sum by affinity_sum_auto */
     /* [assignments of the plan] training only, else NULL: the caller of moe_route_backward fills in
        the gradients */
     moe_real *d_weight_in, *d_weight_out;
@@ -1182,10 +1330,11 @@ MOE_API moe_status moe_routing_choices(const moe_routing *routing, size_t k, int
    with the model. moe_route only reads it; these two change it, in the memory that state[i] points
    to (the same as router->tensors[i]; others may be NULL). A router without the trait stateful is
    left as it is.
-     observe  after each training call: counts the load, moves the running tables, sets C_min.
+     observe  after each training call: counts the load, adds the cutoffs of expert_threshold, moves
+              the running tables, sets C_min.
               routing and call are those of moe_route.
-     advance  once per step of the optimizer: selection bias, L1 factor, step number; then the
-              counts start anew.
+     advance  once per step of the optimizer: selection bias, cutoffs, L1 factor, step number; then
+              the counts start anew.
    MOE_ERR_ARGUMENT: NULL, or a state tensor is missing; MOE_ERR_STATE: call->training is 0. */
 MOE_API moe_status moe_router_observe(const moe_router *router, const moe_call *call, const moe_routing *routing,
                                       moe_real *const *state);
@@ -1209,6 +1358,7 @@ typedef struct moe_metrics {
     double n_tokens;           /* real tokens */
     double n_routed;           /* real tokens with at least one expert */
     double n_assignments;            /* assignments: sum of |S_t|, before capacity */
+    double n_real_assignments;       /* those of real experts */
     double n_dropped;          /* assignments that capacity dropped */
     double entropy;            /* sum_t H(p_t) */
     double entropy_normalized; /* sum_t H(p_t / sum p_t) */
@@ -1238,6 +1388,7 @@ typedef struct moe_report {
     double n_dropped;        /* assignments that capacity dropped */
     double dropped_share;    /* n_dropped / n_assignments */
     double experts_per_token; /* mean |S_t|, before capacity; 0..E */
+    double real_experts_per_token; /* the same of real experts; 0..R */
 
     /* The gate values p as they are: rows of sigmoid, relu and others need not sum to 1, and then
        the ranges do not hold. */
@@ -1304,9 +1455,9 @@ MOE_API moe_status moe_metrics_init(moe_metrics *metrics, size_t n_experts, size
 /* Adds one routed call. mask: the call's. classes: [N] class of each token, 0 .. n_classes-1, or
    -1: none; those of padding are not read; NULL: none. Of a batch with global routing
    (moe_batch) it adds the call's own tokens; mask and classes are theirs. Reads routing's sizes,
-   logits, probabilities, choices, n_choices, kept, n_real, n_dropped and plan. MOE_ERR_ARGUMENT:
-   NULL, a class or a choice out of range, or a mask that does not fit the routing (n_real; padding
-   has no choices); MOE_ERR_SHAPE: not as many experts as at the start. */
+   real_experts, logits, probabilities, choices, n_choices, kept, n_real, n_dropped and plan.
+   MOE_ERR_ARGUMENT: NULL, a class or a choice out of range, or a mask that does not fit the routing
+   (n_real; padding has no choices); MOE_ERR_SHAPE: not as many experts as at the start. */
 MOE_API moe_status moe_metrics_add(moe_metrics *metrics, const moe_routing *routing, const unsigned char *mask,
                                    const int32_t *classes);
 
@@ -1420,7 +1571,7 @@ struct moei_int_router {
     uint16_t top_k;       /* K; with K = E the selections logits and top_k are dense */
     uint16_t most;        /* room for experts and weights that a call needs, 1..E */
     uint16_t scratch;     /* room for p that a call needs */
-    uint16_t groups, groups_kept; /* of moei_int_select_grouped */
+    uint16_t groups, groups_kept; /* of moei_int_select_grouped; groups: also of _each */
     int16_t factor;       /* of moei_int_scale_weights without a table, in units of 2^-15 */
     uint8_t z_bits;       /* 0..27 */
     uint8_t weight_shift; /* of moei_int_weight_raw: weight = p >> this, rounded */
@@ -1462,6 +1613,8 @@ MOEI_API size_t moei_int_select_top_k(const moei_int_router *r, const unsigned c
                                       const int16_t *z, int32_t *p, int16_t *experts);
 MOEI_API size_t moei_int_select_grouped(const moei_int_router *r, const unsigned char *base, int32_t token,
                                         const int16_t *z, int32_t *p, int16_t *experts);
+MOEI_API size_t moei_int_select_each(const moei_int_router *r, const unsigned char *base, int32_t token,
+                                     const int16_t *z, int32_t *p, int16_t *experts);
 MOEI_API size_t moei_int_select_top_p(const moei_int_router *r, const unsigned char *base, int32_t token,
                                       const int16_t *z, int32_t *p, int16_t *experts);
 MOEI_API size_t moei_int_select_threshold(const moei_int_router *r, const unsigned char *base, int32_t token,
@@ -1608,6 +1761,9 @@ static moe_status moei_field_set_n(const moe_field *field, void *config, const c
     moe_real number;
     if (field->kind == MOE_FIELD_CHOICE) {
         int choice = moei_choice_find(field->choices, value, n);
+        /* it was a flag in 0.1 */
+        if (n == 1 && (*value == '0' || *value == '1') && moei_strcmp(field->name, "l1_controller") == 0)
+            choice = *value - '0';
         if (choice < 0) return moei_field_bad(field, value, n, error);
         *moei_field_int(field, config) = choice;
         return MOE_OK;
@@ -1756,7 +1912,7 @@ static const char *const moei_spread_names[] = {MOE_SPREADS(MOEI_NAME2) NULL};
 static const char *const moei_score_names[] = {MOE_SCORES(MOEI_NAME5) NULL};
 static const char *const moei_node_names[] = {MOE_NODES(MOEI_NAME2) NULL};
 static const char *const moei_norm_names[] = {MOE_NORMS(MOEI_NAME2) NULL};
-MOEI_TOOL const char *const moei_act_names[] = {"relu", "silu", "gelu", "tanh", "sigmoid", "identity", NULL};
+MOEI_TOOL const char *const moei_act_names[] = {MOE_ACTS(MOEI_NAME4) NULL};
 static const char *const moei_noise_names[] = {MOE_NOISES(MOEI_NAME2) NULL};
 static const char *const moei_gate_names[] = {MOE_GATES(MOEI_NAME5) NULL};
 static const char *const moei_refine_names[] = {MOE_REFINES(MOEI_NAME2) NULL};
@@ -1768,6 +1924,7 @@ static const char *const moei_group_names[] = {MOE_GROUPS(MOEI_NAME2) NULL};
 static const char *const moei_fallback_names[] = {MOE_FALLBACKS(MOEI_NAME2) NULL};
 static const char *const moei_expert_choice_names[] = {MOE_EXPERT_CHOICES(MOEI_NAME2) NULL};
 static const char *const moei_weight_names[] = {MOE_WEIGHTS(MOEI_NAME5) NULL};
+static const char *const moei_weight_over_names[] = {MOE_WEIGHT_OVERS(MOEI_NAME2) NULL};
 static const char *const moei_drop_names[] = {MOE_DROPS(MOEI_NAME2) NULL};
 static const char *const moei_drop_rule_names[] = {MOE_DROP_RULES(MOEI_NAME2) NULL};
 static const char *const moei_renormalize_names[] = {MOE_RENORMALIZES(MOEI_NAME2) NULL};
@@ -1778,7 +1935,12 @@ static const char *const moei_distill_names[] = {MOE_DISTILLS(MOEI_NAME2) NULL};
 static const char *const moei_balance_names[] = {MOE_BALANCES(MOEI_NAME2) NULL};
 static const char *const moei_scope_names[] = {MOE_SCOPES(MOEI_NAME2) NULL};
 static const char *const moei_importance_names[] = {MOE_IMPORTANCES(MOEI_NAME2) NULL};
+static const char *const moei_bias_rule_names[] = {MOE_BIAS_RULES(MOEI_NAME2) NULL};
 static const char *const moei_tau_names[] = {MOE_TAUS(MOEI_NAME2) NULL};
+static const char *const moei_sample_at_names[] = {MOE_SAMPLE_ATS(MOEI_NAME2) NULL};
+static const char *const moei_sample_scope_names[] = {MOE_SAMPLE_SCOPES(MOEI_NAME2) NULL};
+static const char *const moei_dropout_scope_names[] = {MOE_DROPOUT_SCOPES(MOEI_NAME2) NULL};
+static const char *const moei_l1_names[] = {MOE_L1S(MOEI_NAME2) NULL};
 static const unsigned moei_input_flags[] = {MOE_INPUTS(MOEI_FLAGS5)};
 static const unsigned moei_score_flags[] = {MOE_SCORES(MOEI_FLAGS5)};
 static const unsigned moei_gate_flags[] = {MOE_GATES(MOEI_FLAGS5)};
@@ -1837,20 +1999,59 @@ static void moei_router_defaults(moe_router_config *c) {
     if (c->input == MOE_INPUT_ADAPTIVE_CLUSTERING) moei_default(&c->ac_mix, 1);
     if (c->ac_mode == MOE_AC_RUNNING) moei_default_real(&c->ac_rho, MOEI_R(0.9));
     if (c->score == MOE_SCORE_MLP) moei_default(&c->router_hidden, c->d_model);
+    if (c->n_zero > 0 || c->n_copy > 0 || c->n_constant > 0) moei_default_real(&c->zero_tau, MOEI_R(1.0));
     moei_default_real(&c->noise_sigma, MOEI_R(1.0) / (moe_real)c->n_experts);
-    if (c->select == MOE_SELECT_EXPERT_CHOICE) moei_default_real(&c->capacity_factor, MOEI_R(1.0));
+    if (c->select == MOE_SELECT_EXPERT_CHOICE || c->select == MOE_SELECT_EXPERT_THRESHOLD)
+        moei_default_real(&c->capacity_factor, MOEI_R(1.0));
     moei_default_real(&c->capacity_factor_eval, c->capacity_factor);
     if (c->l1_controller) moei_default_real(&c->loss_l1, MOEI_R(1e-8));
+    if (c->select == MOE_SELECT_EXPERT_THRESHOLD) moei_default_real(&c->threshold_rho, MOEI_R(0.99));
+    if (c->bias_rule == MOE_BIAS_SMEBU) {
+        moei_default(&c->bias_centre, 1);
+        moei_default_real(&c->bias_kappa, MOEI_R(2.0));
+        moei_default_real(&c->bias_beta, MOEI_R(0.5));
+    }
+    if (c->k_end < 0) c->k_end = c->n_experts;
+}
+
+/* Whether something follows schedule_steps. */
+MOEI_TOOL int moei_has_schedule(const moe_router_config *c) {
+    return c->k_end != 0 || c->tau_schedule != MOE_TAU_NONE || c->switch_share > MOEI_R(0.0);
+}
+
+/* Whether there is a selection before another one. */
+MOEI_TOOL int moei_switches(const moe_router_config *c) {
+    return c->switch_at > 0 || c->switch_share > MOEI_R(0.0);
+}
+
+/* Whether it may select in a call: outside training expert_threshold always does. */
+static int moei_switches_in(const moe_router_config *c, int training) {
+    return moei_switches(c) && (training || c->select != MOE_SELECT_EXPERT_THRESHOLD);
+}
+
+/* The step from which select selects. */
+static moe_real moei_switch_step(const moe_router_config *c) {
+    if (c->switch_at > 0) return (moe_real)c->switch_at;
+    if (c->schedule_steps == 0) return MOEI_INFINITY;
+    return (moe_real)(uint32_t)(c->switch_share * (moe_real)c->schedule_steps + MOEI_R(0.5));
 }
 
 static const moe_field *moei_router_field(int field) { return &moei_router_fields[field]; }
 
+/* The default of a field; two rows say it in brackets. */
+static moe_real moei_default_of(const moe_router_config *c, const moe_field *field) {
+    if (field == moei_router_field(MOEI_FIELD_noise_sigma)) return MOEI_R(1.0) / (moe_real)c->n_experts;
+    if (field == moei_router_field(MOEI_FIELD_ac_mix)) return MOEI_R(1.0);
+    return (moe_real)field->default_value;
+}
+
 /* Whether a field differs from its default. */
 static int moei_is_changed(const moe_router_config *c, const moe_field *field) {
+    const moe_real standard = moei_default_of(c, field);
     moe_real value;
-    if (field->kind != MOE_FIELD_REAL) return moei_field_get_int(field, c) != (int)field->default_value;
-    value = moei_field_get_real(field, c);
-    return value < (moe_real)field->default_value || value > (moe_real)field->default_value;
+    if (moei_field_is_zero(field, c)) return 0;
+    value = field->kind == MOE_FIELD_REAL ? moei_field_get_real(field, c) : (moe_real)moei_field_get_int(field, c);
+    return value < standard || value > standard;
 }
 
 /* A dependency between fields: if field differs from its default (when = 0) or has one of the
@@ -1921,36 +2122,54 @@ static moe_status moei_rules_check(const moe_router_config *c, const moei_rule *
 /* A rule, given the names of its fields. */
 #define MOEI_RULE(field, when, needs, values, why) {MOEI_FIELD_##field, when, MOEI_FIELD_##needs, values, why}
 
+/* Whether calls of this configuration may use this selection. */
+static int moei_has_selection(const moe_router_config *c, int select) {
+    return c->select == select || (moei_switches(c) && c->switch_from == select);
+}
+
 /* Rules of state and schedules. */
 static moe_status moei_state_clashes(const moe_router_config *c, moe_error *error) {
     const uint32_t any_k = moei_rows_with(moei_select_flags, MOE_SELECT_COUNT, MOEI_SELECT_ANY_K);
     const uint32_t first = moei_rows_with(moei_select_flags, MOE_SELECT_COUNT, MOEI_SELECT_COMES_FIRST);
     const moei_rule rules[] = {
         MOEI_RULE(bias_rate, 0, selection_bias, 0, NULL),
+        MOEI_RULE(bias_rule, 0, bias_rate, 0, NULL),
+        MOEI_RULE(bias_centre, 0, bias_rate, 0, NULL),
+        MOEI_RULE(bias_real, 0, bias_rate, 0, NULL),
+        MOEI_RULE(bias_kappa, 0, bias_rule, MOEI_BIT(MOE_BIAS_SMEBU), NULL),
+        MOEI_RULE(bias_beta, 0, bias_rule, MOEI_BIT(MOE_BIAS_SMEBU), NULL),
+        MOEI_RULE(threshold_rho, 0, select, MOEI_BIT(MOE_SELECT_EXPERT_THRESHOLD), NULL),
         MOEI_RULE(ac_rho, 0, ac_mode, MOEI_BIT(MOE_AC_RUNNING), NULL),
-        MOEI_RULE(k_end, 0, schedule_steps, 0, NULL),
         MOEI_RULE(k_end, 0, score, MOEI_BUT(MOE_SCORE_DSELECT), "K is the number of its codes"),
         MOEI_RULE(k_end, 0, select, any_k, NULL),
-        MOEI_RULE(tau_schedule, 0, schedule_steps, 0, NULL),
         MOEI_RULE(tau_schedule, 0, tau_end, 0, NULL),
         MOEI_RULE(tau_end, 0, tau_schedule, 0, NULL),
         MOEI_RULE(tau_schedule, MOEI_BIT(MOE_TAU_COSINE_TAU), score, MOEI_BIT(MOE_SCORE_COSINE), NULL),
         MOEI_RULE(tau_schedule, MOEI_BIT(MOE_TAU_COSINE_TAU), cosine_learn_tau, MOEI_BIT(0), NULL),
         MOEI_RULE(tau_schedule, MOEI_BIT(MOE_TAU_SIMILARITY_TAU), refine, MOEI_BIT(MOE_REFINE_SIMILARITY), NULL),
         MOEI_RULE(tau_schedule, MOEI_BIT(MOE_TAU_ATTENTION_SIGMA), refine, MOEI_BIT(MOE_REFINE_ATTENTION), NULL),
-        MOEI_RULE(switch_from, 0, switch_at, 0, NULL),
+        MOEI_RULE(switch_share, 0, switch_at, MOEI_BIT(0), "each says when select begins"),
         MOEI_RULE(switch_from, MOEI_BIT(MOE_SELECT_BALANCED), top_k, MOEI_BIT(1), "it gives each token one expert"),
+        MOEI_RULE(switch_from, MOEI_BIT(MOE_SELECT_EXPERT_CHOICE), select, MOEI_BIT(MOE_SELECT_EXPERT_THRESHOLD),
+            "others have no capacity_factor for it"),
         MOEI_RULE(switch_at, 0, switch_from, first, "that needs settings of its own"),
         MOEI_RULE(switch_at, 0, select, MOEI_BUT(MOE_SELECT_SOFT), NULL),
         MOEI_RULE(switch_at, 0, weight, MOEI_BUT(MOE_WEIGHT_SPARSEMIXER), NULL),
+        MOEI_RULE(switch_share, 0, switch_from, first, "that needs settings of its own"),
+        MOEI_RULE(switch_share, 0, select, MOEI_BUT(MOE_SELECT_SOFT), NULL),
+        MOEI_RULE(switch_share, 0, weight, MOEI_BUT(MOE_WEIGHT_SPARSEMIXER), NULL),
         MOEI_RULE(l1_controller, 0, select, MOEI_BIT(MOE_SELECT_POSITIVE), NULL),
         MOEI_RULE(custom_parameters, 0, score, MOEI_BIT(MOE_SCORE_CUSTOM), NULL),
         MOEI_RULE(student, 0, freeze_at, 0, NULL),
         MOEI_RULE(student, 0, loss_distill, 0, NULL),
         MOEI_RULE(student, 0, select, MOEI_BUT(MOE_SELECT_SOFT), NULL),
         MOEI_RULE(student, 0, weight, MOEI_BUT(MOE_WEIGHT_SPARSEMIXER), NULL)};
-    if (c->schedule_steps > 0 && c->k_end == 0 && c->tau_schedule == MOE_TAU_NONE)
-        return moei_error(error, MOE_ERR_CONFIG, "schedule_steps = %d needs k_end or tau_schedule", c->schedule_steps);
+    if (c->schedule_steps > 0 && !moei_has_schedule(c))
+        return moei_error(error, MOE_ERR_CONFIG, "schedule_steps = %d needs k_end, tau_schedule or switch_share",
+                          c->schedule_steps);
+    if (c->switch_from != MOE_SELECT_TOP_K && !moei_switches(c))
+        return moei_error(error, MOE_ERR_CONFIG, "switch_from = %s needs switch_at or switch_share",
+                          moei_select_names[c->switch_from]);
     if (c->k_end > c->n_experts)
         return moei_error(error, MOE_ERR_CONFIG, "k_end = %d: must be at most n_experts = %d", c->k_end, c->n_experts);
     if (c->custom_batch && c->score != MOE_SCORE_CUSTOM && c->select != MOE_SELECT_CUSTOM &&
@@ -1963,15 +2182,16 @@ static moe_status moei_state_clashes(const moe_router_config *c, moe_error *erro
 static moe_status moei_soft_clashes(const moe_router_config *c, moe_error *error) {
     static const unsigned char alone[] = {
         MOEI_FIELD_score, MOEI_FIELD_router_bias, MOEI_FIELD_noise, MOEI_FIELD_gate, MOEI_FIELD_refine,
-            MOEI_FIELD_selection_bias,
+            MOEI_FIELD_selection_bias, MOEI_FIELD_logit_cap,
+        MOEI_FIELD_n_zero, MOEI_FIELD_n_copy, MOEI_FIELD_n_constant, MOEI_FIELD_router_residual,
         MOEI_FIELD_weight, MOEI_FIELD_expert_scale, MOEI_FIELD_scale, MOEI_FIELD_apply_to, MOEI_FIELD_drop_capacity,
         MOEI_FIELD_capacity_factor, MOEI_FIELD_capacity_bound, MOEI_FIELD_loss_balance, MOEI_FIELD_loss_z,
             MOEI_FIELD_loss_importance,
         MOEI_FIELD_loss_entropy, MOEI_FIELD_loss_usage_entropy, MOEI_FIELD_loss_similarity_same,
             MOEI_FIELD_loss_similarity_diff,
         MOEI_FIELD_loss_locality, MOEI_FIELD_loss_l1, MOEI_FIELD_loss_load, MOEI_FIELD_loss_orthogonal,
-            MOEI_FIELD_loss_distill,
-        MOEI_FIELD_expert_temperature};
+            MOEI_FIELD_loss_distill, MOEI_FIELD_loss_diversity, MOEI_FIELD_loss_simplicity,
+        MOEI_FIELD_loss_stable_balance, MOEI_FIELD_expert_temperature};
     const uint32_t soft = MOEI_BIT(MOE_SELECT_SOFT);
     const moei_rule own[] = {MOEI_RULE(slots, 0, select, soft, NULL), MOEI_RULE(soft_normalise, 0, select, soft, NULL),
                              MOEI_RULE(soft_sequences, 0, select, soft, NULL)};
@@ -1993,6 +2213,8 @@ static moe_status moei_stage_clashes(const moe_router_config *c, moe_error *erro
                    cosine = MOEI_BIT(MOE_SCORE_COSINE);
     const uint32_t by_p = 0xffffffffu - moei_rows_with(moei_weight_flags, MOE_WEIGHT_COUNT, MOEI_WEIGHT_READS_LOGITS);
     const uint32_t normal = MOEI_BIT(MOE_NOISE_NOISY_TOPK) | MOEI_BIT(MOE_NOISE_GAUSSIAN);
+    const uint32_t groups = MOEI_BIT(MOE_SELECT_GROUPED_TOP_K) | MOEI_BIT(MOE_SELECT_GROUPED_EACH);
+    const uint32_t leave_out = moei_rows_with(moei_select_flags, MOE_SELECT_COUNT, MOEI_SELECT_LEAVES_OUT);
     const moei_rule rules[] = {
         MOEI_RULE(router_bias, 0, score, bias, NULL),
         MOEI_RULE(cosine_dim, 0, score, cosine, NULL),
@@ -2007,19 +2229,182 @@ static moe_status moei_stage_clashes(const moe_router_config *c, moe_error *erro
         MOEI_RULE(weight, MOEI_BIT(MOE_WEIGHT_SPARSEMIXER), selection_bias, MOEI_BIT(0),
             "it selects by the logits alone"),
         MOEI_RULE(select, MOEI_BIT(MOE_SELECT_BALANCED), top_k, MOEI_BIT(1), "it gives each token one expert"),
-        MOEI_RULE(groups, 0, select, MOEI_BIT(MOE_SELECT_GROUPED_TOP_K), NULL),
+        MOEI_RULE(groups, 0, select, groups, NULL),
+        MOEI_RULE(selection_bias, 0, select, MOEI_BUT(MOE_SELECT_EXPERT_THRESHOLD), "it ignores the bias"),
+        MOEI_RULE(logit_cap, 0, score, MOEI_BUT(MOE_SCORE_DSELECT), "its logits are a gate"),
+        MOEI_RULE(loss_selector_entropy, 0, score, MOEI_BIT(MOE_SCORE_DSELECT), "it has no codes"),
+        MOEI_RULE(loss_selector_reach, 0, score, MOEI_BIT(MOE_SCORE_DSELECT), "it has no codes"),
         MOEI_RULE(threshold_learned, 0, select, MOEI_BIT(MOE_SELECT_THRESHOLD), NULL),
         MOEI_RULE(threshold_learned, 0, weight, by_p, "theta would get no gradient"),
         MOEI_RULE(threshold_sigmoid, 0, threshold_learned, MOEI_BIT(1), NULL),
         MOEI_RULE(table_size, 0, select, MOEI_BIT(MOE_SELECT_HASH), NULL),
+        MOEI_RULE(expert_dropout, 0, select, leave_out, NULL),
+        MOEI_RULE(expert_dropout, 0, switch_from, leave_out, NULL),
+        MOEI_RULE(expert_dropout, 0, weight, MOEI_BUT(MOE_WEIGHT_SPARSEMIXER), "it picks by the logits alone"),
+        MOEI_RULE(expert_dropout_scope, 0, expert_dropout, 0, NULL),
         MOEI_RULE(capacity_bound, 0, score, vectors, "it has no gating vectors"),
         MOEI_RULE(capacity_bound, 0, select, MOEI_BUT(MOE_SELECT_EXPERT_CHOICE), NULL),
         MOEI_RULE(capacity_rho, 0, capacity_bound, MOEI_BIT(MOE_BOUND_EVERY), NULL),
         MOEI_RULE(distill, 0, loss_distill, 0, NULL),
         MOEI_RULE(loss_load, 0, noise, normal, "the load is smooth only under normal noise"),
         MOEI_RULE(loss_locality, 0, nodes, 0, "at least 2"),
-        MOEI_RULE(loss_orthogonal, 0, score, weight, "it has no router.weight")};
+        MOEI_RULE(loss_orthogonal, 0, score, weight, "it has no router.weight"),
+        MOEI_RULE(loss_diversity, 0, score, weight, "it has no router.weight"),
+        MOEI_RULE(loss_simplicity, 0, score, weight, "it has no router.weight")};
     return moei_rules_check(c, rules, sizeof rules / sizeof rules[0], error);
+}
+
+/* R, the number of experts with matrices. */
+#define MOEI_REAL_EXPERTS(c) ((c)->n_experts - (c)->n_zero - (c)->n_copy - (c)->n_constant)
+
+/* Rules of experts without matrices. */
+static moe_status moei_zero_clashes(const moe_router_config *c, moe_error *error) {
+    const uint32_t by_token = 0xffffffffu - moei_rows_with(moei_score_flags, MOE_SCORE_COUNT,
+                                                           MOE_TRAIT_NEEDS_ALL_EXPERTS);
+    const uint32_t norms = MOEI_BIT(MOE_WEIGHT_SUM) | MOEI_BIT(MOE_WEIGHT_SOFTMAX) | MOEI_BIT(MOE_WEIGHT_P_NORM);
+    const char *const why = "experts without matrices have no activations";
+    const moei_rule rules[] = {
+        MOEI_RULE(n_zero, 0, score, by_token, why),
+        MOEI_RULE(n_copy, 0, score, by_token, why),
+        MOEI_RULE(n_constant, 0, score, by_token, why),
+        MOEI_RULE(weight_over, 0, weight, norms, "only these normalize"),
+        MOEI_RULE(weight_over, MOEI_BIT(MOE_WEIGHT_OVER_NONZERO), n_zero, 0, NULL),
+        MOEI_RULE(zero_average, 0, loss_balance, 0, NULL),
+        MOEI_RULE(router_residual, 0, score, MOEI_BUT(MOE_SCORE_DSELECT), "its logits are a gate")};
+    const int any = MOEI_REAL_EXPERTS(c) < c->n_experts;
+    const int by_factor = c->capacity_factor_eval > MOEI_R(0.0) && c->drop_capacity == 0 &&
+                          !(moei_select_flags[c->select] & (MOEI_SELECT_LIMITS_LOAD | MOEI_SELECT_OWN_FACTOR));
+    const int has_tau = c->zero_tau > MOEI_R(1.0) || (c->zero_tau > MOEI_R(0.0) && (c->zero_tau < MOEI_R(1.0) || !any));
+    if (c->n_zero >= c->n_experts || c->n_copy >= c->n_experts - c->n_zero ||
+        c->n_constant >= c->n_experts - c->n_zero - c->n_copy)
+        return moei_error(error, MOE_ERR_CONFIG,
+                          "n_zero = %d, n_copy = %d, n_constant = %d: together they must be below n_experts = %d",
+                          c->n_zero, c->n_copy, c->n_constant, c->n_experts);
+    if (!any && (c->weight_over == MOE_WEIGHT_OVER_REAL || c->zero_average || has_tau || c->bias_real > MOEI_R(0.0)))
+        return moei_error(error, MOE_ERR_CONFIG, "%s needs n_zero, n_copy or n_constant",
+                          c->zero_average             ? "zero_average = 1"
+                          : has_tau                   ? "zero_tau"
+                          : c->bias_real > MOEI_R(0.0) ? "bias_real"
+                                                      : "weight_over = real");
+    if (c->bias_real > (moe_real)c->top_k)
+        return moei_error(error, MOE_ERR_CONFIG, "bias_real = %g: must be at most top_k = %d", (double)c->bias_real,
+                          c->top_k);
+    if (has_tau && !(c->loss_balance > MOEI_R(0.0)) && !by_factor)
+        return moei_error(error, MOE_ERR_CONFIG, "zero_tau = %g needs loss_balance or capacity_factor",
+                          (double)c->zero_tau);
+    return moei_rules_check(c, rules, sizeof rules / sizeof rules[0], error);
+}
+
+/* The value that the preset of a configuration gives to a field, or 0 if it comes from none. */
+static int moei_is_of_preset(const moe_router_config *c, const moe_field *field) {
+    moe_router_config made;
+    const moe_preset *preset = c->preset > 0 ? &moe_presets()[c->preset - 1] : NULL;
+    if (c->preset == MOEI_OF_A_FILE) return 1;
+    if (preset == NULL || moe_router_preset(preset->name, &made, NULL) != MOE_OK) return 0;
+    if (field->kind != MOE_FIELD_REAL) return moei_field_get_int(field, c) == moei_field_get_int(field, &made);
+    return moei_real_bits(moei_field_get_real(field, c)) == moei_real_bits(moei_field_get_real(field, &made));
+}
+
+static void moei_field_reset(const moe_field *field, moe_router_config *c) {
+    const moe_real standard = field == moei_router_field(MOEI_FIELD_ac_mix) ? MOEI_R(0.0) : moei_default_of(c, field);
+    if (field->kind == MOE_FIELD_REAL) *moei_field_real(field, c) = standard;
+    else *moei_field_int(field, c) = (int)standard;
+}
+
+/* Whether what the rule needs is there; a selection may come first. */
+static int moei_is_used(const moe_router_config *c, const moei_rule *rule) {
+    if (moei_is_among(c, moei_router_field(rule->needs), rule->values)) return 1;
+    return rule->needs == MOEI_FIELD_select && moei_switches(c) && (rule->values >> c->switch_from & 1u) != 0;
+}
+
+/* Fields that need another one to have an effect. One that a preset or a file has set is reset. */
+static moe_status moei_rules_use(moe_router_config *c, const moei_rule *rules, size_t n, moe_error *error) {
+    char names[200];
+    moei_text reset = moei_text_begin(names, sizeof names);
+    size_t i;
+    int origin = 0;
+    for (i = 0; i < n; i++) {
+        const moe_field *field = moei_router_field(rules[i].field);
+        if (!moei_is_among(c, field, rules[i].when) || moei_is_used(c, &rules[i])) continue;
+        if (!moei_is_of_preset(c, field)) return moei_rule_broken(c, &rules[i], error);
+        if (c->preset == MOEI_OF_A_FILE && rules[i].field == MOEI_FIELD_selection_bias) {
+            origin = MOEI_OF_A_FILE; /* stays, because its tensor is in the file */
+            continue;
+        }
+        moei_field_reset(field, c);
+        if (reset.length > 0) moei_put_text(&reset, ", ");
+        moei_put_text(&reset, field->name);
+    }
+    if (reset.length > 0 && c->preset == MOEI_OF_A_FILE)
+        (void)moei_error(error, MOE_OK, "reset because they have no effect here: %s", names);
+    c->preset = origin;
+    return MOE_OK;
+}
+
+/* Whether anything reads the logits once there is noise on them: selection, weight or a loss. */
+#define MOEI_ANY_LOSS(value, name, f, field) || c->field > MOEI_R(0.0)
+static int moei_noise_is_read(const moe_router_config *c) {
+    const uint32_t blind = MOEI_BIT(MOE_SELECT_HASH) | MOEI_BIT(MOE_SELECT_GIVEN) | MOEI_BIT(MOE_SELECT_DENSE);
+    const int counts = (moei_weight_flags[c->weight] & MOEI_WEIGHT_COUNTS) != 0;
+    return !(blind >> c->select & 1u) || !counts || moei_switches(c) MOE_LOSSES(MOEI_ANY_LOSS);
+}
+
+/* Settings without effect. */
+static moe_status moei_idle_fields(moe_router_config *c, moe_error *error) {
+    const uint32_t clusters = MOEI_BIT(MOE_INPUT_ADAPTIVE_CLUSTERING), norm = MOEI_BIT(MOE_SCORE_NORM);
+    const uint32_t hidden = MOEI_BIT(MOE_SCORE_MLP) | MOEI_BIT(MOE_SCORE_ATTENTIVE);
+    const uint32_t similarity = MOEI_BIT(MOE_REFINE_SIMILARITY), attention = MOEI_BIT(MOE_REFINE_ATTENTION);
+    const uint32_t grouped = MOEI_BIT(MOE_SELECT_GROUPED_TOP_K), affinity = MOEI_BIT(MOE_SELECT_AFFINITY);
+    const uint32_t tempered = MOEI_BIT(MOE_GATE_SOFTMAX) | MOEI_BIT(MOE_GATE_SIGMOID);
+    const uint32_t biased = MOEI_BIT(MOE_SELECT_TOP_K) | grouped | MOEI_BIT(MOE_SELECT_GROUPED_EACH) |
+                            MOEI_BIT(MOE_SELECT_CUSTOM) | MOEI_BIT(MOE_SELECT_GIVEN) | MOEI_BIT(MOE_SELECT_HASH) |
+                            MOEI_BIT(MOE_SELECT_SAMPLE) | MOEI_BIT(MOE_SELECT_BALANCED) | affinity;
+    const char *const no_bias = "it ignores the bias";
+    const moei_rule rules[] = {
+        MOEI_RULE(sparsemixer_sample, 0, weight, MOEI_BIT(MOE_WEIGHT_SPARSEMIXER), NULL),
+        MOEI_RULE(jitter_eps, 0, input, MOEI_BIT(MOE_INPUT_JITTER), NULL),
+        MOEI_RULE(ac_mode, 0, input, clusters, NULL),
+        MOEI_RULE(ac_spread, 0, input, clusters, NULL),
+        MOEI_RULE(ac_mix, 0, input, clusters, NULL),
+        MOEI_RULE(ac_lambda, 0, input, clusters, NULL),
+        MOEI_RULE(ac_spread, 0, ac_mode, MOEI_BUT(MOE_AC_RANDOM), NULL),
+        MOEI_RULE(ac_lambda, 0, ac_mode, MOEI_BUT(MOE_AC_RANDOM), NULL),
+        MOEI_RULE(cosine_tau, 0, score, MOEI_BIT(MOE_SCORE_COSINE), NULL),
+        MOEI_RULE(norm_node, 0, score, norm, NULL),
+        MOEI_RULE(norm_order, 0, score, norm, NULL),
+        MOEI_RULE(router_hidden, 0, score, hidden, NULL),
+        MOEI_RULE(router_act, 0, score, hidden, NULL),
+        MOEI_RULE(noise_floor, 0, noise, MOEI_BIT(MOE_NOISE_NOISY_TOPK), NULL),
+        MOEI_RULE(noise_sigma, 0, noise, MOEI_BIT(MOE_NOISE_GAUSSIAN), NULL),
+        MOEI_RULE(gate_temperature, 0, gate, tempered, NULL),
+        MOEI_RULE(expert_temperature, 0, gate, tempered, NULL),
+        MOEI_RULE(similarity_tau, 0, refine, similarity, NULL),
+        MOEI_RULE(similarity_scale, 0, refine, similarity, NULL),
+        MOEI_RULE(heads, 0, refine, attention, NULL),
+        MOEI_RULE(attention_heads, 0, refine, attention, NULL),
+        MOEI_RULE(attention_head, 0, attention_heads, MOEI_BIT(MOE_HEADS_FIXED), NULL),
+        MOEI_RULE(attention_sigma, 0, refine, attention, NULL),
+        MOEI_RULE(attention_u, 0, refine, attention, NULL),
+        MOEI_RULE(groups_kept, 0, select, grouped, NULL),
+        MOEI_RULE(group_score, 0, select, grouped, NULL),
+        MOEI_RULE(top_p, 0, select, MOEI_BIT(MOE_SELECT_TOP_P), NULL),
+        MOEI_RULE(threshold, 0, select, MOEI_BIT(MOE_SELECT_THRESHOLD), NULL),
+        MOEI_RULE(threshold_fallback, 0, select, MOEI_BIT(MOE_SELECT_THRESHOLD), NULL),
+        MOEI_RULE(expert_choice_score, 0, select, MOEI_BIT(MOE_SELECT_EXPERT_CHOICE), NULL),
+        MOEI_RULE(affinity_mass, 0, select, affinity, NULL),
+        MOEI_RULE(affinity_sum, 0, select, affinity, NULL),
+        MOEI_RULE(affinity_sum_auto, 0, select, affinity, NULL),
+        MOEI_RULE(capacity, 0, select, affinity, NULL),
+        MOEI_RULE(sample_at, 0, select, MOEI_BIT(MOE_SELECT_SAMPLE), NULL),
+        MOEI_RULE(sample_scope, 0, select, MOEI_BIT(MOE_SELECT_SAMPLE), NULL),
+        MOEI_RULE(sample_seed, 0, sample_at, MOEI_BIT(MOE_SAMPLE_ALWAYS), NULL),
+        MOEI_RULE(weight_p, 0, weight, MOEI_BIT(MOE_WEIGHT_P_NORM), NULL),
+        MOEI_RULE(sparsemixer_eps, 0, weight, MOEI_BIT(MOE_WEIGHT_SPARSEMIXER), NULL),
+        MOEI_RULE(balance_over, 0, loss_balance, 0, NULL),
+        MOEI_RULE(balance_scope, 0, loss_balance, 0, NULL),
+        MOEI_RULE(importance_over, 0, loss_importance, 0, NULL),
+        MOEI_RULE(selection_bias, 0, select, biased, no_bias)};
+    return moei_rules_use(c, rules, sizeof rules / sizeof rules[0], error);
 }
 
 /* Sizes that contradict each other, then the rules. */
@@ -2041,15 +2426,40 @@ static moe_status moei_router_clashes(const moe_router_config *c, moe_error *err
     if (c->select == MOE_SELECT_GROUPED_TOP_K && c->top_k > c->groups_kept * (c->n_experts / c->groups))
         return moei_error(error, MOE_ERR_CONFIG, "top_k = %d: groups_kept = %d groups hold only %d experts", c->top_k,
                           c->groups_kept, c->groups_kept * (c->n_experts / c->groups));
+    if (c->select == MOE_SELECT_GROUPED_EACH && c->top_k % c->groups != 0)
+        return moei_error(error, MOE_ERR_CONFIG, "top_k = %d: groups = %d must divide it for select = grouped_each",
+                          c->top_k, c->groups);
+    if (c->loss_selector_reach > MOEI_R(0.0) && (c->n_experts & (c->n_experts - 1)) == 0)
+        return moei_error(error, MOE_ERR_CONFIG,
+                          "loss_selector_reach = %g has no effect with n_experts = %d, a power of 2: every code is an "
+                          "expert", (double)c->loss_selector_reach, c->n_experts);
+    if (c->select == MOE_SELECT_EXPERT_THRESHOLD &&
+        (c->capacity_factor_eval < c->capacity_factor || c->capacity_factor_eval > c->capacity_factor))
+        return moei_error(error, MOE_ERR_CONFIG,
+                          "capacity_factor_eval = %g has no effect with select = expert_threshold: its cutoffs come "
+                          "from training", (double)c->capacity_factor_eval);
     if (c->threshold_sigmoid && c->threshold_learned && !(c->threshold > MOEI_R(0.0) && c->threshold < MOEI_R(1.0)))
         return moei_error(error, MOE_ERR_CONFIG,
                           "threshold = %g is incompatible with threshold_sigmoid = 1: it must be between 0 and 1",
                           (double)c->threshold);
+    if (c->affinity_sum_auto > MOEI_R(0.0) && c->affinity_sum > MOEI_R(0.0))
+        return moei_error(error, MOE_ERR_CONFIG, "affinity_sum_auto = %g is incompatible with affinity_sum = %g",
+                          (double)c->affinity_sum_auto, (double)c->affinity_sum);
     if (c->select == MOE_SELECT_HASH && c->table_size == 0)
         return moei_error(error, MOE_ERR_CONFIG, "table_size = 0: select = hash needs the number of token ids");
+    if (c->noise != MOE_NOISE_NONE && !moei_noise_is_read(c))
+        return moei_error(error, MOE_ERR_CONFIG, "noise = %s has no effect with select = %s and weight = %s",
+                          moei_noise_names[c->noise], moei_select_names[c->select], moei_weight_names[c->weight]);
     status = moei_state_clashes(c, error);
     if (status == MOE_OK) status = moei_soft_clashes(c, error);
+    if (status == MOE_OK) status = moei_zero_clashes(c, error);
     return status == MOE_OK ? moei_stage_clashes(c, error) : status;
+}
+
+/* Whether there is a capacity factor, and it is not one of the selection's own. */
+static int moei_factor_drops(const moe_router_config *c) {
+    return (c->capacity_factor > MOEI_R(0.0) || c->capacity_factor_eval > MOEI_R(0.0)) &&
+           !(moei_select_flags[c->select] & MOEI_SELECT_OWN_FACTOR);
 }
 
 /* A field whose value the MOE_KEEP_ masks exclude from this build, or NULL. */
@@ -2059,18 +2469,18 @@ static const char *moei_left_out(const moe_router_config *c) {
     if (!MOEI_KEPT(GATES, c->gate)) return "gate";
     if (!MOEI_KEPT(REFINES, c->refine)) return "refine";
     if (!MOEI_KEPT(SELECTS, c->select)) return "select";
-    if (c->switch_at > 0 && !MOEI_KEPT(SELECTS, c->switch_from)) return "switch_from";
+    if (moei_switches(c) && !MOEI_KEPT(SELECTS, c->switch_from)) return "switch_from";
     if (c->student && !MOEI_KEPT(SELECTS, MOE_SELECT_TOP_K)) return "student";
     if (!MOEI_KEPT(WEIGHTS, c->weight)) return "weight";
     if ((c->score == MOE_SCORE_MLP || c->score == MOE_SCORE_ATTENTIVE) && !MOEI_KEPT(ACTS, c->router_act))
         return "router_act";
     if (c->gate == MOE_GATE_SIGMOID && !MOEI_KEPT(ACTS, MOE_ACT_SIGMOID)) return "gate";
     if (!MOEI_KEPT(EXTRAS, MOE_EXTRA_SCHEDULE)) {
-        if (c->schedule_steps > 0 || c->freeze_at > 0) return c->schedule_steps > 0 ? "schedule_steps" : "freeze_at";
+        if (moei_has_schedule(c) || c->freeze_at > 0) return moei_has_schedule(c) ? "schedule_steps" : "freeze_at";
         if (c->switch_at > 0 || c->l1_controller) return c->switch_at > 0 ? "switch_at" : "l1_controller";
     }
     if (MOEI_KEPT(EXTRAS, MOE_EXTRA_CAPACITY)) return NULL;
-    if (c->capacity_factor > MOEI_R(0.0) || c->capacity_factor_eval > MOEI_R(0.0)) return "capacity_factor";
+    if (moei_factor_drops(c)) return "capacity_factor";
     if (c->drop_capacity > 0 || c->capacity_bound != MOE_BOUND_NONE)
         return c->drop_capacity > 0 ? "drop_capacity" : "capacity_bound";
     return c->drop_rule != MOE_DROP_RULE_NONE ? "drop_rule" : NULL;
@@ -2089,7 +2499,8 @@ moe_status moe_router_check(const moe_router_config *config, moe_router_config *
     status = moei_fields_check(moei_router_fields, &c, error);
     if (status != MOE_OK) return status;
     moei_router_defaults(&c);
-    status = moei_router_clashes(&c, error);
+    status = moei_idle_fields(&c, error);
+    if (status == MOE_OK) status = moei_router_clashes(&c, error);
     if (status != MOE_OK) return status;
     left_out = moei_left_out(&c);
     if (left_out != NULL) {
@@ -2139,19 +2550,18 @@ static int moei_is_soft(const moe_router_config *c) {
     return MOEI_KEPT(SELECTS, MOE_SELECT_SOFT) && c->select == MOE_SELECT_SOFT;
 }
 
-/* Whether calls of this configuration may use this selection. */
-static int moei_has_selection(const moe_router_config *c, int select) {
-    return c->select == select || (c->switch_at > 0 && c->switch_from == select);
-}
-
 /* Whether the clusters are formed from all tokens of the call. */
 static int moei_clusters_call(const moe_router_config *c) {
     return c->input == MOE_INPUT_ADAPTIVE_CLUSTERING && (c->ac_mode == MOE_AC_PAPER || c->ac_mode == MOE_AC_CODE);
 }
 
 static int moei_has_capacity(const moe_router_config *c) {
-    return c->capacity_factor > MOEI_R(0.0) || c->capacity_factor_eval > MOEI_R(0.0) || c->drop_capacity > 0 ||
-           c->capacity_bound != MOE_BOUND_NONE;
+    return moei_factor_drops(c) || c->drop_capacity > 0 || c->capacity_bound != MOE_BOUND_NONE;
+}
+
+/* Whether tokens outside training draw with the first one of their sequence. */
+static int moei_shares_draws(const moe_router_config *c) {
+    return c->sample_at == MOE_SAMPLE_ALWAYS && c->sample_scope == MOE_SAMPLE_SEQUENCE;
 }
 
 unsigned moe_router_traits(const moe_router_config *c) {
@@ -2159,11 +2569,11 @@ unsigned moe_router_traits(const moe_router_config *c) {
     int later; /* whether later tokens matter */
     if (c->score >= 0 && c->score < MOE_SCORE_COUNT) traits |= moei_score_flags[c->score];
     if (c->select >= 0 && c->select < MOE_SELECT_COUNT) traits |= moei_select_flags[c->select];
-    if (c->switch_at > 0 && c->switch_from >= 0 && c->switch_from < MOE_SELECT_COUNT)
+    if (moei_switches(c) && c->switch_from >= 0 && c->switch_from < MOE_SELECT_COUNT)
         traits |= moei_select_flags[c->switch_from];
     traits &= MOE_TRAIT_NEEDS_GIVEN * 2 - 1;
-    if (c->selection_bias || c->schedule_steps > 0 || c->freeze_at > 0 || c->switch_at > 0 || c->l1_controller ||
-        c->capacity_bound == MOE_BOUND_FIRST || c->capacity_rho > MOEI_R(0.0))
+    if (c->selection_bias || moei_has_schedule(c) || c->freeze_at > 0 || c->switch_at > 0 || c->l1_controller ||
+        c->capacity_bound == MOE_BOUND_FIRST || c->capacity_rho > MOEI_R(0.0) || c->affinity_sum_auto > MOEI_R(0.0))
         traits |= MOE_TRAIT_STATEFUL;
     /* selections over all tokens, and capacity, depend on later tokens */
     later = (traits & MOE_TRAIT_NEEDS_BATCH) || c->custom_batch || moei_has_capacity(c) || moei_clusters_call(c);
@@ -2176,11 +2586,12 @@ unsigned moe_router_traits(const moe_router_config *c) {
         if (!c->causal || (c->refine == MOE_REFINE_ATTENTION && c->attention_heads == MOE_HEADS_MIN_ENTROPY)) later = 1;
     }
     if (c->refine == MOE_REFINE_ATTENTION) traits |= MOE_TRAIT_NEEDS_ATTENTION;
-    if (c->noise != MOE_NOISE_NONE) traits |= MOE_TRAIT_STOCHASTIC;
+    if (c->noise != MOE_NOISE_NONE || c->sparsemixer_sample || c->expert_dropout > MOEI_R(0.0))
+        traits |= MOE_TRAIT_STOCHASTIC;
     if (c->input == MOE_INPUT_JITTER || c->drop_order == MOE_DROP_RANDOM || c->drop_rule != 0)
         traits |= MOE_TRAIT_STOCHASTIC;
-    if (later) traits |= MOE_TRAIT_NEEDS_BATCH;
-    else traits |= MOE_TRAIT_CAUSAL;
+    if (later || moei_shares_draws(c)) traits |= MOE_TRAIT_NEEDS_BATCH;
+    if (!later) traits |= MOE_TRAIT_CAUSAL;
     return traits;
 }
 
@@ -2193,18 +2604,29 @@ const char *moe_trait_name(unsigned trait) {
     }
 }
 
-/* What prevents a router from decoding: a field and a remedy; NULL, NULL if nothing does. The trait
-   is always needs_batch. */
+/* What prevents a router from decoding: a field and what would not; NULL, NULL if nothing does. The
+   trait is always needs_batch. */
 typedef struct moei_obstacle {
     const char *field, *remedy;
 } moei_obstacle;
+
+/* capacity_factor K N / C before rounding: E, or with tau (tau R + Z) / tau for a real expert, tau
+   R + Z for others. */
+static moe_real moei_even_share(const moe_router_config *c, int real) {
+    const int n = MOEI_REAL_EXPERTS(c);
+    const moe_real all = c->zero_tau * (moe_real)n + (moe_real)(c->n_experts - n);
+    if (n == c->n_experts) return (moe_real)n;
+    return real ? all / c->zero_tau : all;
+}
 
 /* Whether capacity may drop assignments of a single token outside training. A factor n_experts / k
    that was rounded down still suffices. */
 static int moei_may_drop(const moe_router_config *c, int k) {
     if (c->drop_capacity > 0) return 1;
-    if (c->capacity_factor_eval > MOEI_R(0.0))
-        return c->capacity_factor_eval * (moe_real)k < (moe_real)c->n_experts * MOEI_R(0.999999);
+    if (moei_factor_drops(c) && c->capacity_factor_eval > MOEI_R(0.0)) {
+        const moe_real most = moei_even_share(c, c->zero_tau < MOEI_R(1.0)); /* of the larger share */
+        return c->capacity_factor_eval * (moe_real)k < most * MOEI_R(0.999999);
+    }
     return c->capacity_bound != MOE_BOUND_NONE;
 }
 
@@ -2215,29 +2637,34 @@ static int moei_needs_others(int select) {
 }
 
 static moei_obstacle moei_decoding_obstacle(const moe_router_config *c) {
-    static const moei_obstacle select = {"select", "select = top_k, or another choice by tokens, decodes"},
-                               from = {"switch_from", "switch_from = top_k, or another choice by tokens, decodes"};
+    static const moei_obstacle select = {"select", "select = top_k, or another choice by tokens,"},
+                               from = {"switch_from", "switch_from = top_k, or another choice by tokens,"};
     static const moei_obstacle custom = {"custom_batch",
-                                         "custom stages that read only their own token (custom_batch = 0) decode"},
-                               clustering = {"ac_mode", "ac_mode = running decodes"};
-    static const moei_obstacle heads = {"attention_heads", "attention_heads = fixed with causal = 1 decodes"},
-                               refine = {"refine", "causal = 1 decodes"};
+                                         "a custom stage that reads only its own token (custom_batch = 0)"},
+                               clustering = {"ac_mode", "ac_mode = running"};
+    static const moei_obstacle heads = {"attention_heads", "attention_heads = fixed with causal = 1"},
+                               refine = {"refine", "causal = 1"};
     static const moei_obstacle
-        count = {"drop_capacity", "capacity_factor_eval = n_experts / top_k instead, which drops nothing, decodes"},
-        factor = {"capacity_factor_eval", "capacity_factor_eval = n_experts / top_k, which drops nothing, decodes"};
+        count = {"drop_capacity", "capacity_factor_eval = n_experts / top_k instead, which drops nothing,"},
+        factor = {"capacity_factor_eval", "capacity_factor_eval = n_experts / top_k, which drops nothing,"};
+    static const moei_obstacle
+        tau = {"capacity_factor_eval",
+               "capacity_factor_eval = (zero_tau R + Z) / (top_k min(1, zero_tau)), which drops nothing,"};
     static const moei_obstacle least = {"k_end",
-                                        "capacity_factor_eval = n_experts / k_end, which drops nothing, decodes"},
+                                        "capacity_factor_eval = n_experts / k_end, which drops nothing,"},
                                bound = {"capacity_bound",
-                                        "capacity_factor_eval = n_experts / top_k, which drops nothing, decodes"};
-    static const moei_obstacle none = {NULL, NULL};
+                                        "capacity_factor_eval = n_experts / top_k, which drops nothing,"};
+    static const moei_obstacle none = {NULL, NULL}, draws = {"sample_scope", "sample_scope = token"};
     if (moei_needs_others(c->select)) return select;
-    if (c->switch_at > 0 && moei_needs_others(c->switch_from)) return from;
+    if (moei_switches_in(c, 0) && moei_needs_others(c->switch_from)) return from;
+    if (moei_shares_draws(c)) return draws;
     if (c->custom_batch) return custom;
     if (moei_clusters_call(c)) return clustering;
     if (c->refine == MOE_REFINE_ATTENTION && c->attention_heads == MOE_HEADS_MIN_ENTROPY) return heads;
     if (c->refine != MOE_REFINE_NONE && !c->causal) return refine;
     if (!moei_may_drop(c, c->top_k)) return c->k_end > 0 && moei_may_drop(c, c->k_end) ? least : none;
-    return c->drop_capacity > 0 ? count : c->capacity_factor_eval > MOEI_R(0.0) ? factor : bound;
+    if (c->drop_capacity > 0 || !moei_factor_drops(c)) return c->drop_capacity > 0 ? count : bound;
+    return c->zero_tau > MOEI_R(1.0) || (c->zero_tau > MOEI_R(0.0) && c->zero_tau < MOEI_R(1.0)) ? tau : factor;
 }
 
 moe_status moe_router_check_decoding(const moe_router_config *config, moe_error *error) {
@@ -2250,7 +2677,8 @@ moe_status moe_router_check_decoding(const moe_router_config *config, moe_error 
     if (o.field == NULL) return MOE_OK;
     moe_field_text(moe_field_find(moei_router_fields, o.field), &c, value, sizeof value);
     return moei_error(error, MOE_ERR_UNSUPPORTED,
-                      "%s = %s has the trait %s: this router is not causal and cannot decode token by token; %s",
+                      "%s = %s has the trait %s: this router is not causal and cannot decode token by token; "
+                      "%s decodes",
                       o.field, value, moe_trait_name(MOE_TRAIT_NEEDS_BATCH), o.remedy);
 }
 
@@ -2299,12 +2727,13 @@ static const moe_preset moei_presets[] = {
      "n_experts=16 top_k=2 weight=softmax", ""},
     {"switch", "switch_transformer",
      "Fedus, Zoph, Shazeer 2022, Switch transformers",
-     "w = p of the best expert; balance over first choices",
-     "n_experts=16 top_k=1 weight=raw loss_balance=0.01 balance_over=first", "expert=mlp act=relu"},
+     "w = p of the best expert; jitter on u; balance over first choices; capacity",
+     "n_experts=16 top_k=1 input=jitter weight=raw loss_balance=0.01 balance_over=first capacity_factor=1.25 "
+         "capacity_factor_eval=2", "expert=mlp act=relu"},
     {"gshard", "",
      "Lepikhin et al. 2020, GShard: scaling giant models with conditional computation and automatic sharding",
-     "w = p / sum p over the top 2; the second kept with probability 2 w_2; capacity",
-     "n_experts=16 top_k=2 weight=sum loss_balance=0.01 balance_over=first capacity_factor=2 drop_rule=gshard",
+     "w = p / sum p over the top 2; the second kept with probability 2 w_2; capacity 2 N / E",
+     "n_experts=16 top_k=2 weight=sum loss_balance=0.01 balance_over=first capacity_factor=1 drop_rule=gshard",
          "expert=mlp act=relu"},
     {"noisy_topk", "shazeer",
      "Shazeer et al. 2017, Outrageously large neural networks: the sparsely-gated mixture-of-experts layer",
@@ -2326,8 +2755,13 @@ static const moe_preset moei_presets[] = {
      "n_experts=16 top_k=2 score=cosine cosine_dim=8 cosine_keep_length=1 weight=softmax", ""},
     {"smoe_dropout", "",
      "Chen et al. 2023, Sparse MoE as the new dropout",
-     "smoe with a router that stays at its random start",
-     "n_experts=16 top_k=2 score=random weight=softmax", ""},
+     "smoe with a router that stays at its random start; K grows to E during training",
+     "n_experts=16 top_k=2 score=random weight=softmax k_end=-1", ""},
+    {"sigma_moe", "",
+     "Csordas, Irie, Schmidhuber 2023, Approximating two-layer feedforward networks for efficient transformers",
+     "w = sigmoid(z) of the top K, experts left out at random in training, entropy of the mean p",
+     "n_experts=16 top_k=4 gate=sigmoid weight=raw expert_dropout=0.05 loss_usage_entropy=0.001",
+     "expert=mlp act=relu no_expert_bias=1"},
     {"acmoe", "",
      "Nielsen et al. 2025, Tight clusters make specialized experts",
      "u = m * x, m_q large where the cluster of the token is tight",
@@ -2347,11 +2781,11 @@ static const moe_preset moei_presets[] = {
      "n_experts=16 input=adaptive_clustering select=threshold weight=sum", ""},
     {"soft_acmoe", "",
      "Nielsen et al. 2025, Tight clusters make specialized experts",
-     "soft_moe with u = m * x",
-     "n_experts=16 input=adaptive_clustering ac_mix=2 select=soft soft_normalise=1", ""},
+     "soft_moe with u = m * x, m mixed over the 8 best previous experts",
+     "n_experts=16 input=adaptive_clustering ac_mix=8 select=soft soft_normalise=1", ""},
     {"aoe", "autonomy_of_experts",
      "Lv et al. 2025, Autonomy-of-experts models",
-     "z_e = |reduce_e x|, w = softmax over the top K",
+     "z_e = |reduce_e x|, w = softmax over the top K; balance over tokens weighs K times what smoe's weighs",
      "n_experts=8 top_k=2 score=norm norm_node=down weight=softmax loss_balance=0.01 balance_over=tokens",
          "expert=factorised"},
     {"aoe_code", "",
@@ -2360,8 +2794,8 @@ static const moe_preset moei_presets[] = {
      "n_experts=8 top_k=2 score=norm norm_node=down weight=raw loss_balance=0.01", "expert=factorised"},
     {"aoe_top_p", "",
      "Lv et al. 2025, Autonomy-of-experts models",
-     "as aoe_code, the best experts until their p exceeds 0.6",
-     "n_experts=8 score=norm norm_node=down select=top_p top_p=0.6 weight=raw loss_entropy=0.0001",
+     "as aoe_code, the best experts until their p exceeds 0.6; entropy loss",
+     "n_experts=8 score=norm norm_node=down select=top_p top_p=0.6 weight=raw loss_entropy=0.0001 loss_balance=0.01",
          "expert=factorised"},
     {"aoe_expert_choice", "",
      "Lv et al. 2025, Autonomy-of-experts models",
@@ -2379,9 +2813,10 @@ static const moe_preset moei_presets[] = {
      "n_experts=8 top_k=1 score=grap weight=raw capacity_bound=first loss_balance=0.01 loss_locality=0.1 nodes=2", ""},
     {"locmoe_plus", "",
      "Li et al. 2024, LocMoE+: enhanced router with token feature awareness for efficient LLM pre-training",
-     "each expert keeps its closest tokens, up to a share of its affinity",
-     "n_experts=8 top_k=1 score=grap grap_cosine=1 gate_temperature=0.2 select=affinity affinity_mass=0.6 weight=raw "
-         "loss_balance=0.01", ""},
+     "each expert keeps its closest tokens, up to a fixed sum of their affinity; locality loss; choice by tokens "
+         "until 10 % of the steps",
+     "n_experts=8 top_k=1 score=grap grap_cosine=1 gate_temperature=0.2 select=affinity affinity_sum_auto=0.6 "
+         "weight=raw loss_balance=0.01 loss_locality=0.01 nodes=2 switch_share=0.1", ""},
     {"importance_gate", "",
      "Krishnamurthy, Watkins, Gaertner 2023, Improving expert specialization in mixture of experts",
      "y = sum over all experts of p_e f_e(x), p from a small network, importance loss",
@@ -2398,7 +2833,7 @@ static const moe_preset moei_presets[] = {
     {"similarity_gate", "",
      "Krishnamurthy, Watkins, Gaertner 2023, Improving expert specialization in mixture of experts",
      "importance_gate with the similarity loss instead",
-     "n_experts=8 score=mlp select=dense weight=raw loss_similarity_same=0.01 loss_similarity_diff=0.1",
+     "n_experts=8 score=mlp select=dense weight=raw loss_similarity_same=1e-5 loss_similarity_diff=1e-4",
          "expert=mlp act=relu"},
     {"expert_choice", "",
      "Zhou et al. 2022, Mixture-of-experts with expert choice routing",
@@ -2415,16 +2850,18 @@ static const moe_preset moei_presets[] = {
     {"stablemoe", "",
      "Dai et al. 2022, StableMoE: stable routing strategy for mixture of experts",
      "as base by the largest x . W_e; a linear student learns the choices and makes them from step freeze_at on",
-     "n_experts=16 top_k=1 gate=sigmoid weight=raw loss_balance=0.01 loss_distill=1 student=1 freeze_at=6000",
+     "n_experts=16 top_k=1 gate=sigmoid weight=raw loss_stable_balance=0.3 loss_distill=1 student=1 freeze_at=6000",
          "expert=mlp act=relu add_input=1"},
     {"dselect_k", "",
      "Hazimeh et al. 2021, DSelect-k: differentiable selection in the mixture of experts",
-     "K learned binary codes with smooth steps pick at most K experts, mixed by a softmax",
-     "n_experts=16 top_k=2 score=dselect gate=identity select=positive weight=sum loss_entropy=0.001", ""},
+     "K learned binary codes with smooth steps pick at most K experts, mixed by a softmax; each code's entropy",
+     "n_experts=16 top_k=2 score=dselect gate=identity select=positive weight=sum loss_selector_entropy=0.001", ""},
     {"thor", "",
      "Zuo et al. 2022, Taming sparsely activated transformer with stochastic experts",
-     "an expert drawn at random, p = 1/E; train on two draws with moe_consistency_loss between them",
-     "n_experts=16 top_k=1 score=random gate_temperature=1e6 select=sample weight=one", "expert=mlp act=relu"},
+     "an expert drawn at random, p = 1/E: one per training call, then one per token; train on two draws with "
+         "moe_consistency_loss between them",
+     "n_experts=16 top_k=1 score=random gate_temperature=1e6 select=sample sample_at=always sample_scope=call "
+         "weight=one", "expert=mlp act=relu"},
     {"sinkhorn", "",
      "Clark et al. 2022, Unified scaling laws for routed language models",
      "choices by a doubly normalized exp(z) in training, w = p of the best",
@@ -2439,17 +2876,17 @@ static const moe_preset moei_presets[] = {
      "n_experts=16 select=top_p top_p=0.4 weight=raw loss_entropy=0.0001 loss_balance=0.01", ""},
     {"dynmoe", "",
      "Guo et al. 2024, Dynamic mixture of experts: an auto-tuning approach for efficient transformer models",
-     "sigmoid(cos(u, W_e)) > sigmoid(G_e), equal weights",
+     "sigmoid(cos(u, W_e)) > sigmoid(G_e), equal weights; W orthogonal and short by losses",
      "n_experts=16 score=cosine gate=sigmoid select=threshold threshold=0.5 threshold_learned=1 threshold_sigmoid=1 "
-         "threshold_fallback=evaluation weight=uniform", ""},
+         "threshold_fallback=evaluation weight=uniform loss_diversity=0.01 loss_simplicity=0.01", ""},
     {"competesmoe", "",
      "Pham et al. 2024, CompeteSMoE: effective training of sparse mixture of experts via competition",
      "z_e = mean softplus(f_e(x)), w = z / sum z over the top 2",
      "n_experts=16 top_k=2 score=competition gate=identity weight=sum", ""},
     {"remoe", "",
      "Wang, Chen, Zhu 2024, ReMoE: fully differentiable mixture-of-experts with ReLU routing",
-     "all experts with relu(z) > 0; an L1 loss whose factor keeps K of E open",
-     "n_experts=16 top_k=2 gate=relu select=positive weight=raw l1_controller=1", ""},
+     "all experts with relu(z) > 0; an L1 loss whose factor, one for the network, keeps K of E open",
+     "n_experts=16 top_k=2 gate=relu select=positive weight=raw l1_controller=net", ""},
     {"mixtral", "",
      "Jiang et al. 2024, Mixtral of experts",
      "w = softmax over the top 2 logits of 8",
@@ -2468,19 +2905,23 @@ static const moe_preset moei_presets[] = {
      "n_experts=64 top_k=8 weight=raw loss_z=0.001 loss_balance=0.01", ""},
     {"deepseek_v2", "",
      "DeepSeek-AI 2024, DeepSeek-V2: a strong, economical, and efficient mixture-of-experts language model",
-     "w = 16 p of the top 6 of 160 in the 3 best of 8 groups by their best expert",
-     "n_experts=160 top_k=6 select=grouped_top_k groups=8 groups_kept=3 group_score=max weight=raw scale=16",
+     "w = 16 p of the top 6 of 160 in the 3 best of 8 groups by their best expert; balance per sequence, without the "
+         "paper's losses over devices",
+     "n_experts=160 top_k=6 select=grouped_top_k groups=8 groups_kept=3 group_score=max weight=raw scale=16 "
+         "loss_balance=0.003 balance_scope=sequences",
          "n_shared=2"},
     {"deepseek_v3", "",
      "DeepSeek-AI 2024, DeepSeek-V3 technical report",
      "sigmoid, bias in selection only, w = 2.5 p / sum p of 8 of 256 in the 4 best of 8 groups by their two best "
          "experts",
      "n_experts=256 top_k=8 gate=sigmoid select=grouped_top_k groups=8 groups_kept=4 group_score=top2_sum "
-         "selection_bias=1 bias_rate=0.001 weight=sum scale=2.5", "n_shared=1"},
+         "selection_bias=1 bias_rate=0.001 weight=sum scale=2.5 loss_balance=0.0001 balance_scope=sequences",
+         "n_shared=1"},
     {"deepseek_v4", "",
      "DeepSeek-V4 as shipped, after its first three layers",
      "r = sqrt(softplus(z)), bias in selection only, w = 1.5 p / sum p over 6 of 256",
-     "n_experts=256 top_k=6 gate=sqrt_softplus selection_bias=1 bias_rate=0.001 weight=sum scale=1.5", "n_shared=1"},
+     "n_experts=256 top_k=6 gate=sqrt_softplus selection_bias=1 bias_rate=0.001 weight=sum scale=1.5",
+         "n_shared=1 swiglu_limit=10"},
     {"llama4", "",
      "Llama 4 as shipped",
      "top 1, sigmoid(z) on the expert's input; a shared expert",
@@ -2497,11 +2938,11 @@ static const moe_preset moei_presets[] = {
     {"grok1", "",
      "Grok-1 as shipped",
      "w = p of the top 2 of 8",
-     "n_experts=8 top_k=2 weight=raw", ""},
+     "n_experts=8 top_k=2 weight=raw", "expert=glu act=gelu_tanh"},
     {"phi35_moe", "",
      "Abdin et al. 2024, Phi-3 technical report; Liu et al. 2023, Sparse backpropagation for MoE training",
      "two picks one after another, each with its softmax among near rivals",
-     "n_experts=16 top_k=2 weight=sparsemixer", ""},
+     "n_experts=16 top_k=2 weight=sparsemixer sparsemixer_sample=1", ""},
     {"granite_moe", "",
      "Granite MoE as shipped",
      "w = softmax over the top 8 logits of 40",
@@ -2509,11 +2950,48 @@ static const moe_preset moei_presets[] = {
     {"gemma4", "",
      "Gemma 4 as shipped",
      "the router sees the raw residual (router_x), rms-scaled; w = s_e p / sum p over the top 8 of 128",
-     "n_experts=128 top_k=8 input=scaled_rms weight=sum expert_scale=1", ""},
+     "n_experts=128 top_k=8 input=scaled_rms raw_input=1 weight=sum expert_scale=1", "expert=glu act=gelu_tanh"},
     {"minimax_m2", "",
      "MiniMax-M2 as shipped",
      "r = sigmoid(z), bias in selection only, w = p / sum p over 8 of 256",
      "n_experts=256 top_k=8 gate=sigmoid selection_bias=1 bias_rate=0.001 weight=sum", ""},
+    {"nemotron3", "",
+     "Nemotron 3 Super as shipped; NVIDIA 2026, LatentMoE: toward optimal accuracy per FLOP and parameter in mixture "
+         "of experts",
+     "experts of a quarter of the width; r = sigmoid(z), bias in selection only, w = 5 p / sum p over 22 of 512; one "
+         "shared expert, here a swiglu",
+     "n_experts=512 top_k=22 gate=sigmoid selection_bias=1 bias_rate=0.001 weight=sum scale=5",
+         "expert=mlp act=relu2 no_expert_bias=1 d_latent=-4 n_shared=1"},
+    {"moe_pp", "",
+     "Jin et al. 2024, MoE++: accelerating mixture-of-experts methods with zero-computation experts",
+     "8 experts with matrices, a zero, a copy and two constant ones, top 2; z += W_g times the previous layer's z",
+     "n_experts=12 top_k=2 n_zero=1 n_copy=1 n_constant=2 router_residual=1 weight=sum weight_over=nonzero "
+         "capacity_factor=0.55 loss_balance=0.000833333 balance_over=tokens zero_tau=0.75", ""},
+    {"adamoe", "",
+     "Zeng et al. 2024, AdaMoE: token-adaptive routing with null experts for mixture-of-experts language models",
+     "top 3 of 8 experts and 4 that give 0: 2 per token on average; w = p / sum p over those with matrices",
+     "n_experts=12 top_k=3 n_zero=4 weight=sum weight_over=real loss_balance=0.01 balance_over=tokens zero_average=1",
+         ""},
+    {"longcat_flash", "longcat",
+     "Meituan LongCat team 2025, LongCat-Flash technical report",
+     "w = 6 p of the top 12 of 512 experts and 256 that give x; a bias in selection only keeps 8 of the 512 per token",
+     "n_experts=768 top_k=12 n_copy=256 selection_bias=1 bias_rate=0.05 bias_rule=proportional bias_real=8 weight=raw "
+         "scale=6", ""},
+    {"expert_threshold", "",
+     "2026, Expert threshold routing for autoregressive language modeling with dynamic computation allocation and load "
+         "balancing",
+     "all experts with z >= c_e, c_e the running mean of the expert's C-th largest z, one expert per token on average; "
+         "expert_choice in the first tenth of the training",
+     "n_experts=16 gate=sigmoid select=expert_threshold capacity_factor=1 weight=raw switch_from=expert_choice "
+         "switch_share=0.1", ""},
+    {"grok2", "",
+     "Grok-2 as shipped",
+     "w = p of the top 2 of 8, z = 30 tanh(z / 30)",
+     "n_experts=8 top_k=2 logit_cap=30 weight=raw", "expert=glu act=gelu_tanh"},
+    {"trinity", "",
+     "Singh et al. 2026, Arcee Trinity Large technical report",
+     "sigmoid, bias in selection only, moved by a momentum of soft-clamped steps; w = p / sum p over 4 of 256",
+     "n_experts=256 top_k=4 gate=sigmoid selection_bias=1 bias_rate=0.0005 bias_rule=smebu weight=sum", "n_shared=1"},
     {NULL, NULL, NULL, NULL, NULL, NULL}};
 
 const moe_preset *moe_presets(void) { return moei_presets; }
@@ -2548,6 +3026,7 @@ moe_status moe_router_preset(const char *name, moe_router_config *config, moe_er
                           name);
     memset(&made, 0, sizeof made);
     status = moe_fields_apply(moei_router_fields, &made, preset->router, error);
+    made.preset = 1 + (int)(preset - moei_presets);
     if (status == MOE_OK) *config = made;
     return status;
 }
@@ -2616,6 +3095,7 @@ moe_status moe_router_parameter(const moe_router_config *c, int index, moe_param
               mlp = c->score == MOE_SCORE_MLP;
     const int attentive = c->score == MOE_SCORE_ATTENTIVE, dselect = c->score == MOE_SCORE_DSELECT;
     const int clusters = c->input == MOE_INPUT_ADAPTIVE_CLUSTERING;
+    const int cutoff = c->select == MOE_SELECT_EXPERT_THRESHOLD;
     const unsigned kind =
         moei_score_flags[c->score] & MOEI_SCORE_TRAINED ? (unsigned)MOE_PARAM_TRAINED : (unsigned)MOE_PARAM_FROZEN;
     const size_t E = (size_t)c->n_experts, d = (size_t)c->d_model;
@@ -2669,7 +3149,8 @@ enum {
     X(moe_real, query, attentive || c->score == MOE_SCORE_DSELECT, n, width, 0) \
     X(moe_real, keyed, attentive, n, width, 0) \
     X(moe_real, lengths, cosine, n + experts, 1, 0) \
-    X(moe_real, columns, soft || moei_has_selection(c, MOE_SELECT_EXPERT_CHOICE), MOEI_COLUMNS, all + MOEI_COLUMNS, 0) \
+    X(moe_real, columns, soft || cutoffs || moei_has_selection(c, MOE_SELECT_EXPERT_CHOICE), MOEI_COLUMNS, \
+        all + MOEI_COLUMNS, 0) \
     X(moe_real, unit, c->soft_normalise || (similarity && c->similarity_scale == MOE_SIMILARITY_L2), n, d, 0) \
     X(moe_real, keys, c->soft_normalise || c->similarity_learned, soft ? choices : n, d, 0) \
     X(moe_real, block, refine, block, block_width, 0) \
@@ -2687,7 +3168,12 @@ enum {
     X(int32_t, flow_first, balanced, experts, 1, 0) \
     X(unsigned char, flow_extra, balanced, experts, 1, 0) \
     X(unsigned char, flow_done, balanced, experts + 1, 1, 0) \
+    X(unsigned char, excluded, training && c->expert_dropout > 0, all, experts, 0) \
+    X(moe_real, selectable, training && c->expert_dropout > 0, all, experts, 0) \
+    X(moe_real, scored_logits, training && (c->router_residual || c->logit_cap > 0), n, experts, 0) \
     /* read by later stages */ \
+    X(moe_real, selectors, training && (c->loss_selector_entropy > 0 || c->loss_selector_reach > 0), all, 2, 2) \
+    X(moe_real, cutoffs, cutoffs, experts + 1, 1, 0) \
     X(moe_real, student_logits, c->student, all, experts, experts) \
     X(moe_real, clean_logits, noisy, all, experts, experts) \
     X(moe_real, clean_gate, noisy, all, experts, experts) \
@@ -2742,7 +3228,7 @@ static size_t moei_slot_total(const moe_router_config *c) { return (size_t)c->n_
 
 static size_t moei_max_choices(const moe_router_config *c) {
     int all = !(moei_select_flags[c->select] & MOEI_SELECT_AT_MOST_K) ||
-              (c->switch_at > 0 && !(moei_select_flags[c->switch_from] & MOEI_SELECT_AT_MOST_K));
+              (!(moei_select_flags[c->switch_from] & MOEI_SELECT_AT_MOST_K) && moei_switches(c));
     if (moei_is_soft(c)) return moei_slot_total(c);
     return (size_t)(all ? c->n_experts : c->top_k > c->k_end ? c->top_k : c->k_end);
 }
@@ -2815,6 +3301,7 @@ static void moei_arrays_layout(const moe_router_config *c, size_t n, size_t all,
     const int refine = similarity || attention, past = refine && c->causal && !training;
     const int noisy = training && c->noise != MOE_NOISE_NONE,
               balanced = training && moei_has_selection(c, MOE_SELECT_BALANCED);
+    const int cutoffs = training && c->select == MOE_SELECT_EXPERT_THRESHOLD;
     const size_t columns = soft ? choices : experts, block = n < MOEI_REFINE_ROWS ? n : (size_t)MOEI_REFINE_ROWS;
     size_t block_width = 0;
     if (!moei_mul(n, attention && c->attention_heads == MOE_HEADS_ALL ? (size_t)c->heads : 1, &block_width))
@@ -2831,8 +3318,8 @@ static void moei_arrays_layout(const moe_router_config *c, size_t n, size_t all,
 static int moei_crosses_sequences(const moe_router_config *c) {
     if (moei_clusters_call(c)) return 1;
     if (moei_is_soft(c)) return 0;
-    if (moei_needs_others(c->select) || (c->switch_at > 0 && moei_needs_others(c->switch_from)) || c->custom_batch)
-        return 1;
+    if (moei_needs_others(c->select) || c->custom_batch) return 1;
+    if (moei_switches_in(c, 0) && moei_needs_others(c->switch_from)) return 1;
     return moei_has_capacity(c);
 }
 
@@ -2847,7 +3334,7 @@ static unsigned moei_router_parts(const moe_router_config *c) {
     moei_scratch m;
     moei_arrays_layout(c, 1, 1, 0, 0, &l, &r, &m);
     if (l.used > none || l.overflow) parts |= MOEI_PART_MEMORY;
-    if (c->k_end > 0 || c->tau_schedule != MOE_TAU_NONE || c->switch_at > 0 || c->freeze_at > 0 || c->l1_controller ||
+    if (moei_has_schedule(c) || c->switch_at > 0 || c->freeze_at > 0 || c->l1_controller ||
         c->capacity_bound != MOE_BOUND_NONE)
         parts |= MOEI_PART_MOVES;
     if ((moe_router_traits(c) & supplied) || moei_is_soft(c) || c->loss_locality > MOEI_R(0.0) ||
@@ -2881,15 +3368,16 @@ moe_status moe_router_init(moe_router *router, const moe_router_config *config, 
 static void moei_route_layout(const moe_router *router, size_t n, size_t all, int global, int training,
                               moei_layout *l, moe_routing *r, moei_scratch *m) {
     /* field by field, because moe_route sets most others */
-    r->n_real = r->n_dropped = r->capacity = r->plan.rows = 0;
-    r->capacity_bound = r->bound_now = MOEI_R(0.0);
+    r->n_real = r->n_dropped = r->capacity = r->capacity_zero = r->plan.rows = 0;
+    r->capacity_bound = r->bound_now = r->affinity_now = MOEI_R(0.0);
     r->capacity_clamped = 0;
-    r->u = NULL;
+    r->u = r->clean_logits = NULL;
     r->d_weight_in = r->d_weight_out = NULL;
     memset(r->loss, 0, sizeof r->loss);
     moei_common_layout(&router->config, all, l, r, m);
     m->input = moei_take_reals(l, n, (size_t)router->config.d_model);
     m->clusters_of = NULL; /* read even if the other private arrays do not exist */
+    m->cutoffs = NULL;
     m->batch_h = NULL;
     m->batch_x = NULL;
     if (!training && !global && !(router->parts & MOEI_PART_MEMORY)) return;
@@ -3059,8 +3547,20 @@ static void moei_affine(const moe_kernels *k, size_t n, size_t m, size_t inner, 
     for (t = 0; t < n; t++) moe_axpy(k, m, MOEI_R(1.0), bias, out + t * m);
 }
 
+/* An array of a batch, starting at a row; or NULL. */
+static moe_real *moei_from_row(moe_real *rows, size_t row) { return rows != NULL ? rows + row : NULL; }
+
 #ifndef MOE_NO_TRAIN
 #define MOEI_BACKWARD(f) f
+
+/* The length of the next run of real tokens at or after *start and before to. Padding is skipped in
+   sums, because 0 times its content may be NaN. */
+static size_t moei_real_run(const moei_pass *s, size_t *start, size_t to) {
+    size_t length = 0;
+    while (*start < to && !moei_is_real(s->call, *start)) ++*start;
+    while (*start + length < to && (s->call->mask == NULL || moei_is_real(s->call, *start + length))) length++;
+    return length;
+}
 
 /* The backward pass of moei_affine: d_in += d_out W (d_in may be NULL), dW += d_out^T in, d_bias +=
    column sums. */
@@ -3142,9 +3642,11 @@ static void moei_schedule(moei_pass *s) {
     at = step < (moe_real)c->schedule_steps ? (int64_t)step : steps;
     if (steps > 0) way = (moe_real)at / (moe_real)steps;
     /* rounded */
-    if (c->k_end > 0) c->top_k = (int)((2 * c->top_k * steps + 2 * (c->k_end - c->top_k) * at + steps) / (2 * steps));
+    if (c->k_end > 0 && steps > 0)
+        c->top_k = (int)((2 * c->top_k * steps + 2 * (c->k_end - c->top_k) * at + steps) / (2 * steps));
     if (c->tau_schedule != MOE_TAU_NONE) *tau = *tau * (MOEI_R(1.0) - way) + c->tau_end * way;
-    if (c->switch_at > 0 && step < (moe_real)c->switch_at) c->select = c->switch_from;
+    if (moei_switches_in(c, s->call != NULL && s->call->training) && step < moei_switch_step(c))
+        c->select = c->switch_from;
     if (l1 != NULL) c->loss_l1 = l1[0];
     if (c->freeze_at > 0 && step >= (moe_real)c->freeze_at) moei_freeze(s);
 }
@@ -3155,7 +3657,9 @@ static void moei_schedule(moei_pass *s) {
 static int moei_needs_rng(const moe_router_config *c, const moe_call *call) {
     return (c->input == MOE_INPUT_JITTER && call->jitter == NULL) ||
            (c->noise != MOE_NOISE_NONE && call->noise == NULL) || c->drop_rule != MOE_DROP_RULE_NONE ||
-           (moei_has_selection(c, MOE_SELECT_SAMPLE) && call->given == NULL) || c->drop_order == MOE_DROP_RANDOM;
+           (moei_has_selection(c, MOE_SELECT_SAMPLE) && call->given == NULL) || c->drop_order == MOE_DROP_RANDOM ||
+           (c->expert_dropout > MOEI_R(0.0) && call->given == NULL && call->dropped == NULL) ||
+           (c->sparsemixer_sample && call->given == NULL && (call->gumbel == NULL || call->uniform == NULL));
 }
 
 /* The error of an array that a setting needs. */
@@ -3193,11 +3697,17 @@ static moe_status moei_clustering_check(const moe_router_config *c, const moe_ca
                               c->n_experts);
 }
 
+/* The state of rules and schedules, which only training needs. */
+MOEI_TOOL int moei_is_training_state(int index) {
+    return (index >= MOE_ROUTER_STEP && index <= MOE_ROUTER_CAPACITY) || index == MOE_ROUTER_AFFINITY_SUM ||
+           (index >= MOE_ROUTER_CUTOFF_SUM && index <= MOE_ROUTER_BIAS_MOMENTUM);
+}
+
 /* Whether a parameter is set if and only if the configuration has it. The state of rules and
    schedules is optional. */
 MOEI_TOOL int moei_parameter_is_set(int index, uint64_t present, const moe_real *tensor) {
     if (!(present >> index & 1u)) return tensor == NULL;
-    return tensor != NULL || (index >= MOE_ROUTER_STEP && index <= MOE_ROUTER_CAPACITY);
+    return tensor != NULL || moei_is_training_state(index);
 }
 
 /* Whether exactly the parameters of the configuration are set, the optional ones aside. Three
@@ -3315,6 +3825,11 @@ static moe_status moei_left_out_check(const moe_router *router, const moe_call *
 
 static moe_status moei_training_check(const moe_router_config *c, const moe_call *call) {
     if (call->rng == NULL && moei_needs_rng(c, call)) return moei_missing(call, "rng", "a random stage in training");
+    if (c->sparsemixer_sample && call->batch != NULL && (call->gumbel != NULL || call->uniform != NULL))
+        return moei_error(call->error, MOE_ERR_UNSUPPORTED, "call.%s is incompatible with call.batch",
+                          call->gumbel != NULL ? "gumbel" : "uniform");
+    if (c->expert_dropout > MOEI_R(0.0) && call->batch != NULL && call->dropped != NULL)
+        return moei_error(call->error, MOE_ERR_UNSUPPORTED, "call.dropped is incompatible with call.batch");
     if (c->loss_distill > MOEI_R(0.0) && !c->student && call->n_tokens > 0 && call->teacher == NULL)
         return moei_missing(call, "teacher", "loss_distill");
     return MOE_OK;
@@ -3820,6 +4335,22 @@ static moe_real moei_code_product(const moe_real *step, size_t bits, size_t e, s
     return product;
 }
 
+/* What the losses of the codes read: terms[0] = sum_i H(q_ti), terms[1] = sum_i 1 / max(m_i, 1e-6)
+   with m_i = sum_e q_tie. step: the K codes of one token. */
+static void moei_selector_terms(const moei_pass *s, size_t k, size_t bits, const moe_real *step, moe_real *terms) {
+    size_t i, e;
+    terms[0] = terms[1] = MOEI_R(0.0);
+    for (i = 0; i < k; i++, step += bits) {
+        moe_real mass = MOEI_R(0.0);
+        for (e = 0; e < s->experts; e++) {
+            const moe_real q = moei_code_product(step, bits, e, bits);
+            mass += q;
+            if (q > MOEI_R(0.0)) terms[0] -= q * MOEI_F(log)(q);
+        }
+        terms[1] += MOEI_R(1.0) / (mass > MOEI_R(1e-6) ? mass : MOEI_R(1e-6));
+    }
+}
+
 /* hidden: the codes [N,K m], then the mixing logits [N,K]; hidden_act: their steps and softmax. */
 static void moei_score_dselect(moei_pass *s) {
     size_t k = (size_t)s->router->config.top_k, bits = moei_code_bits(s->experts);
@@ -3829,6 +4360,8 @@ static void moei_score_dselect(moei_pass *s) {
     moei_affine(s->router->kernels, s->n, k, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_MIX), NULL, s->m.hidden + all);
     for (i = 0; i < all; i++) s->m.hidden_act[i] = moei_smooth_step(s->m.hidden[i]);
     for (t = 0; t < s->n; t++) {
+        if (s->m.selectors != NULL)
+            moei_selector_terms(s, k, bits, s->m.hidden_act + t * k * bits, s->m.selectors + 2 * t);
         moe_softmax(s->router->kernels, k, s->m.hidden + all + t * k, MOEI_R(1.0), mix + t * k);
         for (e = 0; e < s->experts; e++) {
             moe_real sum = MOEI_R(0.0);
@@ -3853,8 +4386,9 @@ static void moei_score_custom(moei_pass *s) {
 
 #ifndef MOE_NO_TRAIN
 
-/* The logits without noise. */
+/* What the score computed, without residual, cap and noise. */
 static const moe_real *moei_score_logits(const moei_pass *s) {
+    if (s->m.scored_logits != NULL) return s->m.scored_logits;
     return MOEI_IS_NOISY(s) ? s->m.clean_logits : s->r->logits;
 }
 
@@ -3998,6 +4532,23 @@ static void moei_score_competition_backward(moei_pass *s) {
         }
 }
 
+/* Slopes of the losses of the codes, of one token: they add -entropy (ln q_e + 1) - reach to that
+   of q_e. */
+typedef struct moei_selector_slope {
+    moe_real entropy, reach;
+} moei_selector_slope;
+
+static moei_selector_slope moei_selector_slope_of(const moei_pass *s, size_t t, const moe_real *step, size_t bits) {
+    moei_selector_slope slope = {MOEI_R(0.0), MOEI_R(0.0)};
+    moe_real mass = MOEI_R(0.0);
+    size_t e;
+    if (s->m.selectors == NULL || !moei_is_real(s->call, t)) return slope;
+    for (e = 0; e < s->experts; e++) mass += moei_code_product(step, bits, e, bits);
+    slope.entropy = s->c->loss_selector_entropy / (moe_real)s->r->n_real;
+    if (mass > MOEI_R(1e-6)) slope.reach = s->c->loss_selector_reach / ((moe_real)s->r->n_real * mass * mass);
+    return slope;
+}
+
 static void moei_score_dselect_backward(moei_pass *s) {
     const moe_kernels *kernels = s->router->kernels;
     size_t k = (size_t)s->router->config.top_k, bits = moei_code_bits(s->experts);
@@ -4009,10 +4560,13 @@ static void moei_score_dselect_backward(moei_pass *s) {
             const moe_real *step = s->m.hidden_act + (t * k + i) * bits, *code = s->m.hidden + (t * k + i) * bits;
             /* d softmax */
             moe_real *d_code = s->m.d_hidden + (t * k + i) * bits, *d_mix = s->m.query + t * k + i;
+            const moei_selector_slope slope = moei_selector_slope_of(s, t, step, bits);
             for (e = 0, *d_mix = MOEI_R(0.0); e < s->experts; e++) {
-                *d_mix += dz[e] * moei_code_product(step, bits, e, bits);
-                for (j = 0; j < bits; j++)
-                    d_code[j] += (e >> j & 1u ? dz[e] : -dz[e]) * mix[i] * moei_code_product(step, bits, e, j);
+                const moe_real q = moei_code_product(step, bits, e, bits);
+                moe_real dq = dz[e] * mix[i] - slope.reach;
+                *d_mix += dz[e] * q;
+                if (q > MOEI_R(0.0)) dq -= slope.entropy * (MOEI_F(log)(q) + MOEI_R(1.0));
+                for (j = 0; j < bits; j++) d_code[j] += (e >> j & 1u ? dq : -dq) * moei_code_product(step, bits, e, j);
             }
             for (j = 0; j < bits; j++)
                 d_code[j] *=
@@ -4053,12 +4607,16 @@ static moe_real moei_noise_scale(const moei_pass *s, size_t i) {
     return s->c->noise == MOE_NOISE_GAUSSIAN ? s->c->noise_sigma : MOEI_R(1.0);
 }
 
-static moe_real moei_noise_draw(const moei_pass *s) {
+/* -ln(-ln u), u uniform in (0,1). */
+static moe_real moei_draw_gumbel(moe_rng *rng) {
     moe_real u;
-    if (s->c->noise != MOE_NOISE_GUMBEL) return moe_rng_normal(s->call->rng);
-    do u = moe_rng_uniform(s->call->rng);
+    do u = moe_rng_uniform(rng);
     while (!(u > MOEI_R(0.0)));
     return -MOEI_F(log)(-MOEI_F(log)(u));
+}
+
+static moe_real moei_noise_draw(const moei_pass *s) {
+    return s->c->noise == MOE_NOISE_GUMBEL ? moei_draw_gumbel(s->call->rng) : moe_rng_normal(s->call->rng);
 }
 
 /* Skips the noise of other processes' tokens, so that all processes draw the same random
@@ -4088,7 +4646,50 @@ static void moei_route_noise(moei_pass *s) {
     moei_skip_noise(s, s->after);
 }
 
+/* z += W_g z' */
+static void moei_route_residual(const moei_pass *s) {
+    if (s->call->previous_logits != NULL)
+        moe_matmul(s->router->kernels, MOE_MATMUL_NT, MOE_TYPE_REAL, s->n, s->experts, s->experts,
+                   s->call->previous_logits, s->experts, moei_tensor(s, MOE_ROUTER_RESIDUAL), s->experts, s->r->logits,
+                   s->experts, 1);
+}
+
+/* z = c tanh(z / c). Numbers that are not finite stay: they are errors. */
+static void moei_route_cap(const moei_pass *s) {
+    const moe_real cap = s->c->logit_cap;
+    moe_real *z = s->r->logits;
+    size_t i;
+    for (i = 0; i < s->n * s->experts; i++)
+        if (moe_is_finite(z[i])) z[i] = cap * MOEI_F(tanh)(z[i] / cap);
+}
+
 #ifndef MOE_NO_TRAIN
+static void moei_route_cap_backward(moei_pass *s) {
+    const moe_real *z = MOEI_IS_NOISY(s) ? s->m.clean_logits : s->r->logits;
+    size_t i;
+    for (i = 0; i < s->n * s->experts; i++) {
+        const moe_real part = z[i] / s->c->logit_cap;
+        if (moei_is_real(s->call, i / s->experts)) s->m.d_logits[i] *= (MOEI_R(1.0) - part) * (MOEI_R(1.0) + part);
+    }
+}
+
+/* Of the logits without noise: through the cap, then dz' += W_g^T dz, dW_g += dz z'^T, over runs of
+   real tokens. */
+static void moei_route_residual_backward(moei_pass *s) {
+    const moe_call *call = s->call;
+    const size_t e = s->experts;
+    size_t run, length;
+    for (run = 0; call->d_clean_logits != NULL && (length = moei_real_run(s, &run, s->n)) > 0; run += length)
+        moe_axpy(s->router->kernels, length * e, MOEI_R(1.0), call->d_clean_logits + run * e, s->m.d_logits + run * e);
+    if (s->c->logit_cap > MOEI_R(0.0)) moei_route_cap_backward(s);
+    if (!s->c->router_residual || call->previous_logits == NULL) return;
+    for (run = 0; (length = moei_real_run(s, &run, s->n)) > 0; run += length)
+        moei_affine_backward(s->router->kernels, length, e, e, call->previous_logits + run * e,
+                             moei_tensor(s, MOE_ROUTER_RESIDUAL), s->m.d_logits + run * e,
+                             moei_from_row(call->d_previous_logits, run * e), moei_gradient(s, MOE_ROUTER_RESIDUAL),
+                             NULL);
+}
+
 /* On entry d_noise is the load loss's gradient of the scale, d_clean that of the clean logits. */
 static void moei_route_noise_backward(moei_pass *s) {
     size_t cells = s->n * s->experts, i;
@@ -4111,7 +4712,13 @@ static moe_status moei_route_score(moei_pass *s) {
     moe_status status;
     moei_scores[s->c->score].forward(s);
     if (s->status != MOE_OK) return s->status;
+    if (MOEI_KEPT(EXTRAS, MOE_EXTRA_TRAINING) && s->call->training &&
+        (s->c->router_residual || s->c->logit_cap > MOEI_R(0.0)))
+        memcpy(s->m.scored_logits, s->r->logits, s->n * s->experts * sizeof(moe_real));
+    if (s->c->router_residual) moei_route_residual(s);
+    if (s->c->logit_cap > MOEI_R(0.0)) moei_route_cap(s);
     if (MOEI_IS_NOISY(s)) moei_route_noise(s);
+    s->r->clean_logits = MOEI_IS_NOISY(s) ? s->m.clean_logits : s->r->logits;
     status = moei_expect_finite(s, s->r->logits, s->experts, "a logit");
     if (status != MOE_OK || !s->c->student) return status;
     moei_affine(s->router->kernels, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_STUDENT), NULL,
@@ -4445,15 +5052,6 @@ static moe_status moei_route_refine(moei_pass *s) {
 
 #ifndef MOE_NO_TRAIN
 
-/* The length of the next run of real tokens at or after *start and before to. Padding is skipped in
-   sums, because 0 times its content may be NaN. */
-static size_t moei_real_run(const moei_pass *s, size_t *start, size_t to) {
-    size_t length = 0;
-    while (*start < to && !moei_is_real(s->call, *start)) ++*start;
-    while (*start + length < to && (s->call->mask == NULL || moei_is_real(s->call, *start + length))) length++;
-    return length;
-}
-
 /* d_queries += da keys and d_keys += da^T queries (NULL: not wanted), for the rows [at, at + rows)
    and the keys [from, from + span). */
 static void moei_refine_products_backward(const moei_pass *s, size_t at, size_t rows, size_t from, size_t span,
@@ -4587,16 +5185,47 @@ static void moei_route_refine_backward(moei_pass *s) {
 
 /* ==== >>code_select: p, z -> S ================================================================ */
 
+/* Whether expert_dropout works in this call: else `excluded` is not set. */
+#define MOEI_EXCLUDES(s) \
+    (MOEI_KEPT(EXTRAS, MOE_EXTRA_TRAINING) && (s)->call->training && (s)->c->expert_dropout > MOEI_R(0.0))
+
+/* expert_dropout: marks what cannot be selected; not in a replay. */
+static void moei_exclude(const moei_pass *s) {
+    const int by_call = s->c->expert_dropout_scope == MOE_DROPOUT_SCOPE_CALL;
+    unsigned char *excluded = s->m.excluded;
+    size_t i, of;
+    for (i = 0; i < s->n * s->experts; i++) {
+        of = by_call ? i % s->experts : i;
+        if (s->call->given != NULL) excluded[i] = 0;
+        else if (s->call->dropped != NULL) excluded[i] = s->call->dropped[of] != 0;
+        else excluded[i] = of < i ? excluded[of] : moe_rng_uniform(s->call->rng) < s->c->expert_dropout;
+    }
+}
+
+/* score [N,E] with -inf for what is excluded, in room or, if nothing is, where it was. */
+static const moe_real *moei_selectable(const moei_pass *s, const moe_real *score) {
+    size_t i;
+    if (!MOEI_EXCLUDES(s)) return score;
+    for (i = 0; i < s->n * s->experts; i++) s->m.selectable[i] = s->m.excluded[i] ? -MOEI_INFINITY : score[i];
+    return s->m.selectable;
+}
+
 /* The scores that top_k compares and that order all choices: the student's logits if it chooses; z
-   if p rises with it and nothing is added, and if sparsemixer reads it; else p + b. */
+   if p rises with it and nothing is added, and if sparsemixer reads it; else p + b. Excluded
+   experts have -inf. */
 static const moe_real *moei_selection_score(const moei_pass *s, size_t t) {
     const moe_real *bias = moei_tensor(s, MOE_ROUTER_SELECTION_BIAS), *p = s->r->probabilities + t * s->experts;
-    const moe_real *z = s->r->logits + t * s->experts;
+    const moe_real *score = s->r->logits + t * s->experts;
+    const int rises = (moei_gate_flags[s->c->gate] & MOEI_GATE_RISES) && s->c->refine == MOE_REFINE_NONE;
     size_t e;
-    if (s->frozen && s->c->student) return s->m.student_logits + t * s->experts;
-    if (s->c->weight == MOE_WEIGHT_SPARSEMIXER) return z;
-    if (bias == NULL) return (moei_gate_flags[s->c->gate] & MOEI_GATE_RISES) && s->c->refine == MOE_REFINE_NONE ? z : p;
-    for (e = 0; e < s->experts; e++) s->m.row[e] = p[e] + bias[e];
+    if (s->frozen && s->c->student) score = s->m.student_logits + t * s->experts;
+    else if (s->c->weight != MOE_WEIGHT_SPARSEMIXER && bias == NULL && !rises) score = p;
+    else if (s->c->weight != MOE_WEIGHT_SPARSEMIXER && bias != NULL) {
+        for (e = 0; e < s->experts; e++) s->m.row[e] = p[e] + bias[e];
+        score = s->m.row;
+    }
+    if (!MOEI_EXCLUDES(s)) return score;
+    for (e = 0; e < s->experts; e++) s->m.row[e] = s->m.excluded[t * s->experts + e] ? -MOEI_INFINITY : score[e];
     return s->m.row;
 }
 
@@ -4604,11 +5233,67 @@ static size_t moei_top_k(const moei_pass *s, size_t n, const moe_real *score, si
     return moei_table(s->router->kernels)->top_k(n, score, k, index);
 }
 
+/* Whether expert e is a candidate for choice number pick of sparsemixer: not picked before and
+   within 2 eps of the best. */
+static int moei_sparsemixer_stays(const moe_router_config *c, const moe_real *logits, const int32_t *picks, size_t pick,
+                                  moe_real best, size_t e) {
+    moe_real z = logits[e], size = MOEI_F(fabs)(z) > best ? MOEI_F(fabs)(z) : best;
+    size_t i;
+    for (i = 0; i < pick; i++)
+        if ((size_t)picks[i] == e) return 0;
+    return moei_ratio(best - z, size) <= MOEI_R(2.0) * c->sparsemixer_eps;
+}
+
+/* The largest logit that is not among the picks, and its expert. */
+static moe_real moei_sparsemixer_best(size_t experts, const moe_real *z, const int32_t *picks, size_t pick,
+                                      int32_t *at) {
+    size_t e, i;
+    *at = -1;
+    for (e = 0; e < experts; e++) {
+        for (i = 0; i < pick && (size_t)picks[i] != e;) i++;
+        if (i == pick && (*at < 0 || z[e] > z[*at])) *at = (int32_t)e;
+    }
+    return z[*at];
+}
+
+/* Whether this call draws the picks of sparsemixer. */
+#define MOEI_IS_SAMPLED(s) ((s)->c->sparsemixer_sample && (s)->call->training && (s)->call->given == NULL)
+
+/* Each pick is the largest z + Gumbel noise of its candidates. base_weights receives the factor of
+   its weight: 1 if it is the best one, else 1 with probability 1/4 and 1/3 otherwise. */
+static moe_status moei_select_sampled(moei_pass *s) {
+    const size_t k = (size_t)s->c->top_k, most = s->r->max_choices;
+    size_t t, j, e;
+    for (t = 0; t < s->n; t++) {
+        const moe_real *z = s->r->logits + t * s->experts;
+        int32_t *picks = s->r->choices + t * most, top;
+        if (!moei_is_real(s->call, t)) continue;
+        for (j = 0; j < k; j++) {
+            const moe_real best = moei_sparsemixer_best(s->experts, z, picks, j, &top);
+            moe_real largest = -MOEI_INFINITY, sure;
+            picks[j] = top;
+            for (e = 0; e < s->experts; e++) {
+                const moe_real noise = s->call->gumbel != NULL ? s->call->gumbel[((t * most) + j) * s->experts + e]
+                                                               : moei_draw_gumbel(s->call->rng);
+                if (!moei_sparsemixer_stays(s->c, z, picks, j, best, e) || !(z[e] + noise > largest)) continue;
+                largest = z[e] + noise;
+                picks[j] = (int32_t)e;
+            }
+            sure = s->call->uniform != NULL ? s->call->uniform[t * most + j] : moe_rng_uniform(s->call->rng);
+            s->m.base_weights[t * most + j] =
+                picks[j] == top || sure > MOEI_R(0.75) ? MOEI_R(1.0) : MOEI_R(1.0) / MOEI_R(3.0);
+        }
+        s->r->n_choices[t] = (int32_t)k;
+    }
+    return MOE_OK;
+}
+
 static moe_status moei_select_top_k(moei_pass *s) {
     size_t (*top_k)(size_t n, const moe_real *score, size_t k, int32_t *index) = moei_table(s->router->kernels)->top_k;
     const moe_real *score = moei_selection_score(s, 0);
     /* row: p + b is computed for each token */
     size_t t, stride = score == s->m.row ? 0 : s->experts;
+    if (MOEI_IS_SAMPLED(s)) return moei_select_sampled(s);
     for (t = 0; t < s->n; t++, score += stride) {
         if (!moei_is_real(s->call, t)) continue;
         if (stride == 0) score = moei_selection_score(s, t);
@@ -4647,7 +5332,9 @@ static void moei_mark_largest(moei_pass *s, size_t t, const moe_real *score) {
 }
 
 static moe_status moei_select_dense(moei_pass *s) {
+    size_t i;
     memset(s->r->selected, 1, s->n * s->experts);
+    for (i = 0; i < s->n * s->experts && MOEI_EXCLUDES(s); i++) s->r->selected[i] = !s->m.excluded[i];
     return MOE_OK;
 }
 
@@ -4695,6 +5382,22 @@ static moe_status moei_select_grouped_top_k(moei_pass *s) {
     return MOE_OK;
 }
 
+static moe_status moei_select_grouped_each(moei_pass *s) {
+    const size_t groups = (size_t)s->c->groups, size = s->experts / groups;
+    const size_t each = (size_t)s->c->top_k / groups;
+    size_t t, g, i, found;
+    for (t = 0; t < s->n; t++) {
+        const moe_real *score;
+        if (!moei_is_real(s->call, t)) continue;
+        score = moei_selection_score(s, t);
+        for (g = 0; g < s->experts; g += size) {
+            found = moei_top_k(s, size, score + g, each, s->m.order);
+            for (i = 0; i < found; i++) s->r->selected[t * s->experts + g + (size_t)s->m.order[i]] = 1;
+        }
+    }
+    return MOE_OK;
+}
+
 static moe_status moei_select_top_p(moei_pass *s) {
     size_t t, i;
     for (t = 0; t < s->n; t++) {
@@ -4721,10 +5424,10 @@ static moe_real moei_threshold(const moei_pass *s, size_t e) {
 static moe_status moei_select_threshold(moei_pass *s) {
     int fallback = s->c->threshold_fallback == MOE_FALLBACK_ALWAYS ||
                    (s->c->threshold_fallback == MOE_FALLBACK_EVALUATION && !s->call->training);
+    const moe_real *p = moei_selectable(s, s->r->probabilities);
     size_t t, e;
     int32_t best;
-    for (t = 0; t < s->n; t++) {
-        const moe_real *p = s->r->probabilities + t * s->experts;
+    for (t = 0; t < s->n; t++, p += s->experts) {
         int any = 0;
         if (!moei_is_real(s->call, t)) continue;
         for (e = 0; e < s->experts; e++)
@@ -4739,9 +5442,10 @@ static moe_status moei_select_threshold(moei_pass *s) {
 }
 
 static moe_status moei_select_positive(moei_pass *s) {
+    const moe_real *p = moei_selectable(s, s->r->probabilities);
     size_t i;
     for (i = 0; i < s->n * s->experts; i++)
-        s->r->selected[i] = moei_is_real(s->call, i / s->experts) && s->r->probabilities[i] > MOEI_R(0.0);
+        s->r->selected[i] = moei_is_real(s->call, i / s->experts) && p[i] > MOEI_R(0.0);
     return MOE_OK;
 }
 
@@ -4773,7 +5477,8 @@ static size_t moei_transpose_columns(const moei_pass *s, const moe_real *z, size
 }
 
 static moe_status moei_select_expert_choice(moei_pass *s) {
-    const moe_real *score = s->c->expert_choice_score == MOE_EXPERT_CHOICE_Z ? s->r->logits : s->r->probabilities;
+    const moe_real *score =
+        moei_selectable(s, s->c->expert_choice_score == MOE_EXPERT_CHOICE_Z ? s->r->logits : s->r->probabilities);
     size_t capacity = moei_expert_choice_capacity(s), first, columns, c, i, found;
     for (first = 0; first < s->experts; first += columns) {
         columns = s->experts - first < MOEI_COLUMNS ? s->experts - first : (size_t)MOEI_COLUMNS;
@@ -4786,18 +5491,66 @@ static moe_status moei_select_expert_choice(moei_pass *s) {
     return MOE_OK;
 }
 
+/* The cutoff of a mean a after u updates, whose weights sum to 1 - rho^u. */
+MOEI_TOOL moe_real moei_cutoff(const moe_router_config *c, moe_real a, moe_real updates) {
+    if (!(updates > MOEI_R(0.0))) return a;
+    return (moe_real)((double)a / (1.0 - MOEI_D(pow)((double)c->threshold_rho, (double)updates)));
+}
+
+static moe_status moei_select_expert_threshold(moei_pass *s) {
+    const moe_real *a = moei_tensor(s, MOE_ROUTER_CUTOFF), *updates = moei_tensor(s, MOE_ROUTER_CUTOFF_UPDATES);
+    size_t t, e;
+    for (e = 0; e < s->experts; e++) s->m.row[e] = moei_cutoff(s->c, a[e], updates[0]);
+    for (t = 0; t < s->n; t++)
+        for (e = 0; e < s->experts && moei_is_real(s->call, t); e++)
+            s->r->selected[t * s->experts + e] = s->r->logits[t * s->experts + e] >= s->m.row[e];
+    return MOE_OK;
+}
+
+#ifndef MOE_NO_TRAIN
+/* What observe adds to the state: the C-th largest logit of each expert, and 1 call. */
+static void moei_route_cutoffs(const moei_pass *s) {
+    moe_real *cutoff = s->m.cutoffs;
+    size_t capacity = moei_expert_choice_capacity(s), first, columns, c, n, found;
+    moei_fill(cutoff, s->experts + 1, MOEI_R(0.0));
+    if (s->r->n_real == 0) return;
+    cutoff[s->experts] = MOEI_R(1.0);
+    for (first = 0; first < s->experts; first += columns) {
+        columns = s->experts - first < MOEI_COLUMNS ? s->experts - first : (size_t)MOEI_COLUMNS;
+        n = moei_transpose_columns(s, s->r->logits, s->experts, first, columns, 0, s->n, 0);
+        for (c = 0; c < columns; c++) {
+            found = moei_top_k(s, n, moei_transposed(s, c), capacity, s->m.order);
+            cutoff[first + c] = moei_transposed(s, c)[s->m.order[found - 1]];
+        }
+    }
+}
+#endif
+
 /* max(delta, 0) of token number i in the order of affinity. */
 static moe_real moei_affinity(const moei_pass *s, size_t i) {
     const moe_real delta = s->m.column[s->m.order[i]];
     return delta > MOEI_R(0.0) ? delta : MOEI_R(0.0);
 }
 
+/* affinity_sum_auto times the mean over experts of the summed affinity of their tokens. */
+static moe_real moei_affinity_rule(const moei_pass *s) {
+    moe_real sum = MOEI_R(0.0);
+    size_t t;
+    for (t = 0; t < s->n; t++) {
+        const moe_real *z = s->r->logits + t * s->experts;
+        const moe_real largest = moei_is_real(s->call, t) ? z[moei_max_index(s->experts, z)] : MOEI_R(0.0);
+        if (largest > MOEI_R(0.0)) sum += largest;
+    }
+    return s->c->affinity_sum_auto * sum / (moe_real)s->experts;
+}
+
 /* How many of an expert's tokens, sorted by affinity, it keeps. */
 static size_t moei_affinity_keep(const moei_pass *s, size_t found) {
+    const moe_real fixed = s->r->affinity_now > MOEI_R(0.0) ? s->r->affinity_now : s->c->affinity_sum;
     moe_real total = MOEI_R(0.0), sum = MOEI_R(0.0), wanted;
     size_t keep = 0, least = (size_t)s->c->capacity_min;
     for (keep = 0; keep < found; keep++) total += moei_affinity(s, keep);
-    wanted = s->c->affinity_sum > MOEI_R(0.0) ? s->c->affinity_sum : s->c->affinity_mass * total;
+    wanted = fixed > MOEI_R(0.0) ? fixed : s->c->affinity_mass * total;
     for (keep = 0; keep < found && sum < wanted; keep++) sum += moei_affinity(s, keep);
     if (keep < least) keep = least;
     if (s->c->capacity > 0 && keep > (size_t)s->c->capacity) keep = (size_t)s->c->capacity;
@@ -4907,16 +5660,16 @@ static moe_status moei_select_sinkhorn(moei_pass *s) {
 }
 
 /* One draw from p among the experts not taken. */
-static void moei_sample_expert(const moei_pass *s, const moe_real *p, unsigned char *taken) {
+static void moei_sample_expert(moe_rng *rng, size_t experts, const moe_real *p, unsigned char *taken) {
     /* drawn even if no expert is left, so that later tokens keep their draws */
-    moe_real left = MOEI_R(0.0), draw = moe_rng_uniform(s->call->rng);
-    size_t last = s->experts, e;
-    for (e = 0; e < s->experts; e++)
+    moe_real left = MOEI_R(0.0), draw = moe_rng_uniform(rng);
+    size_t last = experts, e;
+    for (e = 0; e < experts; e++)
         if (!taken[e] && p[e] > MOEI_R(0.0)) {
             left += p[e];
             last = e;
         }
-    if (last == s->experts) return;
+    if (last == experts) return;
     draw *= left;
     for (e = 0; e < last; e++) {
         if (taken[e] || !(p[e] > MOEI_R(0.0))) continue;
@@ -4926,16 +5679,40 @@ static void moei_sample_expert(const moei_pass *s, const moe_real *p, unsigned c
     taken[e] = 1;
 }
 
+/* The generator of a token outside training. */
+static moe_rng moei_sample_rng(const moei_pass *s, size_t t) {
+    uint64_t hash = UINT64_C(14695981039346656037) ^ (uint64_t)s->c->sample_seed;
+    moe_rng rng;
+    size_t e;
+    for (e = 0; e < s->experts; e++)
+        hash = (hash ^ (uint64_t)moei_real_bits(s->r->logits[t * s->experts + e])) * UINT64_C(1099511628211);
+    moe_rng_seed(&rng, hash);
+    return rng;
+}
+
+/* K draws of token t into its row. */
+static void moei_sample_token(const moei_pass *s, size_t t) {
+    moe_rng own = moei_sample_rng(s, t);
+    int i;
+    for (i = 0; i < s->c->top_k; i++)
+        moei_sample_expert(s->call->training ? s->call->rng : &own, s->experts, s->r->probabilities + t * s->experts,
+                           s->r->selected + t * s->experts);
+}
+
 static moe_status moei_select_sample(moei_pass *s) {
-    size_t t, i;
-    for (t = 0; t < s->n; t++) {
-        const moe_real *p = s->r->probabilities + t * s->experts;
-        if (!moei_is_real(s->call, t)) continue;
-        if (!s->call->training) {
-            moei_mark_largest(s, t, p);
-            continue;
+    const int draws = s->call->training || s->c->sample_at == MOE_SAMPLE_ALWAYS, scope = s->c->sample_scope;
+    const int by_call = scope == MOE_SAMPLE_CALL && s->call->training, shares = by_call || scope == MOE_SAMPLE_SEQUENCE;
+    size_t first = s->n, i, t, from, to; /* first: the token that has drawn for others; n: none */
+    for (i = 0; i < moei_sequence_count(s->call); i++) {
+        moei_sequence(s->call, i, &from, &to);
+        if (!by_call) first = s->n;
+        for (t = from; t < to; t++) {
+            if (!moei_is_real(s->call, t)) continue;
+            if (!draws) moei_mark_largest(s, t, s->r->probabilities + t * s->experts);
+            else if (shares && first < s->n)
+                memcpy(s->r->selected + t * s->experts, s->r->selected + first * s->experts, s->experts);
+            else moei_sample_token(s, first = t);
         }
-        for (i = 0; i < (size_t)s->c->top_k; i++) moei_sample_expert(s, p, s->r->selected + t * s->experts);
     }
     return MOE_OK;
 }
@@ -5242,6 +6019,7 @@ static moe_status moei_route_select(moei_pass *s) {
     size_t t, i;
     if (!in_order || s->call->mask != NULL) memset(s->r->n_choices, 0, s->n * sizeof(int32_t));
     if (!in_order) memset(s->r->selected, 0, s->n * s->experts);
+    if (MOEI_EXCLUDES(s)) moei_exclude(s);
     status = moei_selects[how](s);
     if (status != MOE_OK) return status;
     for (t = 0; t < s->n && !in_order; t++) {
@@ -5267,6 +6045,7 @@ typedef struct moei_token {
     size_t experts, n;
     const int32_t *choice;
     const moe_real *z, *p;
+    int sampled; /* sparsemixer: the picks were drawn, and w holds their factors */
 } moei_token;
 
 static moe_real moei_chosen_sum(const moei_token *k) {
@@ -5318,24 +6097,22 @@ static void moei_weight_one(const moei_token *k, moe_real *w) {
     for (i = 0; i < k->n; i++) w[i] = MOEI_R(1.0);
 }
 
-/* Whether expert e is a candidate for choice number pick: not picked before and within 2 eps of the
-   best. */
-static int moei_sparsemixer_stays(const moei_token *k, size_t pick, size_t e) {
-    moe_real best = k->z[k->choice[pick]], z = k->z[e];
-    moe_real size = MOEI_F(fabs)(z) > best ? MOEI_F(fabs)(z) : best;
-    size_t i;
-    for (i = 0; i < pick; i++)
-        if ((size_t)k->choice[i] == e) return 0;
-    return moei_ratio(best - z, size) <= MOEI_R(2.0) * k->c->sparsemixer_eps;
+/* The softmax of choice number pick over its candidates is exp(z - best) times this. */
+static moe_real moei_sparsemixer_share(const moei_token *k, size_t pick, moe_real *best) {
+    moe_real sum = MOEI_R(0.0);
+    size_t e;
+    int32_t at;
+    *best = k->sampled ? moei_sparsemixer_best(k->experts, k->z, k->choice, pick, &at) : k->z[k->choice[pick]];
+    for (e = 0; e < k->experts; e++)
+        if (moei_sparsemixer_stays(k->c, k->z, k->choice, pick, *best, e)) sum += MOEI_F(exp)(k->z[e] - *best);
+    return MOEI_R(1.0) / sum;
 }
 
 static void moei_weight_sparsemixer(const moei_token *k, moe_real *w) {
-    size_t i, e;
+    size_t i;
     for (i = 0; i < k->n; i++) {
-        moe_real sum = MOEI_R(0.0), best = k->z[k->choice[i]];
-        for (e = 0; e < k->experts; e++)
-            if (moei_sparsemixer_stays(k, i, e)) sum += MOEI_F(exp)(k->z[e] - best);
-        w[i] = MOEI_R(1.0) / sum;
+        moe_real best, share = moei_sparsemixer_share(k, i, &best);
+        w[i] = k->sampled ? w[i] * share * MOEI_F(exp)(k->z[k->choice[i]] - best) : share;
     }
 }
 
@@ -5393,15 +6170,19 @@ static void moei_weight_constant_backward(const moei_token *k, const moe_real *w
     (void)dp;
 }
 
+/* Of drawn picks the slope is that of the softmax, without the factor: an estimator. */
 static void moei_weight_sparsemixer_backward(const moei_token *k, const moe_real *w, const moe_real *dw, moe_real *dz,
                                              moe_real *dp) {
     size_t i, e;
+    (void)w;
     (void)dp;
     for (i = 0; i < k->n; i++) {
-        moe_real best = k->z[k->choice[i]];
+        moe_real best, share = moei_sparsemixer_share(k, i, &best), chosen = share;
+        if (k->sampled) chosen *= MOEI_F(exp)(k->z[k->choice[i]] - best);
         for (e = 0; e < k->experts; e++)
-            if (moei_sparsemixer_stays(k, i, e)) dz[e] -= dw[i] * w[i] * w[i] * MOEI_F(exp)(k->z[e] - best);
-        dz[k->choice[i]] += dw[i] * w[i];
+            if (moei_sparsemixer_stays(k->c, k->z, k->choice, i, best, e))
+                dz[e] -= dw[i] * chosen * share * MOEI_F(exp)(k->z[e] - best);
+        dz[k->choice[i]] += dw[i] * chosen;
     }
 }
 
@@ -5425,7 +6206,35 @@ static moei_token moei_token_of(const moei_pass *s, size_t t) {
     k.choice = s->r->choices + t * s->r->max_choices;
     k.z = s->r->logits + t * s->experts;
     k.p = s->r->probabilities + t * s->experts;
+    k.sampled = MOEI_IS_SAMPLED(s);
     return k;
+}
+
+/* Whether the weight of expert e is normalized. */
+static int moei_is_normalized(const moe_router_config *c, size_t e) {
+    const size_t real = (size_t)MOEI_REAL_EXPERTS(c);
+    if (c->weight_over == MOE_WEIGHT_OVER_ALL || e < real) return 1;
+    return c->weight_over == MOE_WEIGHT_OVER_NONZERO && e >= real + (size_t)c->n_zero;
+}
+
+/* The normalized choices of a token. */
+static moei_token moei_normalized(const moei_pass *s, const moei_token *k) {
+    moei_token some = *k;
+    size_t i;
+    some.choice = s->m.order;
+    for (i = some.n = 0; i < k->n; i++)
+        if (moei_is_normalized(s->c, (size_t)k->choice[i])) s->m.order[some.n++] = k->choice[i];
+    return some;
+}
+
+/* w of one token where weight_over leaves choices out: they keep p. */
+static void moei_weight_over(const moei_pass *s, const moei_token *k, moe_real *w) {
+    const moei_token some = moei_normalized(s, k);
+    moe_real *normalized = s->m.row;
+    size_t i;
+    if (some.n > 0) moei_weights[s->c->weight].forward(&some, normalized);
+    for (i = 0; i < k->n; i++)
+        w[i] = moei_is_normalized(s->c, (size_t)k->choice[i]) ? *normalized++ : k->p[k->choice[i]];
 }
 
 /* w of the chosen experts, times the learned factor of each expert. */
@@ -5436,13 +6245,31 @@ static void moei_route_weight(moei_pass *s) {
     size_t t, i, choices = s->r->max_choices;
     for (t = 0; t < s->n; t++, k.choice += choices, k.z += s->experts, k.p += s->experts) {
         k.n = (size_t)s->r->n_choices[t];
-        if (k.n > 0) weight->forward(&k, s->m.base_weights + t * choices);
+        if (s->c->weight_over != MOE_WEIGHT_OVER_ALL) moei_weight_over(s, &k, s->m.base_weights + t * choices);
+        else if (k.n > 0) weight->forward(&k, s->m.base_weights + t * choices);
         for (i = 0; i < k.n && factor != NULL; i++)
             s->r->choice_weights[t * choices + i] = s->m.base_weights[t * choices + i] * factor[k.choice[i]];
     }
 }
 
 #ifndef MOE_NO_TRAIN
+/* The backward pass of moei_weight_over: base and dw by choice, d_p by expert. Overwrites dw. */
+static void moei_weight_over_backward(const moei_pass *s, const moei_token *k, const moe_real *base, moe_real *dw,
+                                      moe_real *dz, moe_real *d_p) {
+    const moei_token some = moei_normalized(s, k);
+    moe_real *w = s->m.row + 2 * s->experts;
+    size_t i, n = 0;
+    for (i = 0; i < k->n; i++) {
+        if (!moei_is_normalized(s->c, (size_t)k->choice[i])) {
+            d_p[k->choice[i]] = dw[i];
+            continue;
+        }
+        w[n] = base[i];
+        dw[n++] = dw[i];
+    }
+    if (n > 0) moei_weights[s->c->weight].backward(&some, w, dw, dz, d_p);
+}
+
 /* A learned threshold: the factor [p > theta] of a chosen expert has the slope of sigmoid((p -
    theta) / kappa). */
 static void moei_threshold_backward(moei_pass *s, const moei_token *k, size_t t, const moe_real *dw,
@@ -5480,7 +6307,9 @@ static void moei_route_weight_backward(moei_pass *s) {
             dw[i] *= factor[e];
         }
         for (i = 0; i < k.n; i++) d_p[k.choice[i]] = MOEI_R(0.0);
-        moei_weights[s->c->weight].backward(&k, base, dw, s->m.d_logits + t * s->experts, d_p);
+        if (s->c->weight_over == MOE_WEIGHT_OVER_ALL)
+            moei_weights[s->c->weight].backward(&k, base, dw, s->m.d_logits + t * s->experts, d_p);
+        else moei_weight_over_backward(s, &k, base, dw, s->m.d_logits + t * s->experts, d_p);
         if (s->c->threshold_learned) moei_threshold_backward(s, &k, t, dw, d_p);
         for (i = 0; i < k.n; i++) s->m.d_probabilities[t * s->experts + (size_t)k.choice[i]] += d_p[k.choice[i]];
     }
@@ -5533,37 +6362,47 @@ static size_t moei_bound_width(const moei_pass *s) {
     return s->c->score == MOE_SCORE_COSINE ? moei_cosine_width(s) : s->d;
 }
 
-/* Raises capacity_min to C_min = exp(d delta^2 / (2 - delta^2)) / E, computed in logarithms so that
-   it cannot overflow; the state stores at most 2^24. */
+/* C_min = exp(d delta^2 / (2 - delta^2)) / E of this call, computed in logarithms so that it cannot
+   overflow; at most 2^24. */
+static moe_real moei_bound_of(moei_pass *s, moe_real delta) {
+    moe_real d = (moe_real)moei_bound_width(s), square = delta * delta;
+    s->r->capacity_bound = d * square / (MOEI_R(2.0) - square) - MOEI_F(log)((moe_real)s->experts);
+    if (s->r->capacity_bound > MOEI_F(log)(MOEI_R(16777216.0))) return MOEI_R(16777216.0);
+    return MOEI_F(exp)(s->r->capacity_bound);
+}
+
+/* Raises capacity_min to C_min. What is averaged is limited to [1, N] first, so that one call
+   cannot hold later ones at N. */
 static void moei_route_bound(moei_pass *s, moe_real delta) {
-    size_t width = moei_bound_width(s), least;
-    moe_real log_bound, bound = moei_bound_before(s);
+    const moe_real most = (moe_real)s->r->n_real, rho = s->c->capacity_rho;
+    moe_real bound = moei_bound_before(s), now = bound;
+    size_t least;
     if (moei_computes_bound(s)) {
-        log_bound = (moe_real)width * delta * delta / (MOEI_R(2.0) - delta * delta) - MOEI_F(log)((moe_real)s->experts);
-        if (log_bound > MOEI_F(log)(MOEI_R(16777216.0))) s->r->bound_now = MOEI_R(16777216.0);
-        else s->r->bound_now = MOEI_F(exp)(log_bound);
-        s->r->capacity_bound = log_bound;
-        if (bound > MOEI_R(0.0))
-            bound = s->c->capacity_rho * bound + (MOEI_R(1.0) - s->c->capacity_rho) * s->r->bound_now;
-        else bound = s->r->bound_now;
+        now = moei_bound_of(s, delta);
+        if (rho > MOEI_R(0.0)) {
+            const moe_real limited = now > most ? most : now < MOEI_R(1.0) ? MOEI_R(1.0) : now;
+            bound = bound > MOEI_R(0.0) ? rho * bound + (MOEI_R(1.0) - rho) * limited : limited;
+        } else {
+            bound = now;
+        }
         s->r->bound_now = bound;
     } else {
         s->r->capacity_bound = MOEI_F(log)(bound);
     }
-    s->r->capacity_clamped = bound > (moe_real)s->r->n_real;
-    least = s->r->capacity_clamped ? s->r->n_real : (size_t)MOEI_F(ceil)(bound);
+    s->r->capacity_clamped = now > most;
+    least = bound > most ? s->r->n_real : (size_t)MOEI_F(ceil)(bound);
     if (least > (size_t)s->effective.capacity_min)
         s->effective.capacity_min = least < MOE_MAX_WIDTH ? (int)least : (int)MOE_MAX_WIDTH;
 }
 
-/* C, the most assignments per expert; 0: no limit. */
-static size_t moei_capacity(const moei_pass *s, moe_real factor) {
+/* C, the most assignments per expert, a real one or one without matrices; 0: no limit. */
+static size_t moei_capacity(const moei_pass *s, moe_real factor, int real) {
     moe_real even;
     size_t capacity = (size_t)s->c->drop_capacity, least = (size_t)s->c->capacity_min;
     size_t most = s->r->n_real;
     if (capacity == 0) {
         if (moei_select_flags[s->c->select] & MOEI_SELECT_LIMITS_LOAD) return 0;
-        even = MOEI_F(ceil)(factor * (moe_real)s->c->top_k * (moe_real)most / (moe_real)s->experts);
+        even = MOEI_F(ceil)(factor * (moe_real)s->c->top_k * (moe_real)most / moei_even_share(s->c, real));
         capacity = even >= (moe_real)most ? most : (size_t)even;
         if (capacity < least) capacity = least;
     }
@@ -5611,9 +6450,14 @@ static void moei_drop_order(moei_pass *s) {
     for (t = moei_top_k(s, s->n, s->m.column, s->n, s->m.order); t < s->n; t++) s->m.order[t] = -1;
 }
 
+/* The capacity of expert e. */
+static size_t moei_capacity_of(const moei_pass *s, size_t e) {
+    return e < s->r->real_experts ? s->r->capacity : s->r->capacity_zero;
+}
+
 /* Places all first choices, then all second ones, ..., in the order of tokens, until an expert is
    full. */
-static void moei_drop_by_choice(moei_pass *s, size_t capacity) {
+static void moei_drop_by_choice(moei_pass *s) {
     size_t choice, i, e;
     moei_drop_order(s);
     for (e = 0; e < s->experts; e++) s->r->plan.offsets[e] = 0; /* for now: how many are placed */
@@ -5622,13 +6466,13 @@ static void moei_drop_by_choice(moei_pass *s, size_t capacity) {
             size_t t = (size_t)s->m.order[i], at = t * s->r->max_choices + choice;
             if (s->m.order[i] < 0 || choice >= (size_t)s->r->n_choices[t] || !s->r->kept[at]) continue;
             e = moei_chosen(s, t, choice);
-            s->r->kept[at] = s->r->plan.offsets[e] < capacity;
+            s->r->kept[at] = s->r->plan.offsets[e] < moei_capacity_of(s, e);
             s->r->plan.offsets[e] += s->r->kept[at];
         }
 }
 
 /* Each expert keeps its largest p; the lower token wins ties. */
-static void moei_drop_by_score(moei_pass *s, size_t capacity) {
+static void moei_drop_by_score(moei_pass *s) {
     size_t e, t, i, found;
     for (e = 0; e < s->experts; e++) {
         for (t = 0; t < s->n; t++) s->m.column[t] = -MOEI_INFINITY;
@@ -5636,7 +6480,7 @@ static void moei_drop_by_score(moei_pass *s, size_t capacity) {
             for (i = 0; i < (size_t)s->r->n_choices[t]; i++)
                 if (moei_chosen(s, t, i) == e && s->r->kept[t * s->r->max_choices + i])
                     s->m.column[t] = s->r->probabilities[t * s->experts + e];
-        found = moei_top_k(s, s->n, s->m.column, capacity, s->m.order);
+        found = moei_top_k(s, s->n, s->m.column, moei_capacity_of(s, e), s->m.order);
         for (i = 0; i < found; i++) s->m.column[s->m.order[i]] = MOEI_INFINITY;
         for (t = 0; t < s->n; t++)
             for (i = 0; i < (size_t)s->r->n_choices[t]; i++)
@@ -5659,16 +6503,19 @@ static moe_real moei_surviving(const moei_pass *s, size_t t) {
 static int moei_route_capacity(moei_pass *s) {
     int finite = 1;
     moe_routing *r = s->r;
-    const moe_real factor = s->call->training ? s->c->capacity_factor : s->c->capacity_factor_eval;
+    const moe_real given = s->call->training ? s->c->capacity_factor : s->c->capacity_factor_eval;
+    const moe_real factor = given > MOEI_R(0.0) && moei_factor_drops(&s->router->config) ? given : MOEI_R(0.0);
     const int limits = factor > MOEI_R(0.0) || s->c->drop_capacity > 0 || s->c->capacity_bound != MOE_BOUND_NONE;
-    size_t capacity = MOEI_KEPT(EXTRAS, MOE_EXTRA_CAPACITY) && limits ? moei_capacity(s, factor) : 0;
     size_t choices = r->max_choices, dropped = 0, t, i;
     memset(r->kept, 1, s->n * r->max_choices);
-    r->capacity = capacity;
+    if (MOEI_KEPT(EXTRAS, MOE_EXTRA_CAPACITY) && limits) {
+        r->capacity = moei_capacity(s, factor, 1);
+        r->capacity_zero = moei_capacity(s, factor, 0);
+    }
     if (MOEI_KEPT(EXTRAS, MOE_EXTRA_CAPACITY) && s->call->training && s->c->drop_rule != MOE_DROP_RULE_NONE)
         moei_drop_by_rule(s);
-    if (capacity > 0 && s->c->drop_order == MOE_DROP_SCORE) moei_drop_by_score(s, capacity);
-    else if (capacity > 0) moei_drop_by_choice(s, capacity);
+    if (r->capacity > 0 && s->c->drop_order == MOE_DROP_SCORE) moei_drop_by_score(s);
+    else if (r->capacity > 0) moei_drop_by_choice(s);
     /* and selected, which follows */
     memset(r->weights, 0, s->n * s->experts * (sizeof(moe_real) + 1));
     for (t = 0; t < s->n; t++) {
@@ -5925,6 +6772,15 @@ static moe_real moei_row_mass(const moei_pass *s, const moe_real *p) {
     return sum;
 }
 
+/* f_e of the experts without matrices: their mean with zero_average; then times tau. */
+static void moei_balance_zero(const moe_router_config *c, moe_real *f) {
+    const int real = MOEI_REAL_EXPERTS(c), zero = c->n_experts - real;
+    moe_real sum = MOEI_R(0.0);
+    int e;
+    for (e = real; e < c->n_experts; e++) sum += f[e];
+    for (e = real; e < c->n_experts; e++) f[e] = (c->zero_average ? sum / (moe_real)zero : f[e]) * c->zero_tau;
+}
+
 /* f_e of the tokens [from, to) into f; returns how many of them are real. */
 static size_t moei_balance_shares(const moei_pass *s, size_t from, size_t to, moe_real *f) {
     size_t t, e, i, real = 0;
@@ -5940,6 +6796,7 @@ static size_t moei_balance_shares(const moei_pass *s, size_t from, size_t to, mo
     }
     if (s->c->balance_over == MOE_BALANCE_TOKENS) total = (moe_real)real;
     for (e = 0; e < s->experts; e++) f[e] = moei_ratio(f[e], total);
+    moei_balance_zero(s->c, f);
     return real;
 }
 
@@ -6022,12 +6879,15 @@ static moe_real *moei_importance_row(const moei_pass *s, size_t t, moe_real *val
 }
 
 /* CV^2 of sums [E], 0 if the mean is 0; replaces the sums by factor times the slopes. First
-   subtracts sums[0], so that deviations are exactly 0 at balance. */
+   subtracts the smallest, so that deviations are exactly 0 at balance and the mean keeps its digits
+   when one sum exceeds all others. */
 static moe_real moei_squared_variation(const moei_pass *s, moe_real factor, moe_real *sums) {
     moe_real base = sums[0], mean = MOEI_R(0.0);
     moe_real variance = MOEI_R(0.0), count = (moe_real)s->experts;
     moe_real freedom = s->c->unbiased ? count - MOEI_R(1.0) : count;
     size_t e;
+    for (e = 1; e < s->experts; e++)
+        if (sums[e] < base) base = sums[e];
     for (e = 0; e < s->experts; e++) {
         sums[e] -= base;
         mean += sums[e];
@@ -6240,14 +7100,21 @@ static moe_real moei_loss_load(moei_pass *s, moe_real factor, int backward) {
     return factor * value;
 }
 
+/* The gradient of router.weight, or NULL where it is not wanted. */
+static moe_real *moei_trained_weight(const moei_pass *s, int backward) {
+    const int trained = backward && (moei_score_flags[s->c->score] & MOEI_SCORE_TRAINED);
+    return trained ? moei_gradient(s, MOE_ROUTER_WEIGHT) : NULL;
+}
+
+static size_t moei_weight_width(const moei_pass *s) {
+    return s->c->score == MOE_SCORE_COSINE && s->c->cosine_dim > 0 ? (size_t)s->c->cosine_dim : s->d;
+}
+
 /* w sum over e != e' of cos(W_e, W_e')^2. */
 static moe_real moei_loss_orthogonal(moei_pass *s, moe_real factor, int backward) {
     const moe_real *w = moei_tensor(s, MOE_ROUTER_WEIGHT);
-    moe_real *d_w = backward && (moei_score_flags[s->c->score] & MOEI_SCORE_TRAINED)
-                        ? moei_gradient(s, MOE_ROUTER_WEIGHT)
-                        : NULL,
-             sum = MOEI_R(0.0);
-    size_t width = s->c->score == MOE_SCORE_COSINE && s->c->cosine_dim > 0 ? (size_t)s->c->cosine_dim : s->d, a, b;
+    moe_real *d_w = moei_trained_weight(s, backward), sum = MOEI_R(0.0);
+    size_t width = moei_weight_width(s), a, b;
     const moe_kernels *k = s->router->kernels;
     for (a = 0; a < s->experts; a++)
         for (b = 0; b < a; b++) {
@@ -6263,6 +7130,29 @@ static moe_real moei_loss_orthogonal(moei_pass *s, moe_real factor, int backward
             moe_axpy(k, width, -(slope * cosine * ib * ib), wb, d_w + b * width);
         }
     return factor * sum;
+}
+
+/* w sqrt(sum over e != e' of cos(W_e, W_e')^2). */
+static moe_real moei_loss_diversity(moei_pass *s, moe_real factor, int backward) {
+    const moe_real norm = MOEI_F(sqrt)(moei_loss_orthogonal(s, MOEI_R(1.0), 0));
+    if (backward && norm > MOEI_R(0.0)) (void)moei_loss_orthogonal(s, factor / (MOEI_R(2.0) * norm), 1);
+    return factor * norm;
+}
+
+/* w mean_e |W_e|. */
+static moe_real moei_loss_simplicity(moei_pass *s, moe_real factor, int backward) {
+    const moe_kernels *k = s->router->kernels;
+    const moe_real *w = moei_tensor(s, MOE_ROUTER_WEIGHT);
+    moe_real *d_w = moei_trained_weight(s, backward), sum = MOEI_R(0.0);
+    const size_t width = moei_weight_width(s);
+    size_t e;
+    for (e = 0; e < s->experts; e++) {
+        const moe_real inverse = moei_inverse_length(k, w + e * width, width);
+        if (!(inverse > MOEI_R(0.0))) continue;
+        sum += MOEI_R(1.0) / inverse;
+        if (d_w != NULL) moe_axpy(k, width, factor / (moe_real)s->experts * inverse, w + e * width, d_w + e * width);
+    }
+    return factor * sum / (moe_real)s->experts;
 }
 
 /* The distance of softmax(v) from the teacher's, of one token: ce_hard -ln q_best, ce_soft - sum p
@@ -6307,6 +7197,43 @@ static moe_real moei_loss_distill(moei_pass *s, moe_real factor, int backward) {
     return share * sum;
 }
 
+/* alpha sum_e (n_e - nbar) / nbar sum over the tokens of e of sigmoid(z_te). */
+static moe_real moei_loss_stable_balance(moei_pass *s, moe_real factor, int backward) {
+    moe_real mean = MOEI_R(0.0), sum = MOEI_R(0.0);
+    size_t t, i, e;
+    for (e = 0; e < s->experts; e++) mean += (moe_real)s->r->counts[e];
+    mean /= (moe_real)s->experts;
+    for (t = 0; t < s->n; t++)
+        for (i = 0; i < (size_t)s->r->n_choices[t]; i++) {
+            const size_t cell = t * s->experts + moei_chosen(s, t, i);
+            const moe_real excess = ((moe_real)s->r->counts[moei_chosen(s, t, i)] - mean) / mean;
+            const moe_real z = s->r->logits[cell], open = moe_sigmoid(z);
+            sum += excess * open;
+            if (backward) s->m.d_logits[cell] += factor * excess * open * moe_sigmoid(-z);
+        }
+    return factor * sum;
+}
+
+/* factor mean_t of a term of moei_selector_terms; the backward pass of the score adds the
+   gradient. */
+static moe_real moei_selector_loss(const moei_pass *s, moe_real factor, size_t term) {
+    moe_real sum = MOEI_R(0.0);
+    size_t t;
+    for (t = 0; t < s->n; t++)
+        if (moei_is_real(s->call, t)) sum += s->m.selectors[2 * t + term];
+    return factor * sum / (moe_real)s->r->n_real;
+}
+
+static moe_real moei_loss_selector_entropy(moei_pass *s, moe_real factor, int backward) {
+    (void)backward;
+    return moei_selector_loss(s, factor, 0);
+}
+
+static moe_real moei_loss_selector_reach(moei_pass *s, moe_real factor, int backward) {
+    (void)backward;
+    return moei_selector_loss(s, factor, 1);
+}
+
 #define MOEI_LOSS_ROW(value, name, f, field) f,
 static moe_real (*const moei_losses[])(moei_pass *s, moe_real factor, int backward) = {MOE_LOSSES(MOEI_LOSS_ROW)};
 
@@ -6325,10 +7252,12 @@ static void moei_route_losses(moei_pass *s, int backward) {
 /* ==== >>code_route: the stages ================================================================ */
 
 /* Makes the empty plan of a call without tokens. */
-static void moei_route_nothing(moe_routing *r) {
+static void moei_route_nothing(const moei_pass *s) {
+    moe_routing *r = s->r;
     memset(r->counts, 0, r->n_experts * sizeof(size_t));
     memset(r->first_counts, 0, r->n_experts * sizeof(size_t));
     memset(r->plan.offsets, 0, (r->n_experts + 1) * sizeof(size_t));
+    if (s->m.cutoffs != NULL) moei_fill(s->m.cutoffs, s->experts + 1, MOEI_R(0.0));
 }
 
 /* Fills in a pass, except its private arrays. */
@@ -6366,6 +7295,10 @@ static moe_status moei_route_tokens(moei_pass *s, const moei_pass *batch, moe_re
 static moe_status moei_route_assignments(moei_pass *s, moei_pass *own, moe_real delta) {
     moe_status status;
     if (MOEI_KEPT(EXTRAS, MOE_EXTRA_CAPACITY) && s->c->capacity_bound != MOE_BOUND_NONE) moei_route_bound(s, delta);
+    if (s->c->affinity_sum_auto > MOEI_R(0.0)) {
+        const moe_real *first = moei_tensor(s, MOE_ROUTER_AFFINITY_SUM);
+        s->r->affinity_now = first != NULL && first[0] > MOEI_R(0.0) ? first[0] : moei_affinity_rule(s);
+    }
     status = moei_route_select(s);
     if (status != MOE_OK) return status;
     moei_route_weight(s);
@@ -6375,6 +7308,7 @@ static moe_status moei_route_assignments(moei_pass *s, moei_pass *own, moe_real 
     own->r->n_dropped = own == s ? s->r->n_dropped : 1;
     moei_route_plan(own);
 #ifndef MOE_NO_TRAIN
+    if (s->m.cutoffs != NULL) moei_route_cutoffs(s);
     if (s->call->training) moei_route_losses(s, 0);
 #endif
     return MOE_OK;
@@ -6458,9 +7392,6 @@ static moe_status moei_gather_call(const moe_call *call, moe_status status, size
     return status;
 }
 
-/* An array of a batch, starting at the own tokens. */
-static moe_real *moei_from_row(moe_real *rows, size_t row) { return rows != NULL ? rows + row : NULL; }
-
 /* Moves the arrays of a routing to the row of token `first`. */
 static void moei_routing_advance(moe_routing *r, size_t first) {
     const size_t cell = first * r->n_experts, choice = first * r->max_choices;
@@ -6510,6 +7441,8 @@ static moe_status moei_gather_tokens(const moei_pass *s, const moei_pass *own, m
     if (status == MOE_OK && MOEI_IS_NOISY(s) && s->c->noise == MOE_NOISE_NOISY_TOPK)
         status = moei_gather_from(call, status, row, NULL, s->m.noise_raw);
     if (status == MOE_OK && s->c->student) status = moei_gather_from(call, status, row, NULL, s->m.student_logits);
+    if (status == MOE_OK && s->m.selectors != NULL)
+        status = moei_gather_from(call, status, 2 * sizeof(moe_real), NULL, s->m.selectors);
     if (status == MOE_OK && s->m.batch_teacher != NULL)
         status = moei_gather_from(call, status, row, call->teacher, s->m.batch_teacher);
     if (status == MOE_OK && s->m.batch_x != NULL && !(s->supplied & MOEI_HAS_DISTANCES))
@@ -6542,7 +7475,7 @@ static moe_status moei_route_globally(const moei_pass *own_call, moe_status stat
     s->supplied = (unsigned)s->m.batch_sequences[s->n + 2];
     moei_own_pass(s, call, &own_r, &own);
     if (s->n == 0) {
-        moei_route_nothing(s->r);
+        moei_route_nothing(s);
         return MOE_OK;
     }
     s->r->n_real = moei_real_tokens(&all, 0, s->n);
@@ -6550,6 +7483,7 @@ static moe_status moei_route_globally(const moei_pass *own_call, moe_status stat
     if (status == MOE_OK && (s->supplied & MOEI_HAS_DISTANCES) && call->distances == NULL)
         status = moei_missing(call, "distances", "that of other processes");
     s->r->u = own_r.u;
+    s->r->clean_logits = own_r.clean_logits;
     status = moei_gather_tokens(s, &own, status, &delta);
     if (status != MOE_OK) return status;
     moei_route_gate(s, s->r->logits, s->r->gate);
@@ -6608,11 +7542,12 @@ moe_status moe_route(const moe_router *router, const moe_call *call, void *works
     r.first = global ? call->batch->first : 0;
     r.plan.n_tokens = s.n;
     r.n_experts = r.plan.n_experts = s.experts;
+    r.real_experts = (size_t)MOEI_REAL_EXPERTS(s.c);
     r.top_k = s.c->top_k;
     r.memory = workspace;
     if (global) status = moei_route_globally(&s, status);
     else if (status != MOE_OK) return status;
-    else if (s.n == 0) moei_route_nothing(&r);
+    else if (s.n == 0) moei_route_nothing(&s);
     else status = moei_route_stages(&s);
     /* in two parts, because some compilers copy a struct of this size by a slow instruction */
     if (status == MOE_OK) {
@@ -6633,6 +7568,7 @@ static moe_status moei_route_tokens_backward(moei_pass *s, moe_real *dx) {
     moei_route_refine_backward(s);
     moei_route_gate_backward(s);
     moei_route_noise_backward(s);
+    moei_route_residual_backward(s);
     moei_scores[s->c->score].backward(s);
     if (s->m.d_student != NULL && !s->frozen)
         moei_affine_backward(s->router->kernels, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_STUDENT),
@@ -6758,29 +7694,70 @@ moe_status moe_router_observe(const moe_router *router, const moe_call *call, co
         for (e = 0; e < s.experts; e++) load[e] += (moe_real)r.counts[e];
         load[s.experts] += (moe_real)r.n_real;
     }
+    if (s.m.cutoffs != NULL) {
+        for (e = 0; e < s.experts; e++) state[MOE_ROUTER_CUTOFF_SUM][e] += s.m.cutoffs[e];
+        state[MOE_ROUTER_CUTOFF_COUNT][0] += s.m.cutoffs[s.experts];
+    }
     if (state[MOE_ROUTER_CAPACITY] != NULL && r.bound_now > MOEI_R(0.0)) state[MOE_ROUTER_CAPACITY][0] = r.bound_now;
+    if (state[MOE_ROUTER_AFFINITY_SUM] != NULL) state[MOE_ROUTER_AFFINITY_SUM][0] = r.affinity_now;
     return MOE_OK;
 }
 
-/* b_e += gamma sign(mean n - n_e). Compares E n_e with sum n, because the mean could be rounded. */
-static void moei_advance_bias(const moe_router_config *c, const moe_real *load, moe_real *bias) {
-    double sum = 0.0, gap;
+/* D_e of bias_rule. t = share S / parts is not computed, because it could be rounded: gap is parts
+   (t - n_e). */
+static double moei_bias_change(const moe_router_config *c, const moe_real *load, double sum, int e) {
+    const int has_real = c->bias_real > MOEI_R(0.0);
+    const double share = has_real ? (double)c->bias_real : 1.0, rate = (double)c->bias_rate;
+    const double parts = has_real ? (double)c->top_k * (double)MOEI_REAL_EXPERTS(c) : (double)c->n_experts;
+    const double gap = share * sum - (double)load[e] * parts;
+    if (c->bias_rule == MOE_BIAS_PROPORTIONAL) return rate * gap / (parts * sum);
+    if (c->bias_rule == MOE_BIAS_SMEBU)
+        return rate * (double)MOEI_F(tanh)(c->bias_kappa * (moe_real)(gap / (share * sum)));
+    return gap > 0.0 ? rate : gap < 0.0 ? -rate : 0.0;
+}
+
+static void moei_advance_bias(const moe_router_config *c, const moe_real *load, moe_real *bias, moe_real *momentum) {
+    const int moving = c->bias_real > MOEI_R(0.0) ? MOEI_REAL_EXPERTS(c) : c->n_experts;
+    double sum = 0.0, mean = 0.0;
     int e;
     for (e = 0; e < c->n_experts; e++) sum += (double)load[e];
-    for (e = 0; e < c->n_experts; e++) {
-        gap = sum - (double)load[e] * (double)c->n_experts;
-        if (gap > 0.0) bias[e] += c->bias_rate;
-        if (gap < 0.0) bias[e] -= c->bias_rate;
+    if (!(sum > 0.0)) return;
+    for (e = 0; e < moving && c->bias_centre; e++) mean += moei_bias_change(c, load, sum, e) / (double)moving;
+    for (e = 0; e < moving; e++) {
+        moe_real change = (moe_real)(moei_bias_change(c, load, sum, e) - mean);
+        if (momentum != NULL)
+            change = momentum[e] = c->bias_beta * momentum[e] + (MOEI_R(1.0) - c->bias_beta) * change;
+        bias[e] += change;
     }
 }
 
-/* The factor grows while the fraction of unassigned token-expert pairs is below 1 - K/E. */
-static void moei_advance_l1(const moe_router_config *c, const moe_real *load, moe_real *factor) {
+/* a <- rho a + (1 - rho) mean of the calls' C-th largest logits, unless learning is frozen; then
+   the sums start anew. */
+static void moei_advance_cutoffs(const moe_router_config *c, int frozen, moe_real *const *state) {
+    moe_real *sum = state[MOE_ROUTER_CUTOFF_SUM], *count = state[MOE_ROUTER_CUTOFF_COUNT];
+    moe_real *cutoff = state[MOE_ROUTER_CUTOFF], *updates = state[MOE_ROUTER_CUTOFF_UPDATES];
+    int e;
+    if (sum == NULL || !(count[0] > MOEI_R(0.0))) return;
+    for (e = 0; e < c->n_experts; e++) {
+        if (!frozen)
+            cutoff[e] = c->threshold_rho * cutoff[e] + (MOEI_R(1.0) - c->threshold_rho) * (sum[e] / count[0]);
+        sum[e] = MOEI_R(0.0);
+    }
+    if (!frozen && updates[0] < MOEI_R(16777216.0)) updates[0] += MOEI_R(1.0);
+    count[0] = MOEI_R(0.0);
+}
+
+/* The share of token-expert pairs that are not assigned, less what it should be: 1 - K/E. */
+MOEI_TOOL moe_real moei_l1_gap(const moe_router_config *c, const moe_real *load) {
     moe_real pairs = MOEI_R(0.0), all = load[c->n_experts] * (moe_real)c->n_experts;
-    moe_real wanted = MOEI_R(1.0) - (moe_real)c->top_k / (moe_real)c->n_experts, next;
     int e;
     for (e = 0; e < c->n_experts; e++) pairs += load[e];
-    next = MOEI_R(1.0) - pairs / all < wanted ? *factor * MOEI_R(1.2) : *factor / MOEI_R(1.2);
+    return MOEI_R(1.0) - pairs / all - (MOEI_R(1.0) - (moe_real)c->top_k / (moe_real)c->n_experts);
+}
+
+/* The factor grows while the gap is below 0. */
+MOEI_TOOL void moei_advance_l1(moe_real gap, moe_real *factor) {
+    const moe_real next = gap < MOEI_R(0.0) ? *factor * MOEI_R(1.2) : *factor / MOEI_R(1.2);
     if (next > MOEI_R(1e-30) && next < MOEI_R(1e30)) *factor = next;
 }
 
@@ -6794,10 +7771,12 @@ moe_status moe_router_advance(const moe_router *router, moe_real *const *state) 
     load = state[MOE_ROUTER_LOAD];
     frozen = c->freeze_at > 0 && step[0] >= (moe_real)c->freeze_at;
     if (load != NULL && load[c->n_experts] > MOEI_R(0.0)) {
-        if (c->bias_rate > MOEI_R(0.0) && !frozen) moei_advance_bias(c, load, state[MOE_ROUTER_SELECTION_BIAS]);
-        if (c->l1_controller && !frozen) moei_advance_l1(c, load, state[MOE_ROUTER_L1]);
+        if (c->bias_rate > MOEI_R(0.0) && !frozen)
+            moei_advance_bias(c, load, state[MOE_ROUTER_SELECTION_BIAS], state[MOE_ROUTER_BIAS_MOMENTUM]);
+        if (c->l1_controller && !frozen) moei_advance_l1(moei_l1_gap(c, load), state[MOE_ROUTER_L1]);
         for (e = 0; e <= c->n_experts; e++) load[e] = MOEI_R(0.0);
     }
+    moei_advance_cutoffs(c, frozen, state);
     if (step != NULL && step[0] < MOEI_R(16777216.0)) step[0] += MOEI_R(1.0);
     return MOE_OK;
 }
@@ -6958,13 +7937,17 @@ static void moei_metrics_add_gate(moe_metrics *m, const moe_real *z, const moe_r
 }
 
 /* One token's choices; label -1: it has no class. */
-static void moei_metrics_add_choices(moe_metrics *m, const int32_t *choices, size_t count, int32_t label) {
+static void moei_metrics_add_choices(moe_metrics *m, size_t real_experts, const int32_t *choices, size_t count,
+                                     int32_t label) {
     size_t i;
     if (count == 0) return;
     m->n_routed += 1.0;
     m->n_assignments += (double)count;
     m->first[choices[0]] += 1.0;
-    for (i = 0; i < count; i++) m->load[choices[i]] += 1.0;
+    for (i = 0; i < count; i++) {
+        m->load[choices[i]] += 1.0;
+        m->n_real_assignments += (size_t)choices[i] < real_experts ? 1.0 : 0.0;
+    }
     if (label < 0) return;
     m->n_classified += 1.0;
     m->choices += (double)count;
@@ -6988,7 +7971,7 @@ moe_status moe_metrics_add(moe_metrics *metrics, const moe_routing *routing, con
     for (t = 0; t < r->n_tokens; t++) {
         if (!moei_unmasked(mask, t)) continue;
         moei_metrics_add_gate(m, r->logits + t * m->n_experts, r->probabilities + t * m->n_experts);
-        moei_metrics_add_choices(m, r->choices + t * r->max_choices, (size_t)r->n_choices[t],
+        moei_metrics_add_choices(m, r->real_experts, r->choices + t * r->max_choices, (size_t)r->n_choices[t],
                                  classes != NULL ? classes[t] : -1);
     }
     for (e = 0; e < m->n_experts; e++) {
@@ -7156,6 +8139,7 @@ moe_status moe_metrics_report(moe_metrics *metrics, moe_report *report) {
     report->n_dropped = metrics->n_dropped;
     report->dropped_share = moei_share(metrics->n_dropped, metrics->n_assignments);
     report->experts_per_token = moei_share(metrics->n_assignments, metrics->n_tokens);
+    report->real_experts_per_token = moei_share(metrics->n_real_assignments, metrics->n_tokens);
     moei_report_gate(metrics, report);
     moei_report_load(metrics, report);
     moei_report_classes(metrics, report);
@@ -7508,6 +8492,24 @@ size_t moei_int_select_grouped(const moei_int_router *r, const unsigned char *ba
     for (i = 0; i < found; i++) value[experts[i]] = INT32_MAX;
     for (g = 0; g < r->groups; g++)
         for (i = g * size; i < (g + 1) * size && value[g] != INT32_MAX; i++) p[i] = MOEI_IR_OUT;
+    return moei_int_top_k(n, p, r->top_k, experts);
+}
+
+/* What is not among the best of its group is excluded, then the others are sorted. */
+size_t moei_int_select_each(const moei_int_router *r, const unsigned char *base, int32_t token, const int16_t *z,
+                            int32_t *p, int16_t *experts) {
+    const size_t n = r->n_experts, size = n / r->groups;
+    const size_t each = r->top_k / r->groups;
+    size_t g, i;
+    (void)token;
+    (void)z;
+    (void)moei_ir_best(r, base, 0, p, experts);
+    for (g = 0; g < n; g += size) {
+        const size_t last = (size_t)experts[moei_int_top_k(size, p + g, each, experts) - 1];
+        const int32_t least = p[g + last];
+        for (i = 0; i < size; i++)
+            if (p[g + i] < least || (p[g + i] == least && i > last)) p[g + i] = MOEI_IR_OUT;
+    }
     return moei_int_top_k(n, p, r->top_k, experts);
 }
 

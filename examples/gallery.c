@@ -112,6 +112,10 @@ static moe_status configure(const char *name, moe_layer_config *c, moe_error *er
         c->router.groups_kept = 2;
     }
     if (c->n_shared > 1) c->n_shared = 1;
+    c->router.sample_at = MOE_SAMPLE_TRAINING; /* a picture of draws has no regions */
+    if (c->router.n_zero > 2) c->router.n_zero = 2;
+    if (c->router.n_copy > 2) c->router.n_copy = 2;
+    if (c->router.bias_real > 1) c->router.bias_real = 1;
     if (c->router.nodes > 1) c->router.nodes = 2;
     if (c->router.freeze_at > 0) c->router.freeze_at = (int)(steps / 2) + 1;
     return MOE_OK;

@@ -1039,7 +1039,8 @@ static void fill_fields(void) {
     snprintf(method_fields[SWITCH], sizeof method_fields[0],
              "top_k=1 weight=raw loss_balance=0.01 balance_over=first capacity_factor=%g", set.factor);
     snprintf(method_fields[PLUS], sizeof method_fields[0], "%s", set.plus);
-    snprintf(method_fields[SHARED], sizeof method_fields[0], "affinity_mass=0.77 n_shared=1 scale=2 %s", set.plus);
+    snprintf(method_fields[SHARED], sizeof method_fields[0],
+             "affinity_sum_auto=0 affinity_mass=0.77 n_shared=1 scale=2 %s", set.plus);
     snprintf(method_fields[CONTROL], sizeof method_fields[0], "top_k=1 weight=raw capacity_factor=0.7 n_shared=1");
 }
 

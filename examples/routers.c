@@ -61,6 +61,8 @@ static const row rows[] = {
      "z_e = sum over {top_k} codes i of q_i * (product over the bits j of e of s_ij if it is 1, else 1 - s_ij), q = "
      "softmax(A u), s_ij = C_ij . u by a smooth step, 0 below -1/2 and 1 above 1/2"},
     {"score", "custom", "z is made by a function of the caller's"},
+    {"router_residual", "", "z += W_g z', z' the logits of the MoE layer before, W_g learned"},
+    {"logit_cap", "", "z_e = c tanh(z_e / c), c = {logit_cap}"},
     {"soft", "L", "L_s = {soft_normalise!u . phi_s}{soft_normalise?g cos(u, phi_s), g and phi learned}"},
     {"", "noise", "no noise"},
     {"noise", "none", ""},
@@ -90,6 +92,13 @@ static const row rows[] = {
     {"select", "grouped_top_k",
      "of {groups} groups of experts the {groups_kept} with the largest {group_score} stay; S = the {top_k} experts in "
      "them with the largest p{selection_bias? + b}"},
+    {"select", "grouped_each",
+     "of each of {groups} groups of experts the same number, those with the largest p{selection_bias? + b}; S = these "
+     "{top_k}"},
+    {"select", "expert_threshold",
+     "S = all with z_e >= c_e; may be empty. c_e = a_e / (1 - {threshold_rho}^steps), after each step a_e = "
+     "{threshold_rho} a_e + (1 - {threshold_rho}) mean over calls of the C-th largest z_e, C = max(1, "
+     "round({capacity_factor} N / E))"},
     {"select", "top_p", "S = the largest p until their sum exceeds P = {top_p}, the last one included"},
     {"select", "threshold",
      "S = all with p_e > theta{threshold_learned?_e}, theta = {threshold}{threshold_learned?, learned}; if none, "
@@ -99,16 +108,20 @@ static const row rows[] = {
      "every expert takes the C tokens with its largest {expert_choice_score}, C = max(1, "
      "round({capacity_factor} N / E))"},
     {"select", "affinity",
-     "S = the expert with the largest z, if it keeps the token; it keeps the best, up to {affinity_sum!{affinity_mass} "
-     "of}{affinity_sum?{affinity_sum} for} their summed z > 0, at least {capacity_min}{capacity?, at most {capacity}}"},
+     "S = the expert with the largest z, if it keeps the token; it keeps the best, up to "
+     "{affinity_sum_auto?{affinity_sum_auto} of the first call's mean sum for}"
+     "{affinity_sum_auto!{affinity_sum!{affinity_mass} of}{affinity_sum?{affinity_sum} for}} their summed z > 0, "
+     "at least {capacity_min}{capacity?, at most {capacity}}"},
     {"select", "hash", "S = table[token id], {top_k} of {n_experts} experts for each of {table_size} token ids"},
     {"select", "soft", "S = all {n_experts} experts; each works on {slots} mixture(s) of the tokens, its slots s"},
     {"select", "sinkhorn",
      "S = in training the {top_k} largest of exp(z) with rows and columns scaled to even sums; else of z"},
-    {"select", "sample", "S = in training {top_k} draw(s) from p, none twice; else the {top_k} largest p"},
+    {"select", "sample", "S = in training {top_k} draw(s) from p, none twice{sample_scope}; else {sample_at}"},
     {"select", "balanced",
      "S = in training the even assignment of tokens to experts with the largest sum of z; else the largest z"},
     {"select", "custom", "S is marked by a function of the caller's"},
+    {"expert_dropout", "",
+     "in training an expert cannot be selected with probability {expert_dropout}{expert_dropout_scope}"},
     {"selection_bias", "", "b_e is a state; added for selecting only, never in a weight"},
     {"", "weight", ""},
     {"weight", "sum", "w_e = p_e / sum over S of p"},
@@ -118,7 +131,11 @@ static const row rows[] = {
     {"weight", "one", "w_e = 1"},
     {"weight", "p_norm", "w_e = p_e / (sum over S of p^P)^(1/P), P = {weight_p}"},
     {"weight", "sparsemixer",
-     "pick by pick: w = softmax over those not yet picked and within 2 eps of the best z, eps = {sparsemixer_eps}"},
+     "pick by pick: w = softmax over those not yet picked and within 2 eps of the best z, eps = "
+     "{sparsemixer_eps}{sparsemixer_sample?; in training each pick is drawn from it}"},
+    {"weight_over", "all", ""},
+    {"weight_over", "nonzero", "the sum is over experts of S that are not zero experts; these have w_e = p_e"},
+    {"weight_over", "real", "the sum is over experts of S with matrices; the others have w_e = p_e"},
     {"expert_scale", "", "w_e times s_e, learned"},
     {"soft", "C", "C_ts = softmax over all slots s of L_ts: what token t takes of each slot"},
     {"", "capacity", "dropless"},
@@ -126,7 +143,8 @@ static const row rows[] = {
     {"drop_rule", "gshard", "in training a second choice stays with probability min(1, 2 w)"},
     {"drop_rule", "st_moe", "in training later choices stay with probability min(1, w/0.2)"},
     {"capacity_factor", "",
-     "at most C = ceil({capacity_factor} K N / E) tokens per expert, K = {top_k}; {drop_order}{renormalize}"},
+     "at most C = ceil({capacity_factor} K N / E) tokens per expert, K = {top_k}{zero_tau?, for E tau R + Z for the Z "
+     "experts without matrices and that over tau = {zero_tau} for the others}; {drop_order}{renormalize}"},
     {"drop_capacity", "", "at most C = {drop_capacity} tokens per expert; {drop_order}{renormalize}"},
     {"capacity_bound", "none", ""},
     {"capacity_bound", "first",
@@ -137,7 +155,9 @@ static const row rows[] = {
      "|cos(u, W_e)| of the call; {drop_order}{renormalize}"},
     {"scale", "", "w_e times {scale}, last of all"},
     {"", "losses", "no losses"},
-    {"loss_balance", "", "{loss_balance} E sum_e f_e P_e, P_e = mean p_e{balance_scope}, f_e = {balance_over}"},
+    {"loss_balance", "",
+     "{loss_balance} E sum_e f_e P_e, P_e = mean p_e{balance_scope}, f_e = {balance_over}{zero_tau?; of an expert "
+     "without matrices {zero_tau} times {zero_average!that}{zero_average?their mean}}"},
     {"loss_z", "", "{loss_z} mean over tokens of (ln sum_e exp z_e)^2"},
     {"loss_importance", "", "{loss_importance} CV^2 over experts of {importance_over}{unbiased?, unbiased}"},
     {"loss_load", "", "{loss_load} CV^2 over experts of sum_t P(e is chosen under new noise)"},
@@ -150,13 +170,27 @@ static const row rows[] = {
     {"loss_l1", "",
      "lambda E/(K N^2) sum_e n_e sum_t p_te, K = {top_k}, lambda = {loss_l1}{l1_controller? at the start}"},
     {"loss_orthogonal", "", "{loss_orthogonal} sum over e != e' of cos(W_e, W_e')^2"},
+    {"loss_diversity", "", "{loss_diversity} sqrt(sum over e != e' of cos(W_e, W_e')^2)"},
+    {"loss_simplicity", "", "{loss_simplicity} mean over experts of |W_e|"},
+    {"loss_stable_balance", "",
+     "{loss_stable_balance} sum_e (n_e - m)/m sum over tokens of e of sigmoid(z_te), m = mean n_e"},
+    {"loss_selector_entropy", "", "{loss_selector_entropy} mean over tokens of the sum over codes of their H"},
+    {"loss_selector_reach", "",
+     "{loss_selector_reach} mean over tokens of the sum over codes of 1/(their mass on experts that exist)"},
     {"loss_distill", "",
      "{loss_distill} {distill}, q = softmax({student!z}{student?V u}), teacher = {student!the caller's}{student?z}"},
     {"expert_temperature", "",
      "the experts learn from p at T = {expert_temperature}, the gate from p at T = {gate_temperature}"},
     {"", "state", "no schedule"},
-    {"bias_rate", "", "after each step b_e += {bias_rate} sign(mean n - n_e), n_e the choices of expert e"},
-    {"l1_controller", "", "after each step lambda times 1.2 if more than {top_k} of {n_experts} are open, else / 1.2"},
+    {"bias_rate", "",
+     "after each step b_e += {bias_rule}{bias_centre?, less the mean of d}; n_e are the choices of expert e, t is "
+     "their mean"},
+    {"l1_controller", "none", ""},
+    {"l1_controller", "layer",
+     "after each step lambda times 1.2 if more than {top_k} of {n_experts} are open, else / 1.2"},
+    {"l1_controller", "net",
+     "after each step lambda, one for all layers of a network, times 1.2 if more than {top_k} of {n_experts} are "
+     "open in their mean, else / 1.2"},
     {"k_end", "", "K goes from {top_k} to {k_end} in {schedule_steps} steps"},
     {"tau_schedule", "none", ""},
     {"tau_schedule", "gate_temperature", "T goes from {gate_temperature} to {tau_end} in {schedule_steps} steps"},
@@ -164,6 +198,7 @@ static const row rows[] = {
     {"tau_schedule", "similarity_tau", "tau goes from {similarity_tau} to {tau_end} in {schedule_steps} steps"},
     {"tau_schedule", "attention_sigma", "sigma goes from {attention_sigma} to {tau_end} in {schedule_steps} steps"},
     {"switch_at", "", "before step {switch_at}: {switch_from}"},
+    {"switch_share", "", "in the first {switch_share} of the steps: {switch_from}"},
     {"freeze_at", "",
      "from step {freeze_at} on the router is fixed{student?; its student V chooses: S = the {top_k} largest V u}"},
     {"capacity_rho", "", "C is averaged over calls: {capacity_rho} C + (1 - {capacity_rho}) C of the call"},
@@ -172,13 +207,20 @@ static const row rows[] = {
      "f_e(x) = down (silu(gate x) * (up x)), hidden width {d_ff}{expert_bias?; each product adds a "
      "bias}{swiglu_limit?; gate x at most {swiglu_limit}, up x -{swiglu_limit} to {swiglu_limit}}{swiglu_offset?; "
      "{swiglu_offset} + up x}{swiglu_alpha?; silu(g) = g/(1 + exp(-{swiglu_alpha} g))}"},
+    {"expert", "glu",
+     "f_e(x) = down (a(gate x) * (up x)), hidden width {d_ff}{expert_bias?; each product adds a bias}, {act}"},
     {"expert", "linear", "f_e(x) = W_e x + b_e"},
     {"expert", "mlp", "f_e(x) = W2 a(W1 x + b1) + b2, hidden width {d_ff}, {act}"},
     {"expert", "factorised",
      "f_e(x) = down (silu(expand (reduce x)) * (up x)), hidden width {d_ff}, reduce to {d_low}"},
+    {"n_zero", "", "{n_zero} of the {n_experts} experts are zero experts: f_e(x) = 0"},
+    {"n_copy", "", "{n_copy} of the {n_experts} experts are copy experts: f_e(x) = x"},
+    {"n_constant", "",
+     "{n_constant} of the {n_experts} experts are constant: f_e(x) = a1 x + a2 v_e, [a1, a2] = softmax(W_e x)"},
     {"apply_to", "output", "y = sum over S of w_e f_e(x)"},
     {"apply_to", "input", "y = sum over S of f_e(w_e x)"},
     {"soft", "y", "y_t = sum over slots s of C_ts f_s(sum over tokens j of D_js x_j)"},
+    {"d_latent", "", "x in f_e(x) is h = W_in x of width {d_latent}, and W_out makes y of the sum"},
     {"add_input", "", "y += (1 - sum of w_e) x"},
     {"n_shared", "",
      "y += {shared_sigmoid?sigmoid(s . x) * }a shared swiglu of width {n_shared} x {d_shared}, for every token"},
@@ -218,6 +260,13 @@ static const row rows[] = {
     {"threshold_fallback", "never", "no expert"},
     {"expert_choice_score", "p", "p_e"},
     {"expert_choice_score", "z", "z_e"},
+    {"sample_at", "training", "the {top_k} largest p"},
+    {"sample_at", "always", "draws seeded by {sample_seed} and z"},
+    {"expert_dropout_scope", "token", ", drawn for every token"},
+    {"expert_dropout_scope", "call", ", drawn for all tokens of the call together"},
+    {"sample_scope", "token", ""},
+    {"sample_scope", "sequence", ", the same for all tokens of a sequence"},
+    {"sample_scope", "call", ", the same for all tokens of a call"},
     {"drop_order", "position", "first choices, then first come first served"},
     {"drop_order", "priority", "first choices, then by max p"},
     {"drop_order", "random", "first choices, then in random order"},
@@ -232,6 +281,10 @@ static const row rows[] = {
     {"importance_over", "probabilities", "sum_t p_te"},
     {"importance_over", "gate", "sum_t r_te without noise"},
     {"importance_over", "weights", "sum_t w_te"},
+    {"bias_rule", "sign", "d_e = {bias_rate} sign(t - n_e)"},
+    {"bias_rule", "proportional", "d_e = {bias_rate} (t - n_e) / sum n"},
+    {"bias_rule", "smebu",
+     "m_e, m_e = {bias_beta} m_e + (1 - {bias_beta}) d_e, d_e = {bias_rate} tanh({bias_kappa} (t - n_e) / t)"},
     {"distill", "ce_hard", "mean -ln q at the teacher's best expert"},
     {"distill", "ce_soft", "cross-entropy of q and softmax(teacher)"},
     {"distill", "mse", "mean squared difference of q and softmax(teacher)"},
@@ -241,6 +294,8 @@ static const row rows[] = {
     {"act", "tanh", "a(v) = tanh v"},
     {"act", "sigmoid", "a(v) = 1/(1 + exp(-v))"},
     {"act", "identity", "a(v) = v"},
+    {"act", "gelu_tanh", "a(v) = v (1 + tanh(0.79788 (v + 0.044715 v^3)))/2"},
+    {"act", "relu2", "a(v) = max(v, 0)^2"},
     {"trait", "causal", "later tokens of the call do not change a token's result"},
     {"trait", "needs_batch", "a token's result depends on other tokens of the call"},
     {"trait", "needs_token_ids", "reads token ids"},
@@ -357,7 +412,9 @@ static int told(const moe_layer_config *c, const row *r) {
     char value[40];
     if (strcmp(r->field, "soft") == 0 || *r->text == '\0') return soft && *r->text != '\0';
     if (soft && strstr(" score gate weight apply_to ", r->field) != NULL) return 0;
-    if (c->router.select == MOE_SELECT_EXPERT_CHOICE && strcmp(r->field, "capacity_factor") == 0) return 0;
+    if ((c->router.select == MOE_SELECT_EXPERT_CHOICE || c->router.select == MOE_SELECT_EXPERT_THRESHOLD) &&
+        strcmp(r->field, "capacity_factor") == 0)
+        return 0;
     moe_field_text(field_of(r->field), c, value, sizeof value);
     return choices_of(r->field) != NULL ? strcmp(value, r->value) == 0 : is_set(c, r->field);
 }
@@ -414,11 +471,13 @@ static moe_status configure(const char *name, int shown, moe_layer_config *c, mo
     if (r->select == MOE_SELECT_HASH) r->table_size = shown ? IDS : 32000;
     if (!shown) return moe_layer_check(c, c, error);
     r->n_experts = EXPERTS;
+    r->n_zero = r->n_zero > 0;
+    r->n_copy = r->n_copy > 0;
+    r->n_constant = r->n_constant > 0;
+    if (r->bias_real > 1) r->bias_real = 1;
     if (r->top_k > 2) r->top_k = 2;
-    if (r->groups > 1) {
-        r->groups = 2;
-        r->groups_kept = 1;
-    }
+    if (r->groups > 1) r->groups = 2;
+    if (r->groups_kept > 1) r->groups_kept = 1;
     if (r->cosine_dim > 0) r->cosine_dim = 3;
     if (r->slots > 1) r->slots = 1;
     if (r->refine == MOE_REFINE_ATTENTION) r->heads = HEADS;
@@ -440,6 +499,10 @@ static int experts_per_token(const moe_router_config *r, double *least, double *
     if (r->select == MOE_SELECT_AFFINITY) {
         *least = 0;
         *most = 1;
+    }
+    if (r->select == MOE_SELECT_EXPERT_THRESHOLD) {
+        *least = 0;
+        *most = all;
     }
     if (r->select == MOE_SELECT_POSITIVE && !r->l1_controller) {
         *least = 0;
@@ -604,14 +667,15 @@ static cost cost_of(const moe_layer_config *c) {
         if (moe_layer_parameter(c, place, &slot) != MOE_OK || slot.n_dims < 2) continue;
         count = (double)slot.count;
         if (place == MOE_ROUTER_TABLE || place == MOE_ROUTER_AC_RUNNING) continue;
+        if (place == MOE_EXPERTS_CONSTANT || place == MOE_EXPERTS_CONSTANT_GATE) continue; /* 2 d beside matrices */
         if (place == MOE_ROUTER_NOISE_WEIGHT) k.noise = count;
         else if (place == MOE_ROUTER_SIMILARITY) k.refine = count;
         else if (place < MOE_ROUTER_PARAMETER_COUNT) k.score += count;
         else if (place >= MOE_SHARED_GATE) k.shared += count;
-        else k.numbers += count / e;
+        else k.numbers += count / (double)slot.shape[0];
         if (slot.n_dims == 3) {
-            k.expert += count / e;
-            k.read += is_read(r, slot.name) ? count / e : 0;
+            k.expert += count / (double)slot.shape[0];
+            k.read += is_read(r, slot.name) ? count / (double)slot.shape[0] : 0;
         }
     }
     if (r->score == MOE_SCORE_ATTENTIVE) k.score += e * r->router_hidden;
@@ -624,7 +688,8 @@ static cost cost_of(const moe_layer_config *c) {
 static double comparisons(const moe_router_config *r) {
     double e = r->n_experts, k = r->top_k;
     int s = r->select;
-    if (s == MOE_SELECT_THRESHOLD || s == MOE_SELECT_POSITIVE) return e;
+    if (s == MOE_SELECT_THRESHOLD || s == MOE_SELECT_POSITIVE || s == MOE_SELECT_EXPERT_THRESHOLD) return e;
+    if (s == MOE_SELECT_GROUPED_EACH) return e * k / r->groups;
     if (s == MOE_SELECT_TOP_P) return e * (e - 1) / 2;
     /* E experts each pick cf N / E of N tokens */
     if (s == MOE_SELECT_EXPERT_CHOICE) return (double)r->capacity_factor * CALL;

@@ -877,6 +877,7 @@ static void loc_config(moe_layer_config *c, const struct loc_row *row, int capac
     c->d_ff = FF;
     c->router.affinity_mass = (moe_real)row->mass;
     c->router.affinity_sum = (moe_real)row->sum;
+    c->router.affinity_sum_auto = c->router.switch_share = 0;
     if (capacity == 0) return;
     c->router.select = MOE_SELECT_TOP_K;
     c->router.affinity_mass = c->router.affinity_sum = 0;

@@ -160,7 +160,7 @@ job_show() { # number line
     case $(cat "$jobs/$1.status" 2>/dev/null) in
     0)
         passed=$((passed + 1))
-        [ "$verbose" = 0 ] || echo "ok: $2"
+        [ "$verbose" = 0 ] || echo "ok: $2 ($(jobs_seconds "$1") s)"
         grep '^note: ' "$jobs/$1.out"
         ;;
     77)

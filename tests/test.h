@@ -132,7 +132,8 @@ static inline int near_to(double a, double b, double tolerance) { return fabs(a 
 /* The most choices that a token may have at any step, which is the length of a row of given. */
 static inline size_t most_choices(const moe_router_config *c) {
     static const int at_most_k[] = {MOE_SELECTS(TEST_AT_MOST_K)};
-    if (!at_most_k[c->select] || (c->switch_at > 0 && !at_most_k[c->switch_from])) return (size_t)c->n_experts;
+    const int switches = c->switch_at > 0 || c->switch_share > 0;
+    if (!at_most_k[c->select] || (switches && !at_most_k[c->switch_from])) return (size_t)c->n_experts;
     return (size_t)(c->k_end > c->top_k ? c->k_end : c->top_k);
 }
 #endif
@@ -180,5 +181,14 @@ static inline moe_allocator test_allocator(test_heap *heap, long fail_at) {
     return a;
 }
 #endif
+
+/* Of each kind of experts without matrices at most one, where a preset gets fewer experts. */
+#define TEST_FEW_ZERO_EXPERTS(router) \
+    do { \
+        (router).n_zero = (router).n_zero > 0; \
+        (router).n_copy = (router).n_copy > 0; \
+        (router).n_constant = (router).n_constant > 0; \
+        if ((router).bias_real > 0) (router).bias_real = 1; \
+    } while (0)
 
 #endif

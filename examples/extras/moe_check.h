@@ -708,7 +708,7 @@ static moe_status moei_check_gate(const moei_check *c, const char *field, moei_i
 /* How many experts a token takes at most, in *taken, and room for more while they are found. */
 static moe_status moei_check_select(const moei_check *c, const moei_int_router *r, size_t *taken) {
     const int all = r->select == moei_int_select_top_p || r->select == moei_int_select_threshold;
-    const int grouped = r->select == moei_int_select_grouped;
+    const int each = r->select == moei_int_select_each, grouped = each || r->select == moei_int_select_grouped;
     const int hash = r->select == moei_int_select_hash, logits = r->select == moei_int_select_logits;
     size_t room;
     MOEI_CHECK_NEED(all || grouped || hash || logits || r->select == moei_int_select_top_k, "router.select",
@@ -717,12 +717,13 @@ static moe_status moei_check_select(const moei_check *c, const moei_int_router *
     MOEI_CHECK_NEED(r->top_k >= 1 && r->top_k <= r->n_experts, "router.top_k", "must be 1 to n_experts");
     MOEI_CHECK_NEED(!grouped || (r->groups >= 1 && r->n_experts % r->groups == 0), "router.groups",
                     "must divide n_experts");
-    MOEI_CHECK_NEED(!grouped || (r->groups_kept >= 1 && r->groups_kept <= r->groups), "router.groups_kept",
+    MOEI_CHECK_NEED(!grouped || each || (r->groups_kept >= 1 && r->groups_kept <= r->groups), "router.groups_kept",
                     "must be 1 to groups");
+    MOEI_CHECK_NEED(!each || r->top_k % r->groups == 0, "router.groups", "must divide top_k");
     MOEI_CHECK_NEED(r->select != moei_int_select_top_p || r->threshold <= (int32_t)1 << 30, "router.threshold",
                     "must be at most 2^30");
     *taken = all ? r->n_experts : r->top_k;
-    room = grouped && r->groups_kept > *taken ? r->groups_kept : *taken;
+    room = grouped && !each && r->groups_kept > *taken ? r->groups_kept : *taken;
     MOEI_CHECK_NEED(r->most >= room && r->most <= r->n_experts, "router.most", "no room for all choices");
     room = r->gate != NULL ? (size_t)r->n_experts + (grouped ? r->groups : 0u) : 0;
     if (r->values != NULL && room < *taken) room = *taken;
@@ -779,15 +780,17 @@ static moe_status moei_check_router(const moei_check *c, const moei_int_router *
 
 /* ---- >>mixtures ---- */
 
-/* The operations of a list may have run any number of times before: nothing is known of what they
-   write. What is wrong with them is found when they are checked. */
+/* Nothing is known of a vector that may have been written before. */
+static void moei_check_unknown(moei_check *c, uint32_t at, uint32_t n) {
+    const moei_check_span s = moei_check_span_of(at, moei_check_up(n, 4));
+    if (moei_check_inside(c, s) && moei_check_free(c, s)) moei_check_fill(c, s, MOEI_CHECK_ANY);
+}
+
+/* The operations of a list may have run any number of times before. What is wrong with them is
+   found when they are checked. */
 static void moei_check_forget(moei_check *c, uint32_t first, uint32_t n) {
     size_t i;
-    for (i = 0; i < n; i++) {
-        const moei_int_op *op = c->model->ops + first + i;
-        const moei_check_span s = moei_check_span_of(op->out, moei_check_up(op->shape.n, 4));
-        if (moei_check_inside(c, s) && moei_check_free(c, s)) moei_check_fill(c, s, MOEI_CHECK_ANY);
-    }
+    for (i = 0; i < n; i++) moei_check_unknown(c, c->model->ops[first + i].out, c->model->ops[first + i].shape.n);
 }
 
 /* The first size bytes of an expert's block become the constants of operations. */
@@ -832,6 +835,7 @@ static moe_status moei_check_op_each(moei_check *c, const moei_int_op *op) {
     MOEI_CHECK_NEED(op->index == c->index, "index", "must be the MoE layer of this list");
     MOEI_CHECK_NEED(s->k < c->model->n_ops - number, "shape.k", "more operations than there are");
     MOEI_CHECK_NEED(op->at <= c->mixture->stride, "at", "more bytes than an expert has");
+    moei_check_unknown(c, op->out, experts); /* the numbers of earlier experts lie there */
     for (e = 0; e < experts; e++) {
         MOEI_CHECK_DO(moei_check_block(c, e, op->at));
         moei_check_forget(c, (uint32_t)number + 1, s->k);

@@ -130,8 +130,9 @@
 
      What can be a model.   Every network that decodes token by token (moe_net_decode_size), but
      for scores and selections of the caller, forced routing (select = given), and hashes of ids
-     that the network does not read. Integers have no form for score = dselect, refined gates, more
-     than 256 experts in a layer, widths above 65532, and some combinations. The error names them.
+     that the network does not read. Integers have no form for score = dselect, logit_cap,
+     router_residual, experts without matrices, refined gates, more than 256 experts in a layer,
+     widths above 65532, and some combinations. The error names them.
 
      Sequences.   With attention or positions a call takes one token; scratch keeps the sequence.
      config.length bounds it. See moe_infer.
@@ -567,10 +568,10 @@ static moe_status moei_ranges_batch(const moei_maker *m, const moe_net_pass *pas
         const struct moe_module_pass *p = &pass->modules[i];
         moei_ranges *range = &m->ranges[i];
         moei_range_rows(&range->y, p->y, n, (size_t)module->d_out, (size_t)module->d_out);
-        if (moei_is_layer(module)) moei_ranges_layer(&module->layer, &p->layer, range);
+        if (moei_is_layer(module)) moei_ranges_layer(&module->layer, p->layer, range);
         if (module->kind == MOE_MODULE_MIXTURE) {
-            moei_ranges_weights(&module->layer, &p->layer, range);
-            if (status == MOE_OK) status = moei_ranges_router(m, &module->layer, &p->layer, range);
+            moei_ranges_weights(&module->layer, p->layer, range);
+            if (status == MOE_OK) status = moei_ranges_router(m, &module->layer, p->layer, range);
         }
         if (module->kind != MOE_MODULE_ATTENTION) continue;
         moei_range_rows(&range->q, p->q, n, moei_attention_width(module), moei_attention_width(module));
@@ -908,6 +909,20 @@ static double moei_matrix_max_scale(moei_maker *m, const moei_matrix *x, double 
 
 enum { MOEI_SOFTPLUS = MOE_ACT_COUNT }; /* an additional function of curves */
 
+/* The input of a curve, whose points lie over all codes: at a finer scale if data reach less than
+   three quarters of these, as sums of few inputs do, or if the activation is constant beyond. */
+static uint32_t moei_curve_input(moei_maker *m, int act, double alpha, uint32_t in) {
+    double reach, least;
+    if (m->status != MOE_OK || act == MOE_ACT_RELU || act == MOE_ACT_IDENTITY) return in; /* exact at any scale */
+    reach = m->vectors[in].range * 1.25;
+    least = m->vectors[in].scale * 4;
+    if (act == MOE_ACT_TANH && reach > 5 / alpha) reach = 5 / alpha; /* 1 - tanh(5) is 1e-4 */
+    if (act == MOE_ACT_SIGMOID && reach > 10 / alpha) reach = 10 / alpha;
+    if (reach < least) reach = least;
+    if (!(m->vectors[in].range > 0) || reach * 1.33 > m->vectors[in].scale * MOEI_WIDE) return in;
+    return moei_rescale(m, in, MOEI_WIDE, reach / MOEI_WIDE);
+}
+
 /* y = act(alpha x) / alpha, x wide. The curve has y at 65 points. */
 static uint32_t moei_curve_of(moei_maker *m, int act, double alpha, uint32_t in, int limit, double scale,
                               double range) {
@@ -916,6 +931,7 @@ static uint32_t moei_curve_of(moei_maker *m, int act, double alpha, uint32_t in,
     moei_int_op op;
     uint32_t out;
     int i;
+    in = moei_curve_input(m, act, alpha, in);
     if (m->status != MOE_OK) return 0;
     for (i = 0; i <= 64; i++) {
         moe_real x = (moe_real)(((double)i * 1024 - 32768) * m->vectors[in].scale * alpha), y;
@@ -935,14 +951,17 @@ static uint32_t moei_curve(moei_maker *m, int act, uint32_t in, int limit, doubl
 }
 
 /* y = act(alpha gate) / alpha * up, narrow. The scale of the curve is chosen to give y its
-   scale. */
+   scale. act_range: of the gate; the activation may pass it. */
 static uint32_t moei_gated_product(moei_maker *m, int act, double alpha, uint32_t gate, uint32_t up, double act_range,
                                    double range) {
     double scale = range / MOEI_NARROW, finest, fine;
+    moe_real most = (moe_real)(act_range * alpha);
     int shift = 0;
     uint32_t curved, out;
     if (m->status != MOE_OK) return 0;
     if (!(scale > 0)) scale = 1;
+    moe_activate(NULL, act, 1, &most, &most); /* relu2 and sigmoid: above the gate */
+    if ((double)most / alpha > act_range) act_range = (double)most / alpha;
     finest = (act_range > 0 ? act_range : 1) * 1.1 / MOEI_WIDE * m->vectors[up].scale;
     while (shift < 30 && ldexp(finest, shift + 1) <= scale) shift++;
     fine = scale / ldexp(m->vectors[up].scale, shift);
@@ -993,10 +1012,11 @@ static moei_matrix moei_last_matrix(const moei_expert_run *run, size_t count) {
                           count, run->width[MOE_NODE_OUTPUT], run->width[step->from]);
 }
 
-/* Whether the activation of this product is relu and nothing else reads the product. */
+/* Whether the activation of this product is relu and nothing else reads the product: such an expert
+   has no linear branch. */
 static int moei_step_is_relu(const moei_expert_run *run, const moei_step *step) {
-    return run->act == MOE_ACT_RELU && step[1].op == MOEI_STEP_ACT && step[1].from == step->to &&
-           step + 1 < run->kind->steps + run->kind->n_steps;
+    return run->act == MOE_ACT_RELU && run->kind->up_is != MOE_NODE_UP &&
+           step + 1 < run->kind->steps + run->kind->n_steps && step[1].op == MOEI_STEP_ACT && step[1].from == step->to;
 }
 
 /* The range of a shaped expert's gate that matters: up to its limit, and down to where silu is
@@ -1154,6 +1174,8 @@ static const moei_ir_select_row moei_ir_selects[] = {{MOE_SELECT_TOP_K, moei_int
                                                      {MOE_SELECT_SINKHORN, moei_int_select_top_k, 0},
                                                      {MOE_SELECT_SAMPLE, moei_int_select_top_k, 0},
                                                      {MOE_SELECT_BALANCED, moei_int_select_top_k, 0},
+                                                     {MOE_SELECT_GROUPED_EACH, moei_int_select_each, 0},
+                                                     {MOE_SELECT_EXPERT_THRESHOLD, moei_int_select_threshold, 1},
                                                      {-1, NULL, 0}};
 
 static const moei_ir_weight_row moei_ir_weights[] = {{MOE_WEIGHT_SUM, moei_int_weight_sum, 3},
@@ -1214,7 +1236,16 @@ static moe_status moei_ir_supported(const moei_ir_planner *s, int frozen) {
     if (moei_ir_gate_of(c->gate)->gate == NULL) return moei_ir_refuse(s, "gate", "");
     if (moei_ir_weight_row_of(c->weight)->weight == NULL) return moei_ir_refuse(s, "weight", "");
     if (c->refine != MOE_REFINE_NONE) return moei_ir_refuse(s, "refine", "");
+    if (c->select == MOE_SELECT_EXPERT_THRESHOLD && c->gate == MOE_GATE_RELU)
+        return moei_ir_refuse(s, "gate", " with select = expert_threshold");
+    if (c->logit_cap > MOEI_R(0.0)) return moei_ir_refuse(s, "logit_cap", "");
+    if (c->router_residual) return moei_ir_refuse(s, "router_residual", "");
+    if (c->n_zero > 0) return moei_ir_refuse(s, "n_zero", "");
+    if (c->n_copy > 0) return moei_ir_refuse(s, "n_copy", "");
+    if (c->n_constant > 0) return moei_ir_refuse(s, "n_constant", "");
     if (c->student && frozen) return moei_ir_refuse(s, "student", "");
+    if (c->select == MOE_SELECT_SAMPLE && c->sample_at == MOE_SAMPLE_ALWAYS)
+        return moei_ir_refuse(s, "sample_at", "");
     if (c->weight == MOE_WEIGHT_P_NORM && !moei_ir_is(c->weight_p, 1.0) && !moei_ir_is(c->weight_p, 2.0))
         return moei_ir_refuse(s, "weight_p", ": only 1 and 2 have");
     if (c->renormalize == MOE_RENORMALIZE_AFTER && (c->expert_scale || c->weight == MOE_WEIGHT_SPARSEMIXER))
@@ -1236,7 +1267,8 @@ static int moei_ir_weight_of(const moe_router_config *c) {
    softmax against a threshold, and a bias need p. */
 static int moei_ir_selects_by_logits(const moei_ir_planner *s) {
     const moe_router_config *c = s->c;
-    if (c->weight == MOE_WEIGHT_SPARSEMIXER || c->select == MOE_SELECT_SINKHORN || c->select == MOE_SELECT_BALANCED)
+    if (c->weight == MOE_WEIGHT_SPARSEMIXER || c->select == MOE_SELECT_SINKHORN || c->select == MOE_SELECT_BALANCED ||
+        c->select == MOE_SELECT_EXPERT_THRESHOLD)
         return 1;
     if (s->biased) return 0;
     if (c->gate == MOE_GATE_IDENTITY) return 1;
@@ -1266,11 +1298,14 @@ static moe_status moei_ir_scale_z(moei_ir_planner *s, double logit_most) {
                               " with weights that read logits without it: z would need two scales");
     octaves = (keys > 0.0 ? keys : weights) * 0.69314718055994531;
     if (octaves > 0.0) {
+        if (room * octaves < 1.0 && c->gate_temperature < MOEI_R(1.0))
+            return moei_error(s->error, MOE_ERR_UNSUPPORTED,
+                              "gate_temperature = %g: logits up to %g have no integer form; use weights = float",
+                              (double)c->gate_temperature, logit_most);
         if (room * octaves < 1.0)
-            return moei_error(
-                s->error, MOE_ERR_UNSUPPORTED,
-                "gate_temperature = %g: logits up to %g have no integer form; use weights = float",
-                (double)c->gate_temperature, logit_most);
+            return moei_error(s->error, MOE_ERR_UNSUPPORTED,
+                              "logits up to %g have no integer form: scale your inputs, as to mean 0 and variance 1",
+                              logit_most);
         while (bits < most && ldexp(1.0, bits + 1) <= room * octaves) bits++;
         if (c->gate == MOE_GATE_SQRT_SOFTPLUS) bits -= bits % 2;
         s->made.router.z_bits = (uint8_t)bits;
@@ -1350,6 +1385,10 @@ static moe_status moei_ir_put_bias(moei_ir_planner *s) {
 static int32_t moei_ir_theta(const moei_ir_planner *s, size_t e) {
     const moe_router_config *c = s->c;
     const double raw = c->threshold_learned ? (double)s->tensors[MOE_ROUTER_THRESHOLD][e] : (double)c->threshold;
+    if (c->select == MOE_SELECT_EXPERT_THRESHOLD) { /* at the cutoff is above theta */
+        const moe_real a = s->tensors[MOE_ROUTER_CUTOFF][e], updates = s->tensors[MOE_ROUTER_CUTOFF_UPDATES][0];
+        return -1 - moei_ir_floor(-(double)moei_cutoff(c, a, updates) / s->p_unit);
+    }
     if (s->by_logits && c->threshold_sigmoid && c->gate == MOE_GATE_SIGMOID)
         return moei_ir_floor(raw * (double)c->gate_temperature / s->p_unit);
     if (s->by_logits)
@@ -1357,16 +1396,26 @@ static int32_t moei_ir_theta(const moei_ir_planner *s, size_t e) {
     return moei_ir_floor((c->threshold_sigmoid ? 1.0 / (1.0 + exp(-raw)) : raw) / s->p_unit);
 }
 
+static void moei_ir_put_thetas(moei_ir_planner *s) {
+    const size_t n = (size_t)s->c->n_experts;
+    unsigned char *to = moei_ir_piece(s, 4 * n, &s->made.router.thresholds);
+    size_t e;
+    for (e = 0; e < n && to != NULL; e++) (void)moei_int_put(to + 4 * e, (uint32_t)moei_ir_theta(s, e), 4);
+}
+
 static moe_status moei_ir_put_thresholds(moei_ir_planner *s) {
     const moe_router_config *c = s->c;
     moei_int_router *r = &s->made.router;
     const size_t n = (size_t)c->n_experts;
-    unsigned char *to;
-    size_t e;
     if (c->select == MOE_SELECT_TOP_P) r->threshold = moei_ir_floor((double)c->top_p / s->p_unit);
     if (s->weight == MOE_WEIGHT_SPARSEMIXER)
         r->threshold =
             moei_ir_floor((double)c->sparsemixer_eps < 1.0 ? (double)c->sparsemixer_eps * 131072.0 + 0.5 : 131072.0);
+    if (c->select == MOE_SELECT_EXPERT_THRESHOLD) {
+        if (!moei_ir_has(s, MOE_ROUTER_CUTOFF, n)) return moei_ir_missing(s, "router.cutoff");
+        if (!moei_ir_has(s, MOE_ROUTER_CUTOFF_UPDATES, 1)) return moei_ir_missing(s, "router.cutoff_updates");
+        moei_ir_put_thetas(s);
+    }
     if (c->select != MOE_SELECT_THRESHOLD) return MOE_OK;
     if (c->threshold_fallback != MOE_FALLBACK_NEVER) r->flags |= (uint8_t)MOEI_INT_FALLBACK;
     if (!c->threshold_learned) {
@@ -1374,8 +1423,7 @@ static moe_status moei_ir_put_thresholds(moei_ir_planner *s) {
         return MOE_OK;
     }
     if (!moei_ir_has(s, MOE_ROUTER_THRESHOLD, n)) return moei_ir_missing(s, "router.threshold");
-    to = moei_ir_piece(s, 4 * n, &r->thresholds);
-    for (e = 0; e < n && to != NULL; e++) (void)moei_int_put(to + 4 * e, (uint32_t)moei_ir_theta(s, e), 4);
+    moei_ir_put_thetas(s);
     return MOE_OK;
 }
 
@@ -1461,6 +1509,7 @@ static void moei_ir_plan_select(moei_ir_planner *s) {
     }
     if (c->select == MOE_SELECT_HASH && moei_ir_weight_row_of(s->weight)->reads == 0)
         r->gate = NULL; /* the order does not matter */
+    if (c->select == MOE_SELECT_GROUPED_EACH) r->groups = (uint16_t)c->groups;
     if (c->select == MOE_SELECT_GROUPED_TOP_K) {
         r->groups = (uint16_t)c->groups;
         r->groups_kept = (uint16_t)c->groups_kept;
@@ -1850,7 +1899,7 @@ static void moei_op_copy(moei_maker *m, uint32_t i) {
 
 /* Bytes of a block up to the end of this operation's constants, if it is a product. */
 static size_t moei_op_constants_end(const moei_maker *m, const moei_int_op *op) {
-    if (op->run == moei_int_op_curve || op->run == moei_int_op_multiply) return 0;
+    if (op->run == moei_int_op_curve || op->run == moei_int_op_multiply || op->run == moei_int_op_rescale) return 0;
     return op->at + (m->config->weights == MOE_WEIGHTS_INT8 ? moei_int8_size(op->shape.n, op->shape.k)
                                                             : moei_int4_size(op->shape.n, op->shape.k));
 }
@@ -2023,6 +2072,7 @@ static void moei_mixture_supported(moei_maker *m, const moe_layer_config *c, int
         MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: %s with norm_node = %s %s", i,
                           c->swiglu_limit > MOEI_R(0.0) ? "swiglu_limit" : "swiglu_offset",
                           moei_node_names[r->norm_node], hint);
+    if (c->d_latent > 0) MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: d_latent = %d %s", i, c->d_latent, hint);
     if (r->refine != MOE_REFINE_NONE)
         MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: refine = %s %s", i, moei_refine_names[r->refine], hint);
     if (r->apply_to == MOE_APPLY_INPUT && moei_scored_activation(c) >= 0)
@@ -2030,6 +2080,8 @@ static void moei_mixture_supported(moei_maker *m, const moe_layer_config *c, int
                           moei_score_names[r->score], hint);
     if (r->student && frozen)
         MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: student = 1, past freeze_at, %s", i, hint);
+    if (moei_first_norm(m->net, i) < i)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: raw_input = 1 %s", i, hint);
     if (r->input == MOE_INPUT_ADAPTIVE_CLUSTERING && r->ac_mix > 1) {
         const moe_router_config *previous = &m->net->modules[moei_previous_mixture(m->net, i)].layer.config.router;
         if (previous->gate == MOE_GATE_IDENTITY || previous->expert_scale || previous->scale < 0)
@@ -2337,7 +2389,8 @@ static uint32_t moei_module_linear(moei_maker *m, const moe_module *module, cons
 }
 
 static uint32_t moei_module_activation(moei_maker *m, const moe_module *module, const moei_ranges *range, int limit) {
-    const double scale = limit == MOEI_NARROW ? range->y / limit : range->y * 1.1 / limit;
+    const double headroom = module->act == MOE_ACT_RELU2 ? 1.25 * 1.25 : 1.1; /* its input has 1.25 */
+    const double scale = limit == MOEI_NARROW ? range->y / limit : range->y * headroom / limit;
     return moei_curve(m, module->act, moei_widened(m, m->entering[m->module]), limit, scale, range->y);
 }
 
@@ -2863,7 +2916,7 @@ static void moei_maker_run(moei_maker *m) {
 /* Why an MoE layer cannot be part of a float model; NULL if it can. */
 static const char *moei_float_obstacle(const moe_net *net, size_t i) {
     const moe_router_config *c = &net->modules[i].layer.config.router;
-    int switches = c->switch_at > 0;
+    int switches = moei_switches(c);
     if (c->score == MOE_SCORE_CUSTOM) return "score = custom: a model cannot hold functions of the caller";
     if (c->select == MOE_SELECT_CUSTOM || (switches && c->switch_from == MOE_SELECT_CUSTOM))
         return "select = custom: a model cannot hold functions of the caller";
@@ -2952,7 +3005,24 @@ static moe_status moei_float_model(moe_built_model *made, const moe_net *net, mo
     return status == MOE_OK ? MOE_OK : moei_error(error, status, "the network: %s", moe_status_text(status));
 }
 
+/* Models take one input per call, classifiers too: a router that reads others is refused. */
+static moe_status moei_mixture_alone(const moe_net *net, size_t i, moe_error *error) {
+    moe_router_config c;
+    moei_obstacle o;
+    char value[40];
+    if (net->modules[i].kind != MOE_MODULE_MIXTURE) return MOE_OK;
+    if (moe_router_check(&net->modules[i].layer.config.router, &c, NULL) != MOE_OK) return MOE_OK; /* refused below */
+    o = moei_decoding_obstacle(&c);
+    if (o.field == NULL) return MOE_OK;
+    moe_field_text(moe_field_find(moei_router_fields, o.field), &c, value, sizeof value);
+    return moei_error(error, MOE_ERR_UNSUPPORTED,
+                      "module %z (mixture): %s = %s compares inputs, and an inference model takes one input per "
+                      "call; %s works",
+                      i, o.field, value, o.remedy);
+}
+
 static moe_status moei_model_config_check(const moe_net *net, const moe_model_config *config, moe_error *error) {
+    size_t i;
     if (net == NULL || !net->built)
         return moei_error(error, net == NULL ? MOE_ERR_ARGUMENT : MOE_ERR_STATE,
                           "net: must come from moe_net_build or moe_net_load");
@@ -2967,6 +3037,10 @@ static moe_status moei_model_config_check(const moe_net *net, const moe_model_co
     if (net->transport != NULL)
         return moei_error(error, MOE_ERR_UNSUPPORTED,
                           "net.transport: a model needs a network in one process; load its file without transport");
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_status status = moei_mixture_alone(net, i, error);
+        if (status != MOE_OK) return status;
+    }
     return moe_net_decode_size(net, 1, 1, NULL, NULL, error);
 }
 
@@ -3121,7 +3195,8 @@ static const struct moei_function_name {
             MOEI_FUNCTION_NAME(moei_int_gate_sqrt_softplus) MOEI_FUNCTION_NAME(moei_int_share_softmax)
                 MOEI_FUNCTION_NAME(moei_int_share_sigmoid) MOEI_FUNCTION_NAME(moei_int_share_sqrt_softplus)
                     MOEI_FUNCTION_NAME(moei_int_select_logits) MOEI_FUNCTION_NAME(moei_int_select_top_k)
-                        MOEI_FUNCTION_NAME(moei_int_select_grouped) MOEI_FUNCTION_NAME(moei_int_select_top_p)
+                        MOEI_FUNCTION_NAME(moei_int_select_grouped) MOEI_FUNCTION_NAME(moei_int_select_each)
+                        MOEI_FUNCTION_NAME(moei_int_select_top_p)
                             MOEI_FUNCTION_NAME(moei_int_select_threshold) MOEI_FUNCTION_NAME(moei_int_select_hash)
                                 MOEI_FUNCTION_NAME(moei_int_weight_raw) MOEI_FUNCTION_NAME(moei_int_weight_sum)
                                     MOEI_FUNCTION_NAME(moei_int_weight_norm) MOEI_FUNCTION_NAME(moei_int_weight_softmax)
@@ -3290,6 +3365,10 @@ static void moei_print_parameter(moei_printer *p, const char *part, size_t modul
     moei_print_line_end(p);
 }
 
+/* The private member of a router's configuration, which has no row. */
+static const moe_field moei_no_preset = {"preset", MOE_FIELD_INT, offsetof(moe_router_config, preset), 0, 0, 0, NULL,
+                                         ""};
+
 /* The members of config from byte `from` to `to`, without braces. */
 static void moei_print_fields(moei_printer *p, const moe_field *fields, const void *config, size_t from, size_t to) {
     while (from < to) {
@@ -3297,6 +3376,7 @@ static void moei_print_fields(moei_printer *p, const moe_field *fields, const vo
         const unsigned char *at = (const unsigned char *)config + from;
         const char *end;
         while (field->name != NULL && field->offset != from) field++;
+        if (field->name == NULL && from == offsetof(moe_router_config, preset)) field = &moei_no_preset;
         if (field->name == NULL) {
             if (p->status == MOE_OK) p->status = MOE_ERR_STATE;
             return;
@@ -3437,14 +3517,14 @@ static void moei_keep(uint32_t *masks, int set, int value) { masks[set] |= (uint
 
 static void moei_keep_router(uint32_t *masks, const moe_router_config *c) {
     const int hidden = c->score == MOE_SCORE_MLP || c->score == MOE_SCORE_ATTENTIVE;
-    const int changes = c->schedule_steps > 0 || c->freeze_at > 0 || c->switch_at > 0 || c->l1_controller;
+    const int changes = moei_has_schedule(c) || c->freeze_at > 0 || c->switch_at > 0 || c->l1_controller;
     moei_keep(masks, MOEI_KEPT_SCORES, c->score);
     moei_keep(masks, MOEI_KEPT_GATES, c->gate);
     moei_keep(masks, MOEI_KEPT_SELECTS, c->select);
     moei_keep(masks, MOEI_KEPT_WEIGHTS, c->weight);
     moei_keep(masks, MOEI_KEPT_INPUTS, c->input);
     moei_keep(masks, MOEI_KEPT_REFINES, c->refine);
-    if (c->switch_at > 0) moei_keep(masks, MOEI_KEPT_SELECTS, c->switch_from);
+    if (moei_switches(c)) moei_keep(masks, MOEI_KEPT_SELECTS, c->switch_from);
     if (c->student) moei_keep(masks, MOEI_KEPT_SELECTS, MOE_SELECT_TOP_K);
     if (hidden) moei_keep(masks, MOEI_KEPT_ACTS, c->router_act);
     if (c->gate == MOE_GATE_SIGMOID) moei_keep(masks, MOEI_KEPT_ACTS, MOE_ACT_SIGMOID);
@@ -3530,7 +3610,7 @@ static size_t moei_expert_parameters(const moe_layer *layer) {
     int index;
     for (index = MOE_EXPERTS_GATE; index < MOE_SHARED_GATE; index++)
         if (moe_layer_parameter(&layer->config, index, &parameter) == MOE_OK) count += parameter.count;
-    return count / (size_t)layer->config.router.n_experts;
+    return count / (size_t)MOEI_REAL_EXPERTS(&layer->config.router);
 }
 
 static void moei_print_layer_line(moei_printer *p, size_t index, size_t experts, size_t bytes, size_t most) {

@@ -68,7 +68,8 @@
    >>manual
      Import.  A path, the prefix of the layer's tensor names, and usually nothing else:
        moe_import_layer(&layer, "Mixtral-8x7B", "model.layers.3", NULL, NULL, &error);
-     The path is a .safetensors file, the index of several (.index.json), a .gguf file, or a folder
+     The path is a .safetensors file, the index of several (.index.json), a .gguf file (of a split
+     one, part 1, NAME-00001-of-00003.gguf, with the others beside it), or a folder
      that holds model.safetensors or model.safetensors.index.json. Only headers and the tensors of
      that layer are read from large files. If the prefix does not lead to an MoE layer, the message
      lists those of the file.
@@ -76,9 +77,9 @@
      Family and settings.  The family comes from model_type in config.json (GGUF:
      general.architecture); without one, from the tensor names. Sizes come from the tensors. Router
      settings come from config.json (GGUF: metadata). What is missing there takes the defaults of
-     the family's own program where model_type names the family, else those of its preset, or of the
-     preset that you name. The layer computes what that program computes, in float32 (float64 in the
-     double build).
+     the family's own program (GGUF: of llama.cpp) where model_type names the family, else those of
+     its preset, or of the preset that you name. The layer computes what that program computes, in
+     float32 (float64 in the double build).
 
      Afterwards.  The layer is like any other: run it, quantize it, put its tensors into a network
      (moe_net_find). It has no gradients; to train it, save it with moe_layer_save and load it with
@@ -119,12 +120,17 @@
 
    >>limits
      - One layer at a time: attention, norms and embeddings are not imported.
-     - Element types: F32, F16, BF16, F64; in GGUF also Q8_0 and Q4_0. Other quantized files
-       (K-quants, MXFP4, FP8, GPTQ, AWQ) are refused: dequantize them, or convert them to GGUF Q8_0.
+     - Element types: F32, F16, BF16, F64; in GGUF also Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K,
+       IQ4_NL, IQ4_XS and MXFP4, dequantized exactly (rounded once). Other quantized files (IQ1 to
+       IQ3, and safetensors of MXFP4, FP8, GPTQ, AWQ) are refused: dequantize or convert them.
      - GGUF versions 2 and 3, little-endian. config.json up to 1 MiB.
-     - Experts are SwiGLU. Any other hidden_act is refused, as is an unknown tensor of the layer.
+     - Experts are SwiGLU, those of grok1 and gemma4 glu with gelu_tanh. Any other hidden_act
+       is refused, as is an unknown tensor of the layer.
      - Losses, noise and learning rates of the original training are not read.
      - deepseek_v2 with norm_topk_prob ignores routed_scaling_factor, like its own program.
+     - A GGUF file computes what llama.cpp computes: phi35_moe a softmax over the chosen experts,
+       not sparsemixer; groups compared by their two best experts; minimax_m2 and dots1 need
+       expert_gating_func. llama.cpp also takes 6.1e-5 for a smaller sum of weights.
      - Tested with small stand-ins of every family, whose outputs tests/unit/published.py computes
        independently. No published weights were available.
 */
@@ -207,7 +213,8 @@ MOE_API moe_status moe_import_read(moe_layer *layer, const moe_import_source *so
    (moe_file_replace).
      prefix   prepended to the names with a dot; UTF-8, at most 180 bytes
      family   one of >>families. Where a family has both forms, each expert gets its own tensors
-     dtype    MOE_DTYPE_F64, _F32, _F16 or _BF16; rounds to nearest, ties to even
+     dtype    MOE_DTYPE_F64, _F32, _F16 or _BF16; rounds to nearest, ties to even. With 16 bits
+              e_score_correction_bias stays F32, as in the families' own files
    Settings of the layer and parameters that only training uses are not written.
      MOE_ERR_CONFIG       the layer has a parameter that the family does not have, or the family
                           needs one that the layer does not have; d_out differs from d_model
@@ -362,6 +369,8 @@ typedef struct moei_family {
     const char *keys;
     /* what its own program assumes for missing settings, where the preset says otherwise */
     const char *defaults;
+    /* GGUF: the same of llama.cpp; a key without which llama.cpp refuses the file (NULL: none) */
+    const char *gguf_defaults, *gguf_key;
 } moei_family;
 
 #define MOEI_SETS_QWEN (MOEI_SET_GATE | MOEI_SET_PROJ | MOEI_SET_FUSED)
@@ -369,83 +378,85 @@ typedef struct moei_family {
 #define MOEI_KEYS_DEEPSEEK \
     "norm_topk_prob routed_scaling_factor n_group topk_group n_shared_experts " \
     "expert_weights_norm expert_weights_scale expert_gating_func expert_group_count expert_group_used_count"
-#define MOEI_KEYS_NORM "norm_topk_prob expert_weights_norm expert_weights_scale expert_gating_func"
+/* llama.cpp compares groups by their two largest p, whatever the family's own program does. */
+#define MOEI_GGUF_DEEPSEEK "weight=raw select=top_k groups=1 groups_kept=1 group_score=top2_sum scale=1"
 
 static const moei_family moei_families[] = {
     {"mixtral", "mixtral", "mixtral", "llama",
      MOEI_SET_GATE | MOEI_SET_W123 | MOEI_SET_FUSED,
      MOEI_SET_GATE, 0,
      MOEI_SET_G_EXPERTS, MOEI_SET_G_EXPERTS,
-     "", "top_k=2"},
+     "", "top_k=2", "", NULL},
     {"phi35_moe", "phi35_moe", "phimoe", "phimoe",
      MOEI_SET_GATE | MOEI_SET_W123 | MOEI_SET_FUSED,
      MOEI_SET_GATE, -1,
      MOEI_SET_G_EXPERTS, MOEI_SET_G_EXPERTS,
-     "router_jitter_noise", "top_k=2"},
+     "router_jitter_noise", "top_k=2", "weight=softmax sparsemixer_sample=0", NULL},
     {"minimax_m2", "minimax_m2", "minimax_m2", "minimax-m2",
      MOEI_SET_GATE | MOEI_SET_W123 | MOEI_SET_FUSED | MOEI_SET_TOP_CORRECTION,
      MOEI_SET_GATE | MOEI_SET_TOP_CORRECTION, 0,
      MOEI_SET_G_EXPERTS | MOEI_SET_G_CORRECTION, MOEI_SET_G_EXPERTS | MOEI_SET_G_CORRECTION,
-     "scoring_func expert_gating_func", ""},
+     "scoring_func expert_gating_func", "", "", "expert_gating_func"},
     {"qwen2_moe", "qwen2_moe", "qwen2_moe", "qwen2moe",
      MOEI_SETS_QWEN | MOEI_SET_SHARED | MOEI_SET_SHARED_GATE,
      MOEI_SET_GATE | MOEI_SET_SHARED | MOEI_SET_SHARED_GATE, 0,
      MOEI_SET_G_EXPERTS | MOEI_SET_G_SHARED | MOEI_SET_G_SHARED_GATE,
      MOEI_SET_G_EXPERTS | MOEI_SET_G_SHARED | MOEI_SET_G_SHARED_GATE,
-     MOEI_KEYS_NORM, "top_k=4"},
+     "norm_topk_prob", "top_k=4", "", NULL},
     {"qwen3_next", "qwen2_moe", "qwen3_next", "qwen3next",
      MOEI_SETS_QWEN | MOEI_SET_SHARED | MOEI_SET_SHARED_GATE,
      MOEI_SET_GATE | MOEI_SET_SHARED | MOEI_SET_SHARED_GATE, -1,
      MOEI_SET_G_EXPERTS | MOEI_SET_G_SHARED | MOEI_SET_G_SHARED_GATE,
      MOEI_SET_G_EXPERTS | MOEI_SET_G_SHARED | MOEI_SET_G_SHARED_GATE,
-     MOEI_KEYS_NORM, "top_k=10 weight=sum"},
+     "norm_topk_prob", "top_k=10 weight=sum", "weight=sum", NULL},
     {"qwen3_moe", "qwen3_moe", "qwen3_moe", "qwen3moe",
      MOEI_SETS_QWEN,
      MOEI_SET_GATE, 0,
      MOEI_SET_G_EXPERTS, MOEI_SET_G_EXPERTS,
-     MOEI_KEYS_NORM, "weight=raw"},
+     "norm_topk_prob", "weight=raw", "", NULL},
     {"olmoe", "olmoe", "olmoe", "olmoe",
      MOEI_SETS_QWEN,
      MOEI_SET_GATE, 0,
      MOEI_SET_G_EXPERTS, MOEI_SET_G_EXPERTS,
-     MOEI_KEYS_NORM, ""},
+     "norm_topk_prob", "", "", NULL},
     {"deepseek_v2", "deepseek_v2", "deepseek_v2", "deepseek2",
      MOEI_SETS_DEEPSEEK,
      MOEI_SET_GATE, MOEI_SET_SHARED_EXPERTS,
      MOEI_SET_G_EXPERTS | MOEI_SET_G_SHARED, MOEI_SET_G_EXPERTS,
-     MOEI_KEYS_DEEPSEEK " topk_method scoring_func", "select=top_k groups=1 groups_kept=1 scale=1"},
+     MOEI_KEYS_DEEPSEEK " topk_method scoring_func", "select=top_k groups=1 groups_kept=1 scale=1",
+     "gate=softmax " MOEI_GGUF_DEEPSEEK, NULL},
     {"deepseek_v3", "deepseek_v3", "deepseek_v3 deepseek_v32 kimi_k2", "deepseek2",
      MOEI_SETS_DEEPSEEK | MOEI_SET_CORRECTION,
      MOEI_SET_GATE | MOEI_SET_CORRECTION, 0,
      MOEI_SET_G_EXPERTS | MOEI_SET_G_SHARED | MOEI_SET_G_CORRECTION, MOEI_SET_G_EXPERTS | MOEI_SET_G_CORRECTION,
-     MOEI_KEYS_DEEPSEEK " topk_method scoring_func", ""},
+     MOEI_KEYS_DEEPSEEK " topk_method scoring_func", "", "gate=softmax " MOEI_GGUF_DEEPSEEK, NULL},
     {"glm4_moe", "deepseek_v3", "glm4_moe", "glm4moe",
      MOEI_SETS_DEEPSEEK | MOEI_SET_CORRECTION,
      MOEI_SET_GATE | MOEI_SET_CORRECTION, -1,
      MOEI_SET_G_EXPERTS | MOEI_SET_G_SHARED | MOEI_SET_G_CORRECTION, MOEI_SET_G_EXPERTS | MOEI_SET_G_CORRECTION,
-     MOEI_KEYS_DEEPSEEK, "groups=1 groups_kept=1 scale=1"},
+     MOEI_KEYS_DEEPSEEK, "groups=1 groups_kept=1 scale=1", "gate=sigmoid " MOEI_GGUF_DEEPSEEK, NULL},
     {"dots1", "deepseek_v3", "dots1", "dots1",
      MOEI_SETS_DEEPSEEK | MOEI_SET_CORRECTION,
      MOEI_SET_GATE | MOEI_SET_CORRECTION, -1,
      MOEI_SET_G_EXPERTS | MOEI_SET_G_SHARED | MOEI_SET_G_CORRECTION, MOEI_SET_G_EXPERTS | MOEI_SET_G_CORRECTION,
-     MOEI_KEYS_DEEPSEEK, "groups=1 groups_kept=1 scale=1 weight=raw"},
+     MOEI_KEYS_DEEPSEEK, "groups=1 groups_kept=1 scale=1 weight=raw", MOEI_GGUF_DEEPSEEK, "expert_gating_func"},
     {"llama4", "llama4", "llama4 llama4_text", "llama4",
      MOEI_SET_ROUTER | MOEI_SET_TRANSPOSED | MOEI_SET_SHARED,
      MOEI_SET_ROUTER | MOEI_SET_SHARED, 0,
      MOEI_SET_G_EXPERTS | MOEI_SET_G_SHARED, MOEI_SET_G_EXPERTS | MOEI_SET_G_SHARED,
-     "", ""},
+     "", "", "", NULL},
     {"gpt_oss", "gpt_oss", "gpt_oss", "gpt-oss",
      MOEI_SET_ROUTER | MOEI_SET_ROUTER_BIAS | MOEI_SET_INTERLEAVED,
      MOEI_SET_ROUTER | MOEI_SET_ROUTER_BIAS | MOEI_SET_INTERLEAVED, 0,
      MOEI_SET_G_EXPERTS | MOEI_SET_G_BIASES | MOEI_SET_G_ROUTER_BIAS,
      MOEI_SET_G_EXPERTS | MOEI_SET_G_BIASES | MOEI_SET_G_ROUTER_BIAS,
-     "swiglu_limit", ""},
+     "swiglu_limit", "", "", NULL},
     {"granite_moe", "granite_moe", "granitemoe", "granitemoe granite-moe",
      MOEI_SET_ROUTER_LAYER | MOEI_SET_LINEAR,
      MOEI_SET_ROUTER_LAYER | MOEI_SET_LINEAR, 0,
      MOEI_SET_G_EXPERTS, MOEI_SET_G_EXPERTS,
-     "", "top_k=2"},
-    {NULL, NULL, NULL, NULL, 0, 0, 0, 0, 0, NULL, NULL}};
+     "", "top_k=2", "", NULL},
+    {NULL, NULL, NULL, NULL, 0, 0, 0, 0, 0, NULL, NULL, NULL, NULL}};
 
 /* Settings that every family reads, from config.json and from GGUF metadata. */
 static const char moei_family_common_keys[] =
@@ -543,14 +554,25 @@ enum {
 /* An open file. For safetensors, bytes holds the header. */
 typedef struct moei_import_shard {
     struct moei_import_shard *next;
+    struct moei_import_shard *part; /* the next part of a split GGUF file; NULL: none */
+    uint64_t kv_at, infos_at, data_at; /* of GGUF: offsets of metadata, tensor descriptions, data */
+    size_t n_kv, n_tensors;
+    uint32_t split_no, split_count; /* which part, from 0, of how many; 0: not split */
     moe_import_source source;
     moe_buffer bytes;
     moe_file file;
     char name[MOEI_IMPORT_NAME];
+    char shown[44]; /* the end of a long name, so that messages have room for the reason */
 } moei_import_shard;
 
-/* Element types that only GGUF has. MOE_DTYPE_COUNT means any type that is not supported. */
-enum { MOEI_DTYPE_Q8_0 = MOE_DTYPE_COUNT + 1, MOEI_DTYPE_Q4_0 };
+/* An element type of blocks. */
+typedef struct moei_block_type {
+    const char *name;
+    int code;               /* number in GGUF */
+    int dtype;              /* of single numbers; MOE_DTYPE_COUNT: blocks, or not supported */
+    size_t elements, bytes; /* of a block */
+    void (*read)(const unsigned char *block, moe_real *values); /* NULL: no blocks */
+} moei_block_type;
 
 /* A tensor of the layer, as found in a file. */
 typedef struct moei_import_tensor {
@@ -559,7 +581,8 @@ typedef struct moei_import_tensor {
     const moei_import_shard *shard;
     uint64_t at;            /* offset of its data in the file */
     size_t count, bytes;
-    int dtype, n_dims;
+    const moei_block_type *type; /* in GGUF; NULL: unknown */
+    int dtype, n_dims;      /* dtype MOE_DTYPE_COUNT: blocks, or not supported */
     int code;               /* type number in GGUF */
     size_t shape[MOE_FILE_MAX_DIMS];
     const moei_tensor_name *row;
@@ -572,8 +595,6 @@ enum { MOEI_GGUF_KEYS = 8 };
 
 typedef struct moei_gguf_facts {
     char arch[MOEI_IMPORT_VALUE];
-    uint64_t kv_at, infos_at, data_at;
-    size_t n_kv, n_tensors;
     int kinds[MOEI_GGUF_KEYS];
     char texts[MOEI_GGUF_KEYS][MOEI_IMPORT_VALUE];
 } moei_gguf_facts;
@@ -602,10 +623,11 @@ static moe_status moei_import_read_at(const moei_importer *r, const moei_import_
                                       size_t size) {
     moe_status status;
     if (at > shard->source.size || size > shard->source.size - at)
-        return moei_error(r->error, MOE_ERR_FORMAT, "%s: the file ends before byte %z", shard->name, (size_t)at + size);
+        return moei_error(r->error, MOE_ERR_FORMAT, "%s: the file ends before byte %z",
+                      shard->shown, (size_t)at + size);
     status = size > 0 ? shard->source.read_at(shard->source.ctx, at, to, size) : MOE_OK;
     if (status == MOE_OK) return MOE_OK;
-    return moei_error(r->error, status, "%s: cannot read at byte %z: %s", shard->name, (size_t)at,
+    return moei_error(r->error, status, "%s: cannot read at byte %z: %s", shard->shown, (size_t)at,
                       r->folder->reason != NULL ? r->folder->reason(r->folder->ctx) : moe_status_text(status));
 }
 
@@ -617,7 +639,7 @@ static moe_status moei_import_read_start(moei_importer *r, const moei_import_sha
     buffer->allocator = r->allocator;
     status = moei_buffer_reserve(buffer, size + 1);
     if (status != MOE_OK)
-        return moei_error(r->error, status, "%s: no memory for %z bytes of the file", shard->name, size);
+        return moei_error(r->error, status, "%s: no memory for %z bytes of the file", shard->shown, size);
     buffer->size = size;
     return moei_import_read_at(r, shard, 0, buffer->data, size);
 }
@@ -637,6 +659,16 @@ static void moei_import_copy(char *to, size_t room, const char *from) {
     moei_put(&t, from, moei_strlen(from));
 }
 
+/* Copies a text; of one that is longer than room only the end, behind dots. */
+static void moei_import_show(const char *from, char *to, size_t room) {
+    const size_t length = moei_strlen(from);
+    const int cut = length >= room;
+    moei_text t = moei_import_text(to, room);
+    moei_put(&t, "...", cut ? 3 : 0);
+    from += cut ? length - (room - 4) : 0;
+    moei_put(&t, from, moei_strlen(from));
+}
+
 /* Opens a file of the folder. MOE_ERR_NOT_FOUND, without a message, when it does not exist. */
 static moe_status moei_import_shard_open(moei_importer *r, const char *name, moei_import_shard **shard) {
     moei_import_shard *s = (moei_import_shard *)moei_alloc(&r->allocator, 1, sizeof *s);
@@ -652,6 +684,7 @@ static moe_status moei_import_shard_open(moei_importer *r, const char *name, moe
         return status;
     }
     moei_import_copy(s->name, sizeof s->name, name);
+    moei_import_show(s->name, s->shown, sizeof s->shown);
     s->next = r->shards;
     r->shards = *shard = s;
     return MOE_OK;
@@ -686,16 +719,16 @@ static moe_status moei_import_shard_header(moei_importer *r, moei_import_shard *
     if (status != MOE_OK) return status;
     length = moei_load(first, 8);
     if (s->source.size > (uint64_t)(size_t)-1 / 2)
-        return moei_error(r->error, MOE_ERR_OVERFLOW, "%s: the file is too large for size_t", s->name);
+        return moei_error(r->error, MOE_ERR_OVERFLOW, "%s: the file is too large for size_t", s->shown);
     if (length == 0 || length > MOEI_FILE_MAX_HEADER || length > s->source.size - 8) {
         const char *many = length > MOEI_FILE_MAX_HEADER ? "more than 100000000" : length == 0 ? "no" : "too many";
         return moei_error(r->error, MOE_ERR_FORMAT,
-                          "%s: not a safetensors file: its header would have %s bytes, the file has %z", s->name, many,
+                          "%s: not a safetensors file: its header would have %s bytes, the file has %z", s->shown, many,
                           (size_t)s->source.size);
     }
     status = moei_import_read_start(r, s, 8 + (size_t)length, &s->bytes);
     if (status != MOE_OK) return status;
-    return moei_import_error_in(r, s->name,
+    return moei_import_error_in(r, s->shown,
                                 moei_file_check(&s->file, s->bytes.data, (size_t)s->source.size, 1, r->error));
 }
 
@@ -710,9 +743,10 @@ static const char *const moei_gguf_names[MOEI_GGUF_KEYS] = {
     "expert_count",       "expert_used_count",    "expert_group_count",  "expert_group_used_count",
     "expert_gating_func", "expert_weights_scale", "expert_weights_norm", "expert_shared_count"};
 
-/* A buffered reader of a source. After an error it returns zeros. */
+/* A buffered reader of a file. After an error it returns zeros. */
 typedef struct moei_gguf {
     const moei_importer *r;
+    const moei_import_shard *file;
     uint64_t at, base;
     uint64_t end; /* of the last tensor's data, from the beginning of all data */
     size_t have;
@@ -720,17 +754,18 @@ typedef struct moei_gguf {
     unsigned char window[256];
 } moei_gguf;
 
-static void moei_gguf_begin(moei_gguf *g, const moei_importer *r, uint64_t at) {
+static void moei_gguf_begin(moei_gguf *g, const moei_importer *r, const moei_import_shard *file, uint64_t at) {
     memset(g, 0, sizeof *g);
     g->r = r;
+    g->file = file;
     g->at = at;
 }
 
-static uint64_t moei_gguf_left(const moei_gguf *g) { return g->r->first->source.size - g->at; }
+static uint64_t moei_gguf_left(const moei_gguf *g) { return g->file->source.size - g->at; }
 
 static void moei_gguf_refuse(moei_gguf *g, moe_status status, const char *what) {
     if (g->status == MOE_OK)
-        g->status = moei_error(g->r->error, status, "%s: byte %z: %s", g->r->first->name, (size_t)g->at, what);
+        g->status = moei_error(g->r->error, status, "%s: byte %z: %s", g->file->shown, (size_t)g->at, what);
 }
 
 static void moei_gguf_read(moei_gguf *g, void *to, size_t n) {
@@ -742,7 +777,7 @@ static void moei_gguf_read(moei_gguf *g, void *to, size_t n) {
             g->base = g->at;
             g->have = moei_gguf_left(g) < sizeof g->window ? (size_t)moei_gguf_left(g) : sizeof g->window;
             if (g->have == 0) moei_gguf_refuse(g, MOE_ERR_FORMAT, "the file ends here, but more data is expected");
-            else g->status = moei_import_read_at(g->r, g->r->first, g->base, g->window, g->have);
+            else g->status = moei_import_read_at(g->r, g->file, g->base, g->window, g->have);
             if (g->status != MOE_OK) break;
         }
         some = g->have - from < n ? g->have - from : n;
@@ -834,14 +869,23 @@ static int moei_gguf_value(moei_gguf *g, uint32_t type, char text[MOEI_IMPORT_VA
     return MOEI_VALUE_SCALAR;
 }
 
-/* Reads the metadata. The first pass finds general.architecture and general.alignment; the second
-   pass (behind_arch = 1) finds the keys that start with the architecture. */
-static void moei_gguf_metadata(moei_gguf *g, moei_gguf_facts *facts, uint32_t *alignment, int behind_arch) {
-    char key[MOEI_IMPORT_NAME], text[MOEI_IMPORT_VALUE];
+/* Reads a number of 4 bytes, or of 2, into *number if the key has this name. */
+static int moei_gguf_key_number(moei_gguf *g, const char *key, const char *name, uint32_t type, uint32_t *number) {
+    if (moei_strcmp(key, name) != 0 || (type != 2 && type != 4)) return 0;
+    *number = (uint32_t)moei_gguf_number(g, type == 2 ? 2 : 4);
+    return 1;
+}
+
+/* Reads the metadata. The first pass finds general.architecture, general.alignment and which part
+   of a split file this is; the second pass (behind_arch = 1) finds the keys that start with the
+   architecture. */
+static void moei_gguf_metadata(moei_gguf *g, moei_gguf_facts *facts, moei_import_shard *file, uint32_t *alignment,
+                               int behind_arch) {
+    char key[MOEI_IMPORT_NAME];
     const char *behind;
-    size_t i, n;
+    size_t i;
     int k;
-    for (i = 0; i < facts->n_kv && g->status == MOE_OK; i++) {
+    for (i = 0; i < file->n_kv && g->status == MOE_OK; i++) {
         uint32_t type;
         int kind = MOEI_VALUE_NONE;
         moei_gguf_string(g, key, sizeof key);
@@ -852,26 +896,198 @@ static void moei_gguf_metadata(moei_gguf *g, moei_gguf_facts *facts, uint32_t *a
             if (k < MOEI_GGUF_KEYS) kind = facts->kinds[k] = moei_gguf_value(g, type, facts->texts[k]);
         } else if (!behind_arch && moei_strcmp(key, "general.architecture") == 0 && type == MOEI_GGUF_STRING) {
             kind = moei_gguf_value(g, type, facts->arch);
-        } else if (!behind_arch && moei_strcmp(key, "general.alignment") == 0 && type == 4) {
-            kind = moei_gguf_value(g, type, text);
-            for (n = *alignment = 0; text[n] != '\0'; n++) *alignment = *alignment * 10u + (uint32_t)(text[n] - '0');
-        }
+        } else if (!behind_arch && (moei_gguf_key_number(g, key, "general.alignment", type, alignment) ||
+                                    moei_gguf_key_number(g, key, "split.no", type, &file->split_no) ||
+                                    moei_gguf_key_number(g, key, "split.count", type, &file->split_count)))
+            kind = MOEI_VALUE_SCALAR;
         if (kind == MOEI_VALUE_NONE) moei_gguf_skip_value(g, type);
     }
 }
 
-/* Supported element types: GGUF number, dtype, elements and bytes of a block. */
-static const struct {
-    int code, dtype;
-    size_t elements, bytes;
-} moei_gguf_types[] = {{0, MOE_DTYPE_F32, 1, 4},     {1, MOE_DTYPE_F16, 1, 2},  {2, MOEI_DTYPE_Q4_0, 32, 18},
-                       {8, MOEI_DTYPE_Q8_0, 32, 34}, {28, MOE_DTYPE_F64, 1, 8}, {30, MOE_DTYPE_BF16, 1, 2}};
-enum { MOEI_GGUF_KNOWN = 6 };
+/* Blocks of GGUF. Each function writes the values of one block, rounded at most once: products of
+   scales and codes are exact in float. */
+
+static moe_real moei_block_scale(const unsigned char *p) { return moei_from_f16((uint16_t)moei_load(p, 2)); }
+
+/* Code i of 32: low halves of 16 bytes first. */
+static int moei_block_nibble(const unsigned char *q, int i) { return i < 16 ? q[i] & 15 : q[i - 16] >> 4; }
+
+static void moei_block_q4_0(const unsigned char *p, moe_real *values) {
+    const moe_real d = moei_block_scale(p);
+    int i;
+    for (i = 0; i < 32; i++) values[i] = d * (moe_real)(moei_block_nibble(p + 2, i) - 8);
+}
+
+static void moei_block_q4_1(const unsigned char *p, moe_real *values) {
+    const moe_real d = moei_block_scale(p), m = moei_block_scale(p + 2);
+    int i;
+    for (i = 0; i < 32; i++) values[i] = d * (moe_real)moei_block_nibble(p + 4, i) + m;
+}
+
+/* Code i with its fifth bit, which stands in 4 bytes before the halves. */
+static int moei_block_five(const unsigned char *p, int i) {
+    return moei_block_nibble(p + 4, i) | (p[i / 8] >> i % 8 & 1) << 4;
+}
+
+static void moei_block_q5_0(const unsigned char *p, moe_real *values) {
+    const moe_real d = moei_block_scale(p);
+    int i;
+    for (i = 0; i < 32; i++) values[i] = d * (moe_real)(moei_block_five(p + 2, i) - 16);
+}
+
+static void moei_block_q5_1(const unsigned char *p, moe_real *values) {
+    const moe_real d = moei_block_scale(p), m = moei_block_scale(p + 2);
+    int i;
+    for (i = 0; i < 32; i++) values[i] = d * (moe_real)moei_block_five(p + 4, i) + m;
+}
+
+static void moei_block_q8_0(const unsigned char *p, moe_real *values) {
+    const moe_real d = moei_block_scale(p);
+    int i;
+    for (i = 0; i < 32; i++) values[i] = d * (moe_real)moei_load_signed(p + 2 + i, 1);
+}
+
+static const signed char moei_iq4_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                                1,    13,   25,  38,  53,  69,  89,  113};
+
+static void moei_block_iq4_nl(const unsigned char *p, moe_real *values) {
+    const moe_real d = moei_block_scale(p);
+    int i;
+    for (i = 0; i < 32; i++) values[i] = d * (moe_real)moei_iq4_values[moei_block_nibble(p + 2, i)];
+}
+
+/* Twice the values of E2M1, and half of a power of two that is stored as E8M0: neither overflows
+   where their product does not. */
+static const signed char moei_fp4_values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+static moe_real moei_e8m0_half(unsigned e) {
+    return (moe_real)moei_binary32(e < 2 ? (uint32_t)0x200000 << e : (uint32_t)(e - 1) << 23);
+}
+
+static void moei_block_mxfp4(const unsigned char *p, moe_real *values) {
+    const moe_real d = moei_e8m0_half(p[0]);
+    int i;
+    for (i = 0; i < 32; i++) values[i] = d * (moe_real)moei_fp4_values[moei_block_nibble(p + 1, i)];
+}
+
+/* Blocks of 256: element e is l of 32 in part j of 8, which is k of 4 in half h. */
+
+static void moei_block_q2_k(const unsigned char *p, moe_real *values) {
+    const moe_real d = moei_block_scale(p + 80), m = moei_block_scale(p + 82);
+    int e;
+    for (e = 0; e < 256; e++) {
+        const int h = e / 128, k = e / 32 % 4;
+        const int l = e % 32, s = p[e / 16];
+        values[e] = d * (moe_real)((s & 15) * (p[16 + 32 * h + l] >> 2 * k & 3)) - m * (moe_real)(s >> 4);
+    }
+}
+
+static void moei_block_q3_k(const unsigned char *p, moe_real *values) {
+    const unsigned char *q = p + 32, *s = p + 96;
+    const moe_real d = moei_block_scale(p + 108);
+    int e;
+    for (e = 0; e < 256; e++) {
+        const int h = e / 128, k = e / 32 % 4;
+        const int l = e % 32, i = e / 16;
+        const int scale = (i < 8 ? s[i] & 15 : s[i - 8] >> 4) | (s[8 + i % 4] >> 2 * (i / 4) & 3) << 4;
+        const int code = (q[32 * h + l] >> 2 * k & 3) - (p[l] >> (4 * h + k) & 1 ? 0 : 4);
+        values[e] = d * (moe_real)(scale - 32) * (moe_real)code;
+    }
+}
+
+/* Scale (offset 0) or minimum (offset 4) of part j, 6 bits each in 12 bytes. */
+static int moei_block_six(const unsigned char *s, int j, int offset) {
+    if (j < 4) return s[j + offset] & 63;
+    return (offset == 0 ? s[j + 4] & 15 : s[j + 4] >> 4) | (s[j - 4 + offset] >> 6) << 4;
+}
+
+/* Q4_K, and with high bits Q5_K. */
+static void moei_block_k(const unsigned char *p, const unsigned char *high, const unsigned char *q,
+                         moe_real *values) {
+    const moe_real d = moei_block_scale(p), m = moei_block_scale(p + 2);
+    int e;
+    for (e = 0; e < 256; e++) {
+        const int j = e / 32, l = e % 32;
+        const int byte = q[32 * (j / 2) + l];
+        const int code = (j % 2 == 0 ? byte & 15 : byte >> 4) | (high != NULL ? (high[l] >> j & 1) << 4 : 0);
+        values[e] = d * (moe_real)(moei_block_six(p + 4, j, 0) * code) - m * (moe_real)moei_block_six(p + 4, j, 4);
+    }
+}
+
+static void moei_block_q4_k(const unsigned char *p, moe_real *values) { moei_block_k(p, NULL, p + 16, values); }
+static void moei_block_q5_k(const unsigned char *p, moe_real *values) { moei_block_k(p, p + 16, p + 48, values); }
+
+static void moei_block_q6_k(const unsigned char *p, moe_real *values) {
+    const moe_real d = moei_block_scale(p + 208);
+    int e;
+    for (e = 0; e < 256; e++) {
+        const int h = e / 128, k = e / 32 % 4;
+        const int l = e % 32, low = p[64 * h + 32 * (k & 1) + l];
+        const int code = (k > 1 ? low >> 4 : low & 15) | (p[128 + 32 * h + l] >> 2 * k & 3) << 4;
+        values[e] = d * (moe_real)moei_load_signed(p + 192 + e / 16, 1) * (moe_real)(code - 32);
+    }
+}
+
+static void moei_block_iq4_xs(const unsigned char *p, moe_real *values) {
+    const moe_real d = moei_block_scale(p);
+    const unsigned high = (unsigned)moei_load(p + 2, 2);
+    int e;
+    for (e = 0; e < 256; e++) {
+        const int j = e / 32;
+        const int scale = (p[4 + j / 2] >> 4 * (j & 1) & 15) | (int)(high >> 2 * j & 3u) << 4;
+        values[e] = d * (moe_real)(scale - 32) *
+                    (moe_real)moei_iq4_values[moei_block_nibble(p + 8 + 16 * j, e % 32)];
+    }
+}
+
+/* Element types of GGUF. 0 bytes: not supported. */
+static const moei_block_type moei_gguf_types[] = {
+    {"F32", 0, MOE_DTYPE_F32, 1, 4, NULL},
+    {"F16", 1, MOE_DTYPE_F16, 1, 2, NULL},
+    {"Q4_0", 2, MOE_DTYPE_COUNT, 32, 18, moei_block_q4_0},
+    {"Q4_1", 3, MOE_DTYPE_COUNT, 32, 20, moei_block_q4_1},
+    {"Q5_0", 6, MOE_DTYPE_COUNT, 32, 22, moei_block_q5_0},
+    {"Q5_1", 7, MOE_DTYPE_COUNT, 32, 24, moei_block_q5_1},
+    {"Q8_0", 8, MOE_DTYPE_COUNT, 32, 34, moei_block_q8_0},
+    {"Q8_1", 9, MOE_DTYPE_COUNT, 1, 0, NULL},
+    {"Q2_K", 10, MOE_DTYPE_COUNT, 256, 84, moei_block_q2_k},
+    {"Q3_K", 11, MOE_DTYPE_COUNT, 256, 110, moei_block_q3_k},
+    {"Q4_K", 12, MOE_DTYPE_COUNT, 256, 144, moei_block_q4_k},
+    {"Q5_K", 13, MOE_DTYPE_COUNT, 256, 176, moei_block_q5_k},
+    {"Q6_K", 14, MOE_DTYPE_COUNT, 256, 210, moei_block_q6_k},
+    {"Q8_K", 15, MOE_DTYPE_COUNT, 1, 0, NULL},
+    {"IQ2_XXS", 16, MOE_DTYPE_COUNT, 1, 0, NULL},
+    {"IQ2_XS", 17, MOE_DTYPE_COUNT, 1, 0, NULL},
+    {"IQ3_XXS", 18, MOE_DTYPE_COUNT, 1, 0, NULL},
+    {"IQ1_S", 19, MOE_DTYPE_COUNT, 1, 0, NULL},
+    {"IQ4_NL", 20, MOE_DTYPE_COUNT, 32, 18, moei_block_iq4_nl},
+    {"IQ3_S", 21, MOE_DTYPE_COUNT, 1, 0, NULL},
+    {"IQ2_S", 22, MOE_DTYPE_COUNT, 1, 0, NULL},
+    {"IQ4_XS", 23, MOE_DTYPE_COUNT, 256, 136, moei_block_iq4_xs},
+    {"I8", 24, MOE_DTYPE_COUNT, 1, 0, NULL},
+    {"I16", 25, MOE_DTYPE_COUNT, 1, 0, NULL},
+    {"I32", 26, MOE_DTYPE_COUNT, 1, 0, NULL},
+    {"I64", 27, MOE_DTYPE_COUNT, 1, 0, NULL},
+    {"F64", 28, MOE_DTYPE_F64, 1, 8, NULL},
+    {"IQ1_M", 29, MOE_DTYPE_COUNT, 1, 0, NULL},
+    {"BF16", 30, MOE_DTYPE_BF16, 1, 2, NULL},
+    {"TQ1_0", 34, MOE_DTYPE_COUNT, 1, 0, NULL},
+    {"TQ2_0", 35, MOE_DTYPE_COUNT, 1, 0, NULL},
+    {"MXFP4", 39, MOE_DTYPE_COUNT, 32, 17, moei_block_mxfp4},
+    {NULL, -1, MOE_DTYPE_COUNT, 1, 0, NULL}};
+
+/* The row of a GGUF number; NULL: none. */
+static const moei_block_type *moei_gguf_type_find(int code) {
+    const moei_block_type *type = moei_gguf_types;
+    while (type->name != NULL && type->code != code) type++;
+    return type->name != NULL ? type : NULL;
+}
 
 /* Reads the next tensor description. bytes stays 0 for types that are not supported. The data must
    have the order of the descriptions, as every GGUF file: tensors that share bytes would let a
    small file make a large layer. */
 static void moei_gguf_tensor(moei_gguf *g, char name[MOEI_IMPORT_NAME], moei_import_tensor *f) {
+    const moei_block_type *type;
     uint64_t n, i, elements = 1, most = (size_t)-1 / 8;
     memset(f, 0, sizeof *f);
     moei_gguf_string(g, name, MOEI_IMPORT_NAME);
@@ -889,56 +1105,113 @@ static void moei_gguf_tensor(moei_gguf *g, char name[MOEI_IMPORT_NAME], moei_imp
     }
     f->n_dims = (int)n;
     f->count = (size_t)elements;
-    f->code = (int)(moei_gguf_number(g, 4) & 0x7fffu);
+    f->code = (int)(moei_gguf_number(g, 4) & 0x7fffffffu);
     f->at = moei_gguf_number(g, 8);
     f->dtype = MOE_DTYPE_COUNT;
-    for (i = 0; i < MOEI_GGUF_KNOWN && g->status == MOE_OK; i++)
-        if (moei_gguf_types[i].code == f->code) {
-            f->dtype = moei_gguf_types[i].dtype;
-            f->bytes = f->count / moei_gguf_types[i].elements * moei_gguf_types[i].bytes;
-            if (n > 0 && f->shape[n - 1] % moei_gguf_types[i].elements != 0)
-                moei_gguf_refuse(g, MOE_ERR_FORMAT, "the rows of a tensor are not a multiple of its block size");
-        }
-    if (f->at > g->r->first->source.size)
+    type = f->type = moei_gguf_type_find(f->code);
+    if (type != NULL && g->status == MOE_OK) {
+        f->dtype = type->dtype;
+        f->bytes = f->count / type->elements * type->bytes;
+        if (n > 0 && f->shape[n - 1] % type->elements != 0)
+            moei_gguf_refuse(g, MOE_ERR_FORMAT, "the rows of a tensor are not a multiple of its block size");
+    }
+    if (f->at > g->file->source.size)
         moei_gguf_refuse(g, MOE_ERR_FORMAT, "a tensor starts beyond the end of the file");
     if (f->at < g->end) moei_gguf_refuse(g, MOE_ERR_FORMAT, "a tensor overlaps the one before it");
     g->end = f->at + f->bytes;
 }
 
-/* Reads everything before the data: header, metadata, tensor descriptions. */
-static moe_status moei_gguf_open(moei_importer *r) {
+/* Reads everything before the data: header, metadata, tensor descriptions. Only the first file, or
+   the first part of a split one, gives the facts. */
+static moe_status moei_gguf_open(moei_importer *r, moei_import_shard *file) {
     moei_gguf g;
-    moei_gguf_facts *facts = &r->gguf;
+    moei_gguf_facts other, *facts = file == r->first ? &r->gguf : &other;
     moei_import_tensor f;
     char name[MOEI_IMPORT_NAME];
     uint64_t version, n_tensors, n_kv;
     uint32_t alignment = 32;
     size_t i;
-    if (r->first->source.size > (uint64_t)(size_t)-1 / 2)
-        return moei_error(r->error, MOE_ERR_OVERFLOW, "%s: the file is too large for size_t", r->first->name);
-    moei_gguf_begin(&g, r, 4);
+    if (file->source.size > (uint64_t)(size_t)-1 / 2)
+        return moei_error(r->error, MOE_ERR_OVERFLOW, "%s: the file is too large for size_t", file->shown);
+    moei_gguf_begin(&g, r, file, 4);
     version = moei_gguf_number(&g, 4);
     n_tensors = moei_gguf_number(&g, 8);
     n_kv = moei_gguf_number(&g, 8);
     if (g.status == MOE_OK && version != 2 && version != 3)
         return moei_error(r->error, MOE_ERR_UNSUPPORTED,
-                          "%s: GGUF version %z is not supported; versions 2 and 3, little-endian, are", r->first->name,
+                          "%s: GGUF version %z is not supported; versions 2 and 3, little-endian, are", file->shown,
                           (size_t)version);
     if (n_tensors > MOE_FILE_MAX_TENSORS || n_kv > MOE_FILE_MAX_TENSORS)
         moei_gguf_refuse(&g, MOE_ERR_UNSUPPORTED, "too many tensors or metadata keys");
-    facts->n_tensors = (size_t)n_tensors;
-    facts->n_kv = (size_t)n_kv;
-    facts->kv_at = g.at;
-    moei_gguf_metadata(&g, facts, &alignment, 0);
-    facts->infos_at = g.at;
-    for (i = 0; i < facts->n_tensors && g.status == MOE_OK; i++) moei_gguf_tensor(&g, name, &f);
+    file->n_tensors = (size_t)n_tensors;
+    file->n_kv = (size_t)n_kv;
+    file->kv_at = g.at;
+    moei_gguf_metadata(&g, facts, file, &alignment, 0);
+    file->infos_at = g.at;
+    for (i = 0; i < file->n_tensors && g.status == MOE_OK; i++) moei_gguf_tensor(&g, name, &f);
     if (alignment == 0 || alignment > 65536)
         moei_gguf_refuse(&g, MOE_ERR_FORMAT, "general.alignment must be 1 to 65536");
     if (g.status != MOE_OK) return g.status;
-    facts->data_at = g.at + (alignment - g.at % alignment) % alignment;
-    moei_gguf_begin(&g, r, facts->kv_at);
-    moei_gguf_metadata(&g, facts, &alignment, 1);
+    file->data_at = g.at + (alignment - g.at % alignment) % alignment;
+    if (file != r->first) return MOE_OK;
+    moei_gguf_begin(&g, r, file, file->kv_at);
+    moei_gguf_metadata(&g, facts, file, &alignment, 1);
     return g.status;
+}
+
+/* "-00001-of-00003.gguf", the end of a part's name. */
+static void moei_gguf_part_end(uint32_t no, uint32_t count, char end[21]) {
+    unsigned place, k;
+    memcpy(end, "-00000-of-00000.gguf", 21);
+    for (k = 0; k < 2; k++, no = count)
+        for (place = 5 + 9 * k; no > 0; place--, no /= 10) end[place] = (char)('0' + no % 10);
+}
+
+/* Opens a part of a split file and checks that it is that part. */
+static moe_status moei_gguf_open_part(moei_importer *r, uint32_t no, moei_import_shard **part) {
+    const size_t stem = moei_strlen(r->first->name) - 20;
+    const uint32_t count = r->first->split_count;
+    char name[MOEI_IMPORT_NAME];
+    unsigned char begin[4];
+    moe_status status;
+    memcpy(name, r->first->name, stem);
+    moei_gguf_part_end(no + 1, count, name + stem);
+    status = moei_import_shard_open(r, name, part);
+    if (status == MOE_ERR_NOT_FOUND)
+        return moei_error(r->error, status, "%s: part %d of %d of this split file is missing; it lies beside part 1",
+                          r->first->shown, (int)no + 1, (int)count);
+    if (status == MOE_OK) status = moei_import_read_at(r, *part, 0, begin, sizeof begin);
+    if (status != MOE_OK) return status;
+    if (moei_memcmp(begin, "GGUF", 4) != 0)
+        return moei_error(r->error, MOE_ERR_FORMAT, "%s: not a GGUF file", (*part)->shown);
+    status = moei_gguf_open(r, *part);
+    if (status != MOE_OK || ((*part)->split_no == no && (*part)->split_count == count)) return status;
+    return moei_error(r->error, MOE_ERR_FORMAT, "%s: split.no = %d and split.count = %d: must be %d and %d",
+                      (*part)->shown, (int)(*part)->split_no, (int)(*part)->split_count, (int)no, (int)count);
+}
+
+/* Opens a GGUF file and, of a split one, the other parts. Only part 1 has the settings. */
+static moe_status moei_gguf_open_parts(moei_importer *r) {
+    char end[21];
+    moei_import_shard *last = r->first;
+    const size_t length = moei_strlen(last->name);
+    uint32_t no;
+    moe_status status = moei_gguf_open(r, last);
+    if (status != MOE_OK || last->split_count <= 1) return status;
+    if (last->split_no > 0 || last->split_count > 65535)
+        return moei_error(r->error, MOE_ERR_UNSUPPORTED,
+                          "%s: part %d of %d of a split file; open part 1, which has the settings of the model",
+                          last->shown, (int)(last->split_no & 0xffffu) + 1, (int)(last->split_count & 0xffffu));
+    moei_gguf_part_end(1, last->split_count, end);
+    if (length < 20 || moei_strcmp(last->name + length - 20, end) != 0)
+        return moei_error(r->error, MOE_ERR_UNSUPPORTED,
+                          "%s: part 1 of %d of a split file; its name must end with %s, so that the others are found",
+                          last->shown, (int)last->split_count, end);
+    for (no = 1; no < r->first->split_count && status == MOE_OK; no++) {
+        status = moei_gguf_open_part(r, no, &last->part);
+        last = last->part;
+    }
+    return status;
 }
 
 /* ---- >>json: the index and config.json ---- */
@@ -969,13 +1242,13 @@ static moe_status moei_import_json_open(moei_importer *r, const moei_import_shar
     moe_status status;
     if (shard->source.size > most)
         return moei_error(r->error, MOE_ERR_UNSUPPORTED, "%s: the file has %z bytes; at most %z are allowed",
-                          shard->name, (size_t)shard->source.size, most);
+                          shard->shown, (size_t)shard->source.size, most);
     status = moei_import_read_start(r, shard, (size_t)shard->source.size, text);
     if (status != MOE_OK) return status;
     why.message[0] = '\0';
     j = moei_import_json_at(text, 0, &why);
     status = moei_import_json_check(&j);
-    return status == MOE_OK ? MOE_OK : moei_error(r->error, status, "%s, %s", shard->name, why.message);
+    return status == MOE_OK ? MOE_OK : moei_error(r->error, status, "%s, %s", shard->shown, why.message);
 }
 
 /* Offset of the value of a key in the object at offset `at` of a checked text; 0: absent. The last
@@ -1048,7 +1321,7 @@ static moe_status moei_import_config_open(moei_importer *r) {
     moe_status status = moei_import_shard_open(r, "config.json", &shard);
     if (status == MOE_ERR_NOT_FOUND) return MOE_OK;
     if (status == MOE_OK) status = moei_import_json_open(r, shard, MOEI_IMPORT_CONFIG, &r->config);
-    if (status != MOE_OK) return moei_import_error_in(r, r->first->name, status);
+    if (status != MOE_OK) return moei_import_error_in(r, r->first->shown, status);
     at = moei_import_json_member(&r->config, 0, "text_config");
     if (at > 0 && r->config.data[at] == '{') r->text_config = at;
     if (moei_import_value(r, "quantization_config", text) != MOEI_VALUE_NONE)
@@ -1060,22 +1333,24 @@ static moe_status moei_import_config_open(moei_importer *r) {
 
 /* ---- >>walk over the tensors of a file ---- */
 
-/* Iterates over the tensor names of a safetensors file, an index or a GGUF file. */
+/* Iterates over the tensor names of a safetensors file, an index or a GGUF file with its parts. */
 typedef struct moei_import_walk {
     moe_file file;
     moei_json json;
     int first;
     moei_gguf gguf;
-    size_t left;
+    const moei_import_shard *part;
+    size_t left; /* tensors of this part */
 } moei_import_walk;
 
 static void moei_import_walk_begin(moei_import_walk *w, const moei_importer *r, const moei_import_shard *shard) {
     memset(w, 0, sizeof *w);
     w->file = shard->file;
     w->file.at = MOEI_FILE_START;
-    w->left = r->gguf.n_tensors;
+    w->part = shard;
+    w->left = shard->n_tensors;
     w->first = 1;
-    if (r->kind == MOEI_IMPORT_GGUF) moei_gguf_begin(&w->gguf, r, r->gguf.infos_at);
+    if (r->kind == MOEI_IMPORT_GGUF) moei_gguf_begin(&w->gguf, r, shard, shard->infos_at);
     if (r->kind != MOEI_IMPORT_INDEX) return;
     w->json = moei_import_json_at(&r->index, r->weight_map, NULL);
     (void)moei_json_take(&w->json, '{');
@@ -1126,11 +1401,14 @@ static moe_status moei_import_walk_next(moei_import_walk *w, const moei_importer
     file[0] = '\0';
     if (r->kind == MOEI_IMPORT_INDEX) return moei_import_walk_index(w, name, file);
     if (r->kind == MOEI_IMPORT_FILE) return moei_import_walk_file(w, r->first, name, f);
-    if (w->left == 0) return MOE_ERR_NOT_FOUND;
+    while (w->left == 0) {
+        if (w->part->part == NULL) return MOE_ERR_NOT_FOUND;
+        moei_import_walk_begin(w, r, w->part->part);
+    }
     w->left--;
     moei_gguf_tensor(&w->gguf, name, f);
-    f->shard = r->first;
-    f->at += r->gguf.data_at;
+    f->shard = w->part;
+    f->at += w->part->data_at;
     return w->gguf.status;
 }
 
@@ -1261,7 +1539,7 @@ static moe_status moei_import_prefix_missing(moei_importer *r, const char *given
                           shown, n, n > 0 ? ", " : "", first, n > 1 ? " to " : "", last);
     if (n == 0)
         return moei_error(r->error, MOE_ERR_NOT_FOUND, "no router at '%s': %s has no MoE layer",
-                          shown, r->first->name);
+                          shown, r->first->shown);
     between = n > 2 ? " ... " : n > 1 ? ", " : "";
     return moei_error(r->error, MOE_ERR_NOT_FOUND, "no router at '%s'; the MoE layers of the file (%z): %s%s%s", shown,
                       n, first,
@@ -1286,12 +1564,13 @@ static moei_import_tensor *moei_import_tensor_at(const moe_buffer *list, size_t 
     return (moei_import_tensor *)(void *)list->data + i;
 }
 
-/* Full tensor name for messages, with a long prefix cut at the front. */
+/* Full tensor name for messages, with a long prefix cut at the front, so that the rest of a message
+   has room. */
 static const char *moei_import_full_name(const moei_importer *r, const char *suffix, char out[112]) {
-    size_t length = moei_strlen(r->prefix), cut = length > 40 ? length - 40 : 0;
+    char prefix[36];
     moei_text t = moei_import_text(out, 112);
-    moei_put(&t, "...", cut > 0 ? 3 : 0);
-    moei_put(&t, r->prefix + cut, length - cut);
+    moei_import_show(r->prefix, prefix, sizeof prefix);
+    moei_put(&t, prefix, moei_strlen(prefix));
     moei_put(&t, ".", 1);
     moei_put(&t, suffix, moei_strlen(suffix));
     return out;
@@ -1344,10 +1623,10 @@ static moe_status moei_import_shard_find(moei_importer *r, const char *suffix, c
     if (!moei_import_is_plain(file))
         return moei_error(r->error, MOE_ERR_FORMAT,
                           "%s: the file of '%s' is named '%s'; it must be a plain name in the same folder",
-                          r->first->name, of, shown);
+                          r->first->shown, of, shown);
     status = moei_import_shard_open(r, file, shard);
     if (status == MOE_ERR_NOT_FOUND)
-        return moei_error(r->error, status, "%s: the file '%s', which holds '%s', is missing", r->first->name, shown,
+        return moei_error(r->error, status, "%s: the file '%s', which holds '%s', is missing", r->first->shown, shown,
                           of);
     return status == MOE_OK ? moei_import_shard_header(r, *shard) : status;
 }
@@ -1421,8 +1700,7 @@ static const char *moei_family_advice(const char *suffix) {
     for (p = suffix; *p != '\0'; p++)
         if (moei_import_starts(p, "_blocks") || moei_import_starts(p, "scale") || moei_import_starts(p, "_packed") ||
             moei_import_starts(p, "qweight") || moei_import_starts(p, "qzeros"))
-            return ": quantized models of this kind (MXFP4, FP8, GPTQ, AWQ) are not supported; save it dequantized "
-                   "(bf16) or as GGUF in Q8_0 or Q4_0";
+            return ": MXFP4, FP8, GPTQ and AWQ are not supported; save it dequantized (bf16) or as GGUF Q8_0";
     return "";
 }
 
@@ -1557,12 +1835,15 @@ static moe_status moei_import_shape_solve(moei_importer *r, const moei_import_te
 
 /* Checks that the element type is supported and that the data lies in the file. */
 static moe_status moei_import_tensor_check(const moei_importer *r, const moei_import_tensor *f) {
-    char shown[112];
-    int known = f->dtype <= MOE_DTYPE_BF16 || f->dtype > MOE_DTYPE_COUNT;
+    char shown[112], number[24];
+    moei_text t = moei_import_text(number, sizeof number);
+    int known = f->dtype <= MOE_DTYPE_BF16 || (f->type != NULL && f->type->read != NULL);
+    moei_put_integer(&t, f->code);
     if (!known && r->kind == MOEI_IMPORT_GGUF)
         return moei_error(r->error, MOE_ERR_UNSUPPORTED,
-                          "tensor '%s': GGUF type %d is not supported; F32, F16, BF16, F64, Q8_0 and Q4_0 are",
-                          moei_import_full_name(r, f->suffix, shown), f->code);
+                          "tensor '%s': GGUF type %s is not supported; F32, F16, BF16, F64, Q4_0 to Q8_0, Q2_K to "
+                          "Q6_K, IQ4_NL, IQ4_XS and MXFP4 are",
+                          moei_import_full_name(r, f->suffix, shown), f->type != NULL ? f->type->name : number);
     if (!known)
         return moei_error(r->error, MOE_ERR_UNSUPPORTED,
                           "tensor '%s': dtype %s is not supported; F32, F16, BF16 and F64 are",
@@ -1642,6 +1923,16 @@ static moe_status moei_settings_read(moei_importer *r) {
     return MOE_OK;
 }
 
+/* Refuses a GGUF file without a key that llama.cpp has no default for; 0 (none) is no value. */
+static moe_status moei_settings_required(const moei_importer *r) {
+    char text[MOEI_IMPORT_VALUE];
+    const char *key = r->family->gguf_key;
+    if (!r->by_type || r->kind != MOEI_IMPORT_GGUF || key == NULL) return MOE_OK;
+    if (moei_import_value(r, key, text) != MOEI_VALUE_NONE && moei_strcmp(text, "0") != 0) return MOE_OK;
+    return moei_error(r->error, MOE_ERR_NOT_FOUND, "metadata: %s.%s is missing; %s needs it, or set preset",
+                      r->gguf.arch, key, r->family->name);
+}
+
 /* A size in the settings must agree with the tensors. */
 static moe_status moei_setting_size(const moei_importer *r, const char *what, int *field, size_t size) {
     if (*field != 0 && (size_t)*field != size)
@@ -1656,7 +1947,9 @@ static void moei_settings_settle(moei_importer *r) {
     moe_router_config *c = &r->settings.router;
     if (c->select == MOE_SELECT_GROUPED_TOP_K && c->groups <= 1) c->select = MOE_SELECT_TOP_K;
     if (c->select != MOE_SELECT_GROUPED_TOP_K) c->groups = c->groups_kept = c->group_score = 0;
-    if (moei_strcmp(r->family->name, "deepseek_v2") == 0 && c->weight == MOE_WEIGHT_SUM) c->scale = MOEI_R(1.0);
+    if (r->kind != MOEI_IMPORT_GGUF && moei_strcmp(r->family->name, "deepseek_v2") == 0 &&
+        c->weight == MOE_WEIGHT_SUM)
+        c->scale = MOEI_R(1.0);
     c->bias_rate = c->loss_balance = c->loss_z = MOEI_R(0.0);
 }
 
@@ -1689,12 +1982,11 @@ static moe_status moei_settings_make(moei_importer *r, const moe_preset *preset)
     moe_status status = moe_layer_preset(preset != NULL ? preset->name : r->family->preset, c, r->error);
     if (status != MOE_OK) return status;
     c->router.n_experts = c->n_shared = 0;
-    if (r->by_type && r->kind != MOEI_IMPORT_GGUF)
-        status = moe_fields_apply(moei_layer_fields, c, r->family->defaults, r->error);
-    if (r->by_type && r->kind == MOEI_IMPORT_GGUF) {
-        c->router.groups = c->router.groups_kept = 1;
-        c->router.scale = MOEI_R(1.0);
-    }
+    if (r->by_type)
+        status = moe_fields_apply(moei_layer_fields, c,
+                                  r->kind == MOEI_IMPORT_GGUF ? r->family->gguf_defaults : r->family->defaults,
+                                  r->error);
+    if (status == MOE_OK) status = moei_settings_required(r);
     if (status == MOE_OK) status = moei_settings_read(r);
     if (status != MOE_OK) return status;
     /* GGUF does not store the group score */
@@ -1764,42 +2056,28 @@ static void moei_tensor_view_copy(const moei_tensor_view *p, size_t first, size_
     }
 }
 
-/* Dequantizes blocks of 32: an F16 scale, then 32 int8 (Q8_0) or 16 bytes whose low halves are
-   elements 0 to 15 and high halves 16 to 31 (Q4_0). */
-static void moei_gguf_blocks(int dtype, const unsigned char *p, size_t blocks, moe_real *values) {
-    for (; blocks > 0; blocks--, values += 32, p += dtype == MOEI_DTYPE_Q8_0 ? 34 : 18) {
-        moe_real scale = moei_from_f16((uint16_t)moei_load(p, 2));
-        int i;
-        for (i = 0; i < 32 && dtype == MOEI_DTYPE_Q8_0; i++)
-            values[i] = scale * (moe_real)moei_load_signed(p + 2 + i, 1);
-        for (i = 0; i < 16 && dtype == MOEI_DTYPE_Q4_0; i++) {
-            values[i] = scale * (moe_real)((int)(p[2 + i] & 15u) - 8);
-            values[i + 16] = scale * (moe_real)((int)(p[2 + i] >> 4) - 8);
-        }
-    }
-}
-
 static moe_status moei_import_tensor_read(moei_importer *r, const moei_import_tensor *f, moe_layer *layer) {
     unsigned char bytes[MOEI_IMPORT_CHUNK * 8];
     moe_real values[MOEI_IMPORT_CHUNK];
     const moei_tensor_view view = moei_tensor_view_of(layer, f->row, r->sizes, f->expert);
+    const moei_block_type *blocks = f->dtype >= MOE_DTYPE_COUNT ? f->type : NULL;
     moe_file_tensor t;
     uint64_t at = f->at;
-    size_t done, n, size;
+    size_t done, n, size, i;
     moe_status status;
     memset(&t, 0, sizeof t);
     for (done = 0; done < f->count; done += n, at += size) {
         n = f->count - done < MOEI_IMPORT_CHUNK ? f->count - done : (size_t)MOEI_IMPORT_CHUNK;
-        size = f->dtype >= MOE_DTYPE_COUNT ? n / 32 * (f->dtype == MOEI_DTYPE_Q8_0 ? 34u : 18u)
-                                           : n * moei_dtypes[f->dtype].size;
+        size = blocks != NULL ? n / blocks->elements * blocks->bytes : n * moei_dtypes[f->dtype].size;
         status = moei_import_read_at(r, f->shard, at, bytes, size);
         if (status != MOE_OK) return status;
         t.dtype = f->dtype;
         t.count = n;
         t.data = bytes;
         t.bytes = size;
-        if (f->dtype >= MOE_DTYPE_COUNT) moei_gguf_blocks(f->dtype, bytes, n / 32, values);
-        else if ((status = moe_file_values(&t, 0, n, values, NULL)) != MOE_OK) return status;
+        for (i = 0; blocks != NULL && i < n / blocks->elements; i++)
+            blocks->read(bytes + i * blocks->bytes, values + i * blocks->elements);
+        if (blocks == NULL && (status = moe_file_values(&t, 0, n, values, NULL)) != MOE_OK) return status;
         moei_tensor_view_copy(&view, done, n, values, 0);
     }
     return MOE_OK;
@@ -1871,11 +2149,8 @@ static moe_status moei_import_missing(const moei_importer *r, const moe_layer *l
                       moei_import_full_name(r, suffix, shown));
 }
 
-/* Parameters that only training uses: files of other programs do not have them. */
-static int moei_is_training_state(int param) { return param >= MOE_ROUTER_STEP && param <= MOE_ROUTER_CAPACITY; }
-
 static moe_status moei_import_complete(moei_importer *r, const moe_layer *layer, uint64_t *seen) {
-    char shown[112], of[52];
+    char shown[112];
     size_t i, e, expert, experts = r->sizes[MOEI_SIZE_E];
     int param;
     for (i = 0; i < moei_import_tensor_count(&r->found); i++) {
@@ -1891,7 +2166,7 @@ static moe_status moei_import_complete(moei_importer *r, const moe_layer *layer,
             return moei_error(r->error, MOE_ERR_NOT_FOUND,
                               "tensor '%s': the index lists it in '%s', which does not have it",
                               moei_import_full_name(r, f->suffix, shown),
-                              moei_span_text(moei_span_of(f->shard->name, moei_strlen(f->shard->name)), of));
+                              f->shard->shown);
     }
     for (param = 0; param < MOE_LAYER_PARAMETER_COUNT; param++) {
         const size_t n = moei_is_expert_param(param) ? experts : 1;
@@ -1943,7 +2218,7 @@ static moe_status moei_import_open(moei_importer *r, const char *name) {
     if (status != MOE_OK) return status;
     if (moei_memcmp(begin, "GGUF", 4) == 0) {
         r->kind = MOEI_IMPORT_GGUF;
-        return moei_gguf_open(r);
+        return moei_gguf_open_parts(r);
     }
     if (begin[8] == '{' && begin[7] == 0) {
         status = moei_import_shard_header(r, r->first);
@@ -1951,13 +2226,13 @@ static moe_status moei_import_open(moei_importer *r, const char *name) {
     }
     if (begin[0] != '{' && begin[0] != ' ' && begin[0] != '\n' && begin[0] != '\r')
         return moei_error(r->error, MOE_ERR_FORMAT,
-                          "%s: not a safetensors file, an index of safetensors files or a GGUF file", r->first->name);
+                          "%s: not a safetensors file, an index of safetensors files or a GGUF file", r->first->shown);
     r->kind = MOEI_IMPORT_INDEX;
     if ((status = moei_import_json_open(r, r->first, most, &r->index)) != MOE_OK) return status;
     r->weight_map = moei_import_json_member(&r->index, 0, "weight_map");
     if (r->weight_map == 0 || r->index.data[r->weight_map] != '{')
         return moei_error(r->error, MOE_ERR_FORMAT,
-                          "%s: not an index of safetensors files: it has no object 'weight_map'", r->first->name);
+                          "%s: not an index of safetensors files: it has no object 'weight_map'", r->first->shown);
     return moei_import_config_open(r);
 }
 
@@ -2261,11 +2536,18 @@ typedef struct moei_import_writer {
     moe_stream *stream;
 } moei_import_writer;
 
+/* The element type of a tensor: the selection bias is compared with sums of its size, so that
+   families keep it in F32 where weights have 16 bits. */
+static int moei_import_writer_dtype(const moei_import_writer *w, const moei_tensor_name *row) {
+    return row->param == MOE_ROUTER_SELECTION_BIAS && w->dtype > MOE_DTYPE_F32 ? (int)MOE_DTYPE_F32 : w->dtype;
+}
+
 /* Adds a tensor to the header. */
 static moe_status moei_import_writer_entry(moei_import_writer *w, const moei_tensor_name *row, size_t expert,
                                            moe_error *error) {
     char name[MOEI_IMPORT_NAME];
-    size_t shape[MOE_FILE_MAX_DIMS], bytes = moei_dtypes[w->dtype].size, end;
+    const int dtype = moei_import_writer_dtype(w, row);
+    size_t shape[MOE_FILE_MAX_DIMS], bytes = moei_dtypes[dtype].size, end;
     moei_text t = moei_import_text(name, sizeof name);
     int i;
     moei_put(&t, w->prefix, moei_strlen(w->prefix));
@@ -2280,7 +2562,7 @@ static moe_status moei_import_writer_entry(moei_import_writer *w, const moei_ten
         return moei_error(error, MOE_ERR_OVERFLOW, "the file is too large for size_t");
     moei_header_put(&w->header, ",", 1);
     moei_header_put_string(&w->header, name);
-    moei_header_put_entry(&w->header, w->dtype, shape, i, w->begin, end);
+    moei_header_put_entry(&w->header, dtype, shape, i, w->begin, end);
     w->begin = end;
     return MOE_OK;
 }
@@ -2316,13 +2598,14 @@ static moe_status moei_import_writer_values(moei_import_writer *w, const moei_te
     unsigned char bytes[MOEI_IMPORT_CHUNK * 8];
     moe_real values[MOEI_IMPORT_CHUNK];
     const moei_tensor_view view = moei_tensor_view_of(w->layer, row, w->sizes, expert);
-    size_t size = moei_dtypes[w->dtype].size, done, n, i, b;
+    const int dtype = moei_import_writer_dtype(w, row);
+    size_t size = moei_dtypes[dtype].size, done, n, i, b;
     moe_status status = MOE_OK;
     for (done = 0; done < view.count && status == MOE_OK; done += n) {
         n = view.count - done < MOEI_IMPORT_CHUNK ? view.count - done : (size_t)MOEI_IMPORT_CHUNK;
         moei_tensor_view_copy(&view, done, n, values, 1);
         for (i = 0; i < n; i++) {
-            uint64_t bits = moei_import_bits(w->dtype, values[i]);
+            uint64_t bits = moei_import_bits(dtype, values[i]);
             for (b = 0; b < size; b++) bytes[i * size + b] = (unsigned char)(bits >> 8 * b & 0xffu);
         }
         status = w->stream->write(w->stream->ctx, bytes, n * size);

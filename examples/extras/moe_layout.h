@@ -95,50 +95,57 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
 #define MOEI_OF_moe_rng(M, s) M(s, state)
 #define MOEI_OF_moe_field(M, s) M(s, name) M(s, kind) M(s, offset) M(s, min) M(s, max) M(s, default_value) \
     M(s, choices) M(s, about)
-#define MOEI_OF_moe_router_config(M, s) M(s, d_model) M(s, n_experts) M(s, top_k) M(s, input) M(s, jitter_eps) \
-    M(s, ac_mode) M(s, ac_spread) M(s, ac_mix) M(s, ac_lambda) M(s, ac_rho) M(s, score) M(s, router_bias) \
-    M(s, cosine_dim) M(s, cosine_keep_length) M(s, cosine_learn_tau) M(s, cosine_tau) M(s, norm_node) M(s, norm_order) \
-    M(s, router_hidden) M(s, router_act) M(s, grap_cosine) M(s, noise) M(s, noise_floor) M(s, noise_sigma) M(s, gate) \
+#define MOEI_OF_moe_router_config(M, s) M(s, d_model) M(s, n_experts) M(s, top_k) M(s, n_zero) M(s, n_copy) \
+    M(s, n_constant) M(s, input) M(s, raw_input) M(s, jitter_eps) M(s, ac_mode) M(s, ac_spread) M(s, ac_mix) \
+    M(s, ac_lambda) M(s, ac_rho) M(s, score) M(s, router_bias) M(s, cosine_dim) M(s, cosine_keep_length) \
+    M(s, cosine_learn_tau) M(s, cosine_tau) M(s, norm_node) M(s, norm_order) M(s, router_hidden) M(s, router_act) \
+    M(s, grap_cosine) M(s, router_residual) M(s, logit_cap) M(s, noise) M(s, noise_floor) M(s, noise_sigma) M(s, gate) \
     M(s, gate_temperature) M(s, refine) M(s, similarity_tau) M(s, similarity_scale) M(s, similarity_learned) \
     M(s, lower_entropy_only) M(s, causal) M(s, heads) M(s, attention_heads) M(s, attention_head) M(s, attention_sigma) \
     M(s, attention_u) M(s, select) M(s, selection_bias) M(s, groups) M(s, groups_kept) M(s, group_score) \
     M(s, custom_batch) M(s, custom_parameters) M(s, top_p) M(s, threshold) M(s, threshold_learned) \
-    M(s, threshold_sigmoid) M(s, threshold_fallback) M(s, expert_choice_score) M(s, affinity_mass) M(s, affinity_sum) \
-    M(s, capacity) M(s, table_size) M(s, slots) M(s, soft_normalise) M(s, soft_sequences) M(s, weight) M(s, weight_p) \
-    M(s, sparsemixer_eps) M(s, expert_scale) M(s, scale) M(s, apply_to) M(s, capacity_factor) \
-    M(s, capacity_factor_eval) M(s, drop_capacity) M(s, capacity_min) M(s, capacity_bound) M(s, capacity_rho) \
-    M(s, drop_order) M(s, drop_rule) M(s, renormalize) M(s, loss_balance) M(s, balance_over) M(s, balance_scope) \
-    M(s, loss_z) M(s, loss_importance) M(s, importance_over) M(s, unbiased) M(s, loss_entropy) \
-    M(s, loss_usage_entropy) M(s, loss_similarity_same) M(s, loss_similarity_diff) M(s, loss_locality) M(s, nodes) \
-    M(s, loss_l1) M(s, loss_load) M(s, loss_orthogonal) M(s, loss_distill) M(s, distill) M(s, student) \
-    M(s, expert_temperature) M(s, bias_rate) M(s, l1_controller) M(s, schedule_steps) M(s, k_end) M(s, tau_schedule) \
-    M(s, tau_end) M(s, freeze_at) M(s, switch_at) M(s, switch_from) M(s, untrained)
+    M(s, threshold_sigmoid) M(s, threshold_fallback) M(s, expert_choice_score) M(s, threshold_rho) M(s, affinity_mass) \
+    M(s, affinity_sum) M(s, affinity_sum_auto) M(s, capacity) M(s, table_size) M(s, sample_at) M(s, sample_scope) \
+    M(s, sample_seed) M(s, expert_dropout) M(s, expert_dropout_scope) M(s, slots) M(s, soft_normalise) \
+    M(s, soft_sequences) M(s, weight) M(s, weight_p) M(s, weight_over) M(s, sparsemixer_eps) M(s, sparsemixer_sample) \
+    M(s, expert_scale) M(s, scale) M(s, apply_to) M(s, capacity_factor) M(s, capacity_factor_eval) M(s, drop_capacity) \
+    M(s, capacity_min) M(s, capacity_bound) M(s, capacity_rho) M(s, drop_order) M(s, drop_rule) M(s, renormalize) \
+    M(s, loss_balance) M(s, balance_over) M(s, balance_scope) M(s, zero_tau) M(s, zero_average) M(s, loss_z) \
+    M(s, loss_importance) M(s, importance_over) M(s, unbiased) M(s, loss_entropy) M(s, loss_usage_entropy) \
+    M(s, loss_similarity_same) M(s, loss_similarity_diff) M(s, loss_locality) M(s, nodes) M(s, loss_l1) \
+    M(s, loss_load) M(s, loss_orthogonal) M(s, loss_diversity) M(s, loss_simplicity) M(s, loss_stable_balance) \
+    M(s, loss_selector_entropy) M(s, loss_selector_reach) M(s, loss_distill) M(s, distill) M(s, student) \
+    M(s, expert_temperature) M(s, bias_rate) M(s, bias_rule) M(s, bias_real) M(s, bias_centre) M(s, bias_kappa) \
+    M(s, bias_beta) M(s, l1_controller) M(s, schedule_steps) M(s, k_end) M(s, tau_schedule) M(s, tau_end) \
+    M(s, freeze_at) M(s, switch_at) M(s, switch_share) M(s, switch_from) M(s, untrained) M(s, preset)
 #define MOEI_OF_moe_preset(M, s) M(s, name) M(s, aliases) M(s, source) M(s, formula) M(s, router) M(s, layer)
 #define MOEI_OF_moe_parameter(M, s) M(s, name) M(s, n_dims) M(s, shape) M(s, count) M(s, flags) M(s, init_value) \
     M(s, init_std)
 #define MOEI_OF_moe_batch(M, s) M(s, first) M(s, total) M(s, lead) M(s, ctx) M(s, gather) M(s, hooks)
 #define MOEI_OF_moe_call(M, s) M(s, n_tokens) M(s, x) M(s, parallel) M(s, router_x) M(s, mask) M(s, sequences) \
     M(s, n_sequences) M(s, given) M(s, token_ids) M(s, noise) M(s, previous_input) M(s, previous_experts) \
-    M(s, previous_weights) M(s, n_previous) M(s, attention_weights) M(s, attention_outputs) M(s, attention_output) \
-    M(s, d_attention_weights) M(s, d_attention_outputs) M(s, d_attention_output) M(s, jitter) M(s, token_machine) \
+    M(s, previous_weights) M(s, n_previous) M(s, previous_logits) M(s, d_previous_logits) M(s, d_clean_logits) \
+    M(s, attention_weights) M(s, attention_outputs) M(s, attention_output) M(s, d_attention_weights) \
+    M(s, d_attention_outputs) M(s, d_attention_output) M(s, jitter) M(s, gumbel) M(s, uniform) M(s, dropped) \
+    M(s, token_machine) \
     M(s, expert_machine) M(s, teacher) M(s, distances) M(s, activations) M(s, activation_width) M(s, n_past) \
     M(s, past_u) M(s, past_gate) M(s, decoding) M(s, training) M(s, keep) M(s, rng) M(s, batch) M(s, error)
 #define MOEI_OF_moe_assignment(M, s) M(s, token) M(s, choice) M(s, weight_in) M(s, weight_out)
 #define MOEI_OF_moe_dispatch_plan(M, s) M(s, n_tokens) M(s, n_experts) M(s, offsets) M(s, assignments) M(s, rows)
-#define MOEI_OF_moe_routing(M, s) M(s, n_tokens) M(s, n_experts) M(s, first) M(s, n_real) M(s, u) M(s, logits) \
-    M(s, gate) M(s, probabilities) M(s, choices) M(s, n_choices) M(s, kept) M(s, max_choices) M(s, choice_weights) \
-    M(s, weights) M(s, selected) M(s, counts) M(s, first_counts) M(s, n_dropped) M(s, capacity) M(s, capacity_bound) \
-    M(s, capacity_clamped) M(s, top_k) M(s, plan) M(s, loss) M(s, bound_now) M(s, d_weight_in) M(s, d_weight_out) \
-    M(s, memory)
+#define MOEI_OF_moe_routing(M, s) M(s, n_tokens) M(s, n_experts) M(s, first) M(s, n_real) M(s, real_experts) M(s, u) \
+    M(s, clean_logits) M(s, logits) M(s, gate) M(s, probabilities) M(s, choices) M(s, n_choices) M(s, kept) \
+    M(s, max_choices) M(s, choice_weights) M(s, weights) M(s, selected) M(s, counts) M(s, first_counts) \
+    M(s, n_dropped) M(s, capacity) M(s, capacity_zero) M(s, capacity_bound) M(s, capacity_clamped) M(s, top_k) \
+    M(s, plan) M(s, loss) M(s, bound_now) M(s, affinity_now) M(s, d_weight_in) M(s, d_weight_out) M(s, memory)
 #define MOEI_OF_moe_custom(M, s) M(s, ctx) M(s, score) M(s, score_backward) M(s, select) M(s, n_parameters)
 #define MOEI_OF_moe_router(M, s) M(s, config) M(s, custom) M(s, kernels) M(s, present) M(s, parts) M(s, tensors)
 #define MOEI_OF_moe_metrics(M, s) M(s, n_experts) M(s, n_classes) M(s, n_calls) M(s, n_tokens) M(s, n_routed) \
-    M(s, n_assignments) M(s, n_dropped) M(s, entropy) M(s, entropy_normalized) M(s, entropy_calls) M(s, n_classified) \
-    M(s, choices) M(s, choices_squared) M(s, load) M(s, first) M(s, kept) M(s, importance) M(s, logits) \
-    M(s, mean_gate) M(s, mean_logit) M(s, row) M(s, classes) M(s, first_classes)
+    M(s, n_assignments) M(s, n_real_assignments) M(s, n_dropped) M(s, entropy) M(s, entropy_normalized) \
+    M(s, entropy_calls) M(s, n_classified) M(s, choices) M(s, choices_squared) M(s, load) M(s, first) M(s, kept) \
+    M(s, importance) M(s, logits) M(s, mean_gate) M(s, mean_logit) M(s, row) M(s, classes) M(s, first_classes)
 #define MOEI_OF_moe_report(M, s) M(s, n_experts) M(s, n_classes) M(s, n_calls) M(s, n_tokens) M(s, n_assignments) \
-    M(s, n_dropped) M(s, dropped_share) M(s, experts_per_token) M(s, gate_entropy) M(s, usage_entropy) \
-    M(s, usage_entropy_calls) M(s, confidence_entropy) M(s, importance_cv2) M(s, load_entropy) \
+    M(s, n_dropped) M(s, dropped_share) M(s, experts_per_token) M(s, real_experts_per_token) M(s, gate_entropy) \
+    M(s, usage_entropy) M(s, usage_entropy_calls) M(s, confidence_entropy) M(s, importance_cv2) M(s, load_entropy) \
     M(s, load_balance_score) M(s, load_cv2) M(s, load_max_over_mean) M(s, load_max_minus_min) M(s, capacity_use) \
     M(s, first_share_max) M(s, trivial_gate) M(s, n_classified) M(s, information) M(s, information_chance) \
     M(s, information_first) M(s, information_first_chance) M(s, classes) M(s, first_classes) M(s, load) M(s, first) \
@@ -156,15 +163,16 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
     M(s, metadata_at) M(s, metadata_end) M(s, of_header)
 #define MOEI_OF_moe_limits(M, s) M(s, size) M(s, tensors) M(s, metadata) M(s, modules)
 #define MOEI_OF_moe_metadata(M, s) M(s, key) M(s, value)
-#define MOEI_OF_moe_layer_config(M, s) M(s, router) M(s, d_out) M(s, expert) M(s, d_ff) M(s, d_low) M(s, act) \
-    M(s, no_expert_bias) M(s, swiglu_alpha) M(s, swiglu_limit) M(s, swiglu_offset) M(s, expert_bias) M(s, n_shared) \
-    M(s, d_shared) M(s, add_input) M(s, shared_sigmoid) M(s, kernels) M(s, transport)
+#define MOEI_OF_moe_layer_config(M, s) M(s, router) M(s, d_out) M(s, expert) M(s, d_ff) M(s, d_low) M(s, d_latent) \
+    M(s, act) M(s, no_expert_bias) M(s, swiglu_alpha) M(s, swiglu_limit) M(s, swiglu_offset) M(s, expert_bias) \
+    M(s, n_shared) M(s, d_shared) M(s, add_input) M(s, shared_sigmoid) M(s, kernels) M(s, transport)
 #define MOEI_OF_moe_layer(M, s) M(s, config) M(s, router) M(s, kernels) M(s, present) M(s, tensors) M(s, gradients) \
     M(s, packed) M(s, packed_type) M(s, is_packed) M(s, memory) M(s, memory_size) M(s, allocator)
 #define MOEI_OF_moe_quant_error(M, s) M(s, rows) M(s, output)
-#define MOEI_OF_moe_layer_pass(M, s) M(s, routing) M(s, expert_outputs) M(s, call) M(s, x) M(s, node) M(s, all) \
-    M(s, quantized) M(s, quantized_size) M(s, rows) M(s, d_rows) M(s, clean) M(s, d_node) M(s, d_all) M(s, shared) \
-    M(s, d_shared) M(s, shared_factor) M(s, route_memory) M(s, route_size) M(s, ranks)
+#define MOEI_OF_moe_layer_pass(M, s) M(s, routing) M(s, expert_outputs) M(s, call) M(s, x) M(s, inputs) M(s, latent) \
+    M(s, d_latent) M(s, node) M(s, all) M(s, quantized) M(s, quantized_size) M(s, rows) M(s, d_rows) M(s, clean) \
+    M(s, d_node) M(s, d_all) M(s, shared) M(s, d_shared) M(s, shared_factor) M(s, route_memory) M(s, route_size) \
+    M(s, ranks)
 #define MOEI_OF_moe_attention_config(M, s) M(s, heads) M(s, d_head) M(s, full) M(s, rotary) M(s, rotary_base)
 #define MOEI_OF_moe_module(M, s) M(s, kind) M(s, d_in) M(s, d_out) M(s, act) M(s, span) M(s, n_rows) M(s, rate) \
     M(s, attention) M(s, layer) M(s, tensors) M(s, gradients) M(s, first_tensor)

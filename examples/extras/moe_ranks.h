@@ -552,10 +552,15 @@ static moe_status moei_compare_fields(const moe_transport *t, const moe_field *f
 /* Refuses settings of a layer that are incompatible with several ranks. */
 static moe_status moei_ranks_check(const moe_layer_config *c, moe_error *error) {
     const moe_transport *t = c->transport;
+    if (MOEI_REAL_EXPERTS(&c->router) < c->router.n_experts)
+        return moei_error(error, MOE_ERR_CONFIG,
+                          "n_zero = %d, n_copy = %d, n_constant = %d: experts without matrices are incompatible with a "
+                          "transport",
+                          c->router.n_zero, c->router.n_copy, c->router.n_constant);
     if (t->local_routing && (c->router.l1_controller || c->router.ac_mode == MOE_AC_RUNNING))
         return moei_error(error, MOE_ERR_CONFIG,
                           "%s is incompatible with a transport whose local_routing = 1: it follows all tokens",
-                          c->router.l1_controller ? "l1_controller = 1" : "ac_mode = running");
+                          c->router.l1_controller ? "l1_controller" : "ac_mode = running");
     if (!t->local_routing && moei_is_soft(&c->router) && moei_crosses_sequences(&c->router))
         return moei_error(error, MOE_ERR_CONFIG,
                           "select = soft with input = adaptive_clustering is incompatible with a transport: "
@@ -873,7 +878,7 @@ static void moei_local_layout(const moe_layer *layer, moei_ranks *k, int trainin
     k->chunk_offsets = (size_t *)moei_take(l, k->n_local + 1, sizeof(size_t));
     k->received = moei_take_reals(l, of_all, run.width[MOEI_X]);
     k->computed = moei_take_reals(l, of_all, run.width[MOE_NODE_OUTPUT]);
-    p->x = k->received;
+    p->x = p->inputs = k->received;
     p->rows = moei_take_lines(layer, l, of_one, stride);
     moei_take_activations(&run, l, training ? of_all : of_one, training, p->node);
     if (!training) {
@@ -916,18 +921,31 @@ static void moei_scored_layout(const moe_layer *layer, moei_ranks *k, int traini
 /* Bytes of the longest row that a router gathers. */
 static size_t moei_longest_row(const moe_router_config *c) {
     size_t width = (size_t)(c->n_experts > c->d_model ? c->n_experts : c->d_model);
-    size_t reals = width * sizeof(moe_real), choices = moei_max_choices(c) * sizeof(int32_t);
+    size_t reals = (width < 2 ? 2 : width) * sizeof(moe_real), choices = moei_max_choices(c) * sizeof(int32_t);
     return reals > choices ? reals : choices;
 }
 
+/* What every token passes on its own rank: the shared expert and the matrices of d_latent. */
 static void moei_shared_layout(const moe_layer *layer, size_t n, int training, moei_layout *l, moe_layer_pass *p) {
     moei_expert_run shared;
-    if (layer->config.n_shared == 0) return;
-    shared = moei_expert_run_begin(layer, MOEI_SHARED);
-    moei_take_activations(&shared, l, n, training, p->shared);
-    p->shared_factor = moei_take_reals(l, n, 1);
-    if (training) moei_take_activations(&shared, l, n, 1, p->d_shared);
-    else moei_take_quantized(layer, l, n, n, p);
+    moei_take_latent(&layer->config, l, n, training, p);
+    if (layer->config.n_shared > 0) {
+        shared = moei_expert_run_begin(layer, MOEI_SHARED);
+        moei_take_activations(&shared, l, n, training, p->shared);
+        p->shared_factor = moei_take_reals(l, n, 1);
+        if (training) moei_take_activations(&shared, l, n, 1, p->d_shared);
+    }
+    if (!training && (layer->config.n_shared > 0 || layer->config.d_latent > 0))
+        moei_take_quantized(layer, l, n, n, p);
+}
+
+/* The widths of the experts' inputs and outputs: of the rows that ranks exchange. */
+static size_t moei_width_in(const moe_layer *layer) {
+    return (size_t)moei_activation_width(&layer->config, layer->config.expert, MOEI_X);
+}
+
+static size_t moei_width_out(const moe_layer *layer) {
+    return (size_t)moei_activation_width(&layer->config, layer->config.expert, MOE_NODE_OUTPUT);
 }
 
 static void moei_take_map(moei_layout *l, size_t ranks, moei_row_map *map) {
@@ -981,7 +999,7 @@ static moei_ranks *moei_ranks_layout(const moe_layer *layer, size_t max_tokens, 
     const moe_transport *t = layer->config.transport;
     moei_ranks *k = (moei_ranks *)moei_take(l, 1, sizeof *k);
     size_t ranks = (size_t)t->n_ranks, experts = (size_t)layer->config.router.n_experts;
-    size_t d = (size_t)layer->config.router.d_model, o = (size_t)layer->config.d_out;
+    size_t d = moei_width_in(layer), o = moei_width_out(layer);
     size_t total = 0, rows = 0;
     size_t words = 0;
     int channel;
@@ -1202,15 +1220,15 @@ static int moei_is_plain(const moe_layer *layer, const moe_layer_pass *p) {
     return p->routing.plan.rows == 0 && layer->config.router.apply_to == MOE_APPLY_OUTPUT;
 }
 
-/* Copies rows of x by the plan, times the weight on the input; soft mixes tokens. */
+/* Copies the experts' inputs by the plan, times the weight on the input; soft mixes tokens. */
 static void moei_dispatch(const moe_layer *layer, const moe_layer_pass *p, moe_real *rows) {
-    size_t d = (size_t)layer->config.router.d_model, e, i;
+    size_t d = moei_width_in(layer), e, i;
     int plain = moei_is_plain(layer, p);
     if (!plain) memset(rows, 0, moei_plan_length(layer, p) * d * sizeof(moe_real));
     for (e = 0; e < (size_t)layer->config.router.n_experts; e++)
         for (i = 0; i < moei_entry_count(p, e); i++) {
             const moe_assignment *entry = p->routing.plan.assignments + p->routing.plan.offsets[e] + i;
-            const moe_real *x = p->x + (size_t)entry->token * d;
+            const moe_real *x = p->inputs + (size_t)entry->token * d;
             moe_real *row = rows + moei_plan_row(p, e, entry, i) * d;
             if (plain) memcpy(row, x, d * sizeof(moe_real));
             else moe_axpy(layer->kernels, d, entry->weight_in, x, row);
@@ -1219,7 +1237,7 @@ static void moei_dispatch(const moe_layer *layer, const moe_layer_pass *p, moe_r
 
 /* y_t += w_te f_e(x_t), experts in ascending order. */
 static void moei_combine(const moe_layer *layer, const moe_layer_pass *p, const moe_real *outputs, moe_real *y) {
-    size_t o = (size_t)layer->config.d_out, e, i;
+    size_t o = moei_width_out(layer), e, i;
     for (e = 0; e < (size_t)layer->config.router.n_experts; e++)
         for (i = 0; i < moei_entry_count(p, e); i++) {
             const moe_assignment *entry = p->routing.plan.assignments + p->routing.plan.offsets[e] + i;
@@ -1281,12 +1299,12 @@ static moe_status moei_ranks_score(const moe_layer *layer, moe_layer_pass *p, co
     if (scored < 0) return MOE_OK;
     run = moei_expert_run_begin(&local, local.config.expert);
     width = run.width[scored];
-    moei_clean(&p->call, run.width[MOEI_X], p->clean);
+    moei_clean(&p->call, run.width[MOEI_X], p->inputs, p->clean);
     moei_map_all(k, &k->map[0]);
     moei_prepare(k, 0, run.width[MOEI_X] * sizeof(moe_real), p->clean, k->all_x, 0);
     status = moei_move(k, 0, MOEI_EXCHANGE_NOW, MOEI_ROWS_TOKENS);
     if (status != MOE_OK) return status;
-    all->x = k->all_x;
+    all->x = all->inputs = k->all_x;
     all->call.x = k->all_x;
     all->call.n_tokens = k->batch.total;
     all->call.training = p->call.training;
@@ -1387,7 +1405,10 @@ static moe_status moei_ranks_experts(const moe_layer *layer, moe_layer_pass *p, 
     moei_ranks *k = p->ranks;
     moe_router router = moei_ranks_router(layer, p);
     moei_trip trip;
-    moe_status status = moei_ranks_score(layer, p, team);
+    moe_status status;
+    p->inputs = p->x;
+    if (layer->config.d_latent > 0) moei_inputs_forward(layer, p, team);
+    status = moei_ranks_score(layer, p, team);
     if (status != MOE_OK) return status;
     status = moe_route(&router, &p->call, p->route_memory, p->route_size, &p->routing);
     if (k->is_broken) return MOE_ERR_TRANSPORT;
@@ -1401,8 +1422,8 @@ static moe_status moei_ranks_experts(const moe_layer *layer, moe_layer_pass *p, 
     trip.layer = layer;
     trip.p = p;
     trip.team = team;
-    trip.d_sent = (size_t)layer->config.router.d_model;
-    trip.d_returned = (size_t)layer->config.d_out;
+    trip.d_sent = moei_width_in(layer);
+    trip.d_returned = moei_width_out(layer);
     trip.sent = k->sent;
     trip.received = k->received;
     trip.computed = k->computed;
@@ -1430,6 +1451,8 @@ static moe_status moei_ranks_forward(const moe_layer *layer, const moe_call *cal
     moei_ranks counting;
     const uint64_t *all;
     moe_parallel team;
+    moe_real *sum;
+    size_t width;
     size_t max_tokens = 0;
     moe_status status = moei_ranks_call_check(layer, call, y, work);
     status = moei_ranks_meet(layer, call, status, &max_tokens, &all);
@@ -1449,8 +1472,11 @@ static moe_status moei_ranks_forward(const moe_layer *layer, const moe_call *cal
     team = moei_team(call);
     status = moei_ranks_experts(layer, &p, &team);
     if (status != MOE_OK) return status;
-    if (call->n_tokens > 0) memset(y, 0, call->n_tokens * (size_t)layer->config.d_out * sizeof(moe_real));
-    moei_combine(layer, &p, p.ranks->outputs, y);
+    sum = layer->config.d_latent > 0 ? p.latent[2] : y;
+    width = (size_t)moei_activation_width(&layer->config, layer->config.expert, MOE_NODE_OUTPUT);
+    if (call->n_tokens > 0) memset(sum, 0, call->n_tokens * width * sizeof *sum);
+    moei_combine(layer, &p, p.ranks->outputs, sum);
+    if (layer->config.d_latent > 0) moei_latent_product(layer, &p, MOEI_LATENT_OUT, 0, y, NULL, &team);
     if (layer->config.add_input) moei_add_input(layer, &p, y);
     if (layer->config.n_shared > 0) moei_shared_forward(layer, &p, y, &team);
     if (pass != NULL) *pass = p;
@@ -1472,7 +1498,7 @@ static void moei_trip_backward(const moei_trip *trip, moe_layer_pass *pass) {
 /* Rows of w_te dy_t. */
 static void moei_dispatch_gradients(const moe_layer *layer, const moe_layer_pass *p, const moe_real *dy,
                                     moe_real *rows) {
-    size_t o = (size_t)layer->config.d_out, e, i;
+    size_t o = moei_width_out(layer), e, i;
     memset(rows, 0, moei_plan_length(layer, p) * o * sizeof(moe_real));
     for (e = 0; e < (size_t)layer->config.router.n_experts; e++)
         for (i = 0; i < moei_entry_count(p, e); i++) {
@@ -1485,7 +1511,7 @@ static void moei_dispatch_gradients(const moe_layer *layer, const moe_layer_pass
 /* dx_t += w_in dx_row, dw_out = dy_t . f_e(x_t), dw_in = dx_row . x_t; experts ascending. */
 static void moei_combine_gradients(const moe_layer *layer, moe_layer_pass *p, const moe_real *dy,
                                    const moe_real *d_rows, moe_real *dx) {
-    size_t d = (size_t)layer->config.router.d_model, o = (size_t)layer->config.d_out;
+    size_t d = moei_width_in(layer), o = moei_width_out(layer);
     size_t e, i;
     int plain = moei_is_plain(layer, p);
     for (e = 0; e < (size_t)layer->config.router.n_experts; e++)
@@ -1495,7 +1521,7 @@ static void moei_combine_gradients(const moe_layer *layer, moe_layer_pass *p, co
             size_t row = moei_plan_row(p, e, entry, i), t = (size_t)entry->token;
             if (dx != NULL) moe_axpy(layer->kernels, d, entry->weight_in, d_rows + row * d, dx + t * d);
             p->routing.d_weight_out[at] = moe_dot(layer->kernels, o, dy + t * o, p->ranks->outputs + row * o);
-            if (!plain) p->routing.d_weight_in[at] = moe_dot(layer->kernels, d, d_rows + row * d, p->x + t * d);
+            if (!plain) p->routing.d_weight_in[at] = moe_dot(layer->kernels, d, d_rows + row * d, p->inputs + t * d);
         }
 }
 
@@ -1507,7 +1533,7 @@ static moe_status moei_ranks_score_backward(const moe_layer *layer, moe_layer_pa
     moe_layer local = moei_scored_layer(layer);
     moei_expert_run run;
     size_t ranks = (size_t)k->transport->n_ranks, own = p->call.n_tokens;
-    size_t d = (size_t)layer->config.router.d_model, e, t, r;
+    size_t d = moei_width_in(layer), e, t, r;
     moe_status status = MOE_OK;
     int scored = moei_scored_activation(&layer->config);
     if (scored < 0) return MOE_OK;
@@ -1534,9 +1560,11 @@ static moe_status moei_ranks_score_backward(const moe_layer *layer, moe_layer_pa
     return MOE_OK;
 }
 
-static moe_status moei_ranks_backward(const moe_layer *layer, const moei_returned *back, moe_real *dx,
+static moe_status moei_ranks_backward(const moe_layer *layer, const moei_returned *returned, moe_real *dx,
                                       moe_real *d_router_x, moe_layer_pass *pass) {
     moei_ranks *k = pass->ranks;
+    moei_returned back = *returned;
+    moe_real *d_inputs;
     moe_parallel team = moei_team(&pass->call);
     moe_router router = moei_ranks_router(layer, pass);
     moei_trip trip;
@@ -1544,16 +1572,17 @@ static moe_status moei_ranks_backward(const moe_layer *layer, const moei_returne
     size_t own = pass->call.n_tokens, experts = (size_t)layer->config.router.n_experts;
     int scored = moei_scored_activation(&layer->config);
     if (pass->d_rows == NULL || !pass->call.training) status = MOE_ERR_STATE;
-    else if (own > 0 && back->dy == NULL) status = MOE_ERR_ARGUMENT;
+    else if (own > 0 && back.dy == NULL) status = MOE_ERR_ARGUMENT;
     status = moe_transport_status(k->transport, status);
     if (status != MOE_OK) return status;
-    if (own > 0 && layer->config.n_shared > 0) moei_shared_backward(layer, pass, back->dy, dx, &team);
-    moei_dispatch_gradients(layer, pass, back->dy, k->d_outputs);
+    if (own > 0 && layer->config.n_shared > 0) moei_shared_backward(layer, pass, back.dy, dx, &team);
+    d_inputs = moei_sum_backward(layer, pass, &back, dx, &team);
+    moei_dispatch_gradients(layer, pass, back.dy, k->d_outputs);
     trip.layer = layer;
     trip.p = pass;
     trip.team = &team;
-    trip.d_sent = (size_t)layer->config.d_out;
-    trip.d_returned = (size_t)layer->config.router.d_model;
+    trip.d_sent = moei_width_out(layer);
+    trip.d_returned = moei_width_in(layer);
     trip.sent = k->d_outputs;
     trip.received = k->computed;
     trip.computed = k->d_received;
@@ -1561,13 +1590,15 @@ static moe_status moei_ranks_backward(const moe_layer *layer, const moei_returne
     trip.compute = moei_trip_backward;
     status = moei_run_trip(&trip);
     if (status != MOE_OK) return status;
-    moei_combine_gradients(layer, pass, back->dy, k->sent, dx);
-    if (own > 0 && layer->config.add_input) moei_add_input_backward(layer, pass, back->dy, dx);
+    moei_combine_gradients(layer, pass, back.dy, k->sent, d_inputs);
+    if (own > 0 && layer->config.add_input) moei_add_input_backward(layer, pass, returned->dy, dx);
     if (scored >= 0) memset(k->d_scored, 0, experts * own * pass->call.activation_width * sizeof(moe_real));
     if (pass->call.router_x == NULL) d_router_x = dx;
     status = moe_route_backward(&router, &pass->call, &pass->routing, layer->gradients, d_router_x,
                                 scored < 0 ? NULL : k->d_scored);
-    return status == MOE_OK ? moei_ranks_score_backward(layer, pass, dx) : status;
+    if (status == MOE_OK) status = moei_ranks_score_backward(layer, pass, d_inputs);
+    if (status == MOE_OK) moei_inputs_backward(layer, pass, dx, &team);
+    return status;
 }
 
 enum { MOEI_COUNT_PART = 4096 };
@@ -1584,14 +1615,15 @@ static moe_status moei_max_over(const moe_transport *t, moe_real *bound) {
     return MOE_OK;
 }
 
-/* Updates the router's state after a pass. With local routing, counts are summed over all ranks and
-   C_min is the largest. */
+/* Updates the router's state after a pass. With local routing, counts and cutoffs are summed over
+   all ranks and C_min is the largest. */
 static moe_status moei_ranks_observe(const moe_layer *layer, const moe_layer_pass *pass, moe_real *const *state) {
     moei_ranks *k = pass->ranks;
     moe_router router = moei_layer_router(layer);
     moe_routing r = pass->routing;
     size_t experts = r.n_experts, e;
     moe_real *low, *high; /* parts of a count whose sums are exact in moe_real */
+    moei_scratch m;
     moe_status status;
     if (!k->transport->local_routing) return moe_router_observe(&router, &pass->call, &r, state);
     if (!(moe_router_traits(&layer->config.router) & MOE_TRAIT_STATEFUL)) return MOE_OK;
@@ -1605,7 +1637,11 @@ static moe_status moei_ranks_observe(const moe_layer *layer, const moe_layer_pas
     status = k->transport->sum(k->transport->ctx, 2 * (experts + 1), k->load);
     if (status != MOE_OK) return MOE_ERR_TRANSPORT;
     status = moei_max_over(k->transport, &r.bound_now);
+    if (status == MOE_OK) status = moei_max_over(k->transport, &r.affinity_now);
     if (status != MOE_OK) return status;
+    moei_scratch_of(&router, &pass->call, &r, &m);
+    if (m.cutoffs != NULL && k->transport->sum(k->transport->ctx, experts + 1, m.cutoffs) != MOE_OK)
+        return MOE_ERR_TRANSPORT;
     for (e = 0; e <= experts; e++) k->counts[e] = (size_t)low[e] + MOEI_COUNT_PART * (size_t)high[e];
     r.n_real = k->counts[experts];
     r.n_tokens = k->counts[experts];
@@ -1765,7 +1801,7 @@ static uint64_t moei_trainer_mark(const moe_trainer *t) {
     mark = moei_hash(mark, &t->rate, sizeof t->rate);
     mark = moei_hash(mark, &t->n_accumulated, sizeof t->n_accumulated);
     for (i = 0; i < t->net->n_tensors; i++) {
-        unsigned char trained = (unsigned char)moei_is_trained(t, i);
+        unsigned char trained = (unsigned char)moei_is_trained(&t->net->tensors[i]);
         mark = moei_hash(mark, &trained, 1);
     }
     return mark;

@@ -227,8 +227,8 @@ static parts sum_of(const machine *m, const work *w, double bytes) {
     return m->ring ? ring_sum(m, w, bytes) : scaled(to_all(m, w, bytes / w->ranks), 2);
 }
 
-/* What chunks hide of the exchange before and behind the experts: only the first part's way there
-   and the last one's way back have nothing to hide under. */
+/* The part of the exchanges before and after the experts that chunks hide behind computing: all but
+   the dispatch of the first chunk and the combine of the last one. */
 static double hidden(const machine *m, double computing, double moving) {
     return (1 - 1 / (double)m->chunks) * less(computing, moving);
 }

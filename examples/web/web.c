@@ -166,6 +166,10 @@ static void free_model(web_model *m) {
 static moe_status configure(moe_layer_config *config) {
     moe_status status = moe_layer_preset(moe_presets()[settings.preset].name, config, &error);
     config->router.n_experts = settings.experts;
+    config->router.n_zero = config->router.n_zero > 0;
+    config->router.n_copy = config->router.n_copy > 0;
+    config->router.n_constant = config->router.n_constant > 0;
+    if (config->router.bias_real > 1) config->router.bias_real = 1;
     if (settings.top_k > 0) config->router.top_k = settings.top_k;
     if (settings.balance >= 0) config->router.loss_balance = settings.balance;
     if (settings.expert >= 0) {

@@ -54,7 +54,8 @@ DEFAULTS = dict(
     loss_similarity_same=0.0, loss_similarity_diff=0.0, loss_locality=0.0, nodes=1, loss_l1=0.0, loss_load=0.0,
     loss_orthogonal=0.0, loss_stable_balance=0.0, loss_distill=0.0, distill="ce_hard",
     bias_rate=0.0, ac_rho=0.9, add_input=0, loss_selector_entropy=0.0, loss_selector_reach=0.0, n_zero=0,
-    n_copy=0, n_constant=0, weight_over="all", zero_tau=1.0, zero_average=0, threshold_rho=0.99, logit_cap=0.0)
+    swiglu_alpha=1.0, swiglu_limit=0.0, swiglu_offset=0.0, n_copy=0, n_constant=0,
+    weight_over="all", zero_tau=1.0, zero_average=0, threshold_rho=0.99, logit_cap=0.0)
 
 
 def configure(settings):

@@ -7,22 +7,27 @@ the same composition. What the definition of the routers refuses is not drawn.
 import numpy as np
 
 import oracle
+from tape import last_bits
 
 CLEAR = 3e-4  # no decision of a case is closer
 EXACT = 1e-5  # what float arithmetic may move a value that is wanted, of its tensor's largest
-GATED = ("swiglu", "factorised")
+GATED = ("swiglu", "factorised", "glu")
 NODES = {
     "linear": ["output"],
     "mlp": ["gate", "act", "output"],
     "swiglu": ["gate", "up", "act", "product", "output"],
+    "glu": ["gate", "up", "act", "product", "output"],
     "factorised": ["down", "gate", "up", "act", "product", "output"],
 }
-SMOOTH = ("tanh", "silu", "gelu", "sigmoid", "identity", "relu")
+ACTS = ("tanh", "silu", "gelu", "sigmoid", "identity", "relu", "gelu_tanh", "relu2")
 
 
 class Draw:
+    WITHOUT = ()  # selections and losses that are not drawn, and "noise"
+
     def __init__(self, seed):
         self.dice = np.random.default_rng([seed, 0])
+        self.later = np.random.default_rng([seed, 0, 14])  # section 14: what came first stays as it was
         self.settings = {}
         self.shapes = {}  # of parameters and inputs that are normal numbers: name to (shape, scale)
         self.compose()
@@ -44,6 +49,71 @@ class Draw:
         return int(self.dice.integers(first, last + 1))
 
     def compose(self):
+        self.compose_sizes()
+        self.compose_without_matrices()
+        self.compose_experts()
+        self.soft = self.chance(0.06) and self.matrices == self.e
+        self.compose_input()
+        if self.soft:
+            self.compose_soft()
+        else:
+            self.compose_score()
+            self.compose_selection()
+            self.compose_weight()
+            self.compose_capacity()
+            self.compose_losses()
+        s = self.settings
+        plain = self.score in ("linear", "random") and s["input"] == "plain" and "noise" not in self.shapes
+        if plain and not self.soft and self.chance(0.1) and self.refine == "none" and self.select != "sinkhorn":
+            s["ties"] = 1
+        if not self.soft and s["weight"] == "raw" and self.gate == "sigmoid" and self.chance(0.3):
+            s.update(add_input=1, apply_to="output")
+        elif not self.soft and self.chance(0.25):
+            s["scale"] = self.pick(-1.0, 0.5, 2.5)
+        if not self.soft:
+            self.compose_later()
+
+    def compose_without_matrices(self):
+        """14A: the last experts have none."""
+        self.matrices = self.e
+        if self.score in ("norm", "attentive", "competition") or self.later.random() > 0.2:
+            return
+        counts = dict(zip(("n_zero", "n_copy", "n_constant"), self.later.integers(0, 3, 3).tolist()))
+        if sum(counts.values()) >= self.e:
+            return
+        self.settings.update(counts)
+        self.matrices -= sum(counts.values())
+        if counts["n_constant"]:
+            self.normal("experts.constant", counts["n_constant"], self.d)
+            self.normal("experts.constant_gate", counts["n_constant"], 2, self.d)
+
+    def compose_later(self):
+        """The other settings of section 14."""
+        s, dice = self.settings, self.later
+        if dice.random() < 0.1:
+            s["logit_cap"] = float(dice.choice([0.5, 2.0, 30.0]))
+        if not self.evaluation and dice.random() < 0.1:
+            s["loss.stable_balance"] = 0.3
+        samples = s["weight"] == "sparsemixer" and not self.evaluation and "gumbel" not in self.WITHOUT
+        if samples and dice.random() < 0.5:
+            s["sparsemixer_sample"] = 1
+            self.normal("gumbel", self.n, self.k, self.e, scale=1.0)
+            self.normal("uniform", self.n, self.k)
+        each = [g for g in range(2, self.k + 1) if self.k % g == 0 and self.e % g == 0]
+        if self.select == "top_k" and s["weight"] != "sparsemixer" and each and dice.random() < 0.4:
+            s.update(select="grouped_each", groups=int(dice.choice(each)))
+        if self.matrices < self.e:
+            if s["weight"] in ("sum", "softmax", "p_norm"):
+                s["weight_over"] = str(dice.choice(["all", "real"] + ["nonzero"] * (s["n_zero"] > 0)))
+            if "loss.balance" in s:
+                s["zero_tau"] = float(dice.choice([1.0, 0.75, 0.5]))
+                s["zero_average"] = int(dice.integers(2))
+        if dice.random() < 0.1:
+            s["router_residual"] = 1
+            self.matrix("router.residual", self.e, self.e)
+            self.normal("previous.logits", self.n, self.e)
+
+    def compose_sizes(self):
         s = self.settings
         self.evaluation = self.chance(0.15)
         if self.evaluation:
@@ -61,36 +131,27 @@ class Draw:
         self.n = self.number(1, self.pick(3, 12, 40 if self.wide else 24))
         self.k = self.number(1, min(self.e, self.pick(1, 2, 4, 16)))
         s.update(n_tokens=self.n, d_model=self.d, n_experts=self.e, top_k=self.k, case="drawn")
-        self.compose_experts()
-        self.soft = self.chance(0.06)
-        self.compose_input()
-        if self.soft:
-            self.compose_soft()
-        else:
-            self.compose_score()
-            self.compose_selection()
-            self.compose_weight()
-            self.compose_capacity()
-            self.compose_losses()
-        plain = self.score in ("linear", "random") and self.settings["input"] == "plain" and "noise" not in self.shapes
-        if plain and not self.soft and self.chance(0.1):
-            s["ties"] = 1
-        if not self.soft and s["weight"] == "raw" and self.gate == "sigmoid" and self.chance(0.3):
-            s.update(add_input=1, apply_to="output")
-        elif not self.soft and self.chance(0.25):
-            s["scale"] = self.pick(-1.0, 0.5, 2.5)
+
+    def compose_latent(self):
+        """14C: the width in which experts work."""
+        if self.later.random() > 0.15 or self.settings.get("n_copy", 0) + self.settings.get("n_constant", 0) > 0:
+            return self.d
+        width = self.settings["d_latent"] = int(self.later.integers(1, 2 * self.d + 1))
+        self.matrix("latent.in", width, self.d)
+        self.matrix("latent.out", self.d, width)
+        return width
 
     def compose_experts(self):
-        e, d = self.e, self.d
+        e, d = self.matrices, self.compose_latent()
         f = self.number(1, 70 if self.wide else 12)
-        kind = self.put("expert", "swiglu", "swiglu", "mlp", "factorised", "linear")
+        kind = self.put("expert", "swiglu", "swiglu", "mlp", "factorised", "linear", "glu")
         self.kind, self.width = kind, f
         self.settings["d_ff"] = f
         if kind == "linear":
             self.matrix("experts.weight", e, d, d)
-            self.maybe_bias("experts.bias")
+            self.maybe_bias("experts.bias", d)
         elif kind == "mlp":
-            self.put("act", *SMOOTH)
+            self.put("act", *ACTS)
             self.matrix("experts.fc1.weight", e, f, d)
             self.matrix("experts.fc2.weight", e, d, f)
             if self.chance(0.7):
@@ -99,7 +160,9 @@ class Draw:
         else:
             self.matrix("experts.up", e, f, d)
             self.matrix("experts.down", e, d, f)
-            if kind == "swiglu":
+            if kind == "glu":
+                self.put("act", *ACTS)
+            if kind != "factorised":
                 self.matrix("experts.gate", e, f, d)
             else:
                 low = self.settings["d_low"] = self.number(1, 5)
@@ -107,16 +170,16 @@ class Draw:
                 self.matrix("experts.expand", e, f, low)
         if self.chance(0.2):
             width = self.settings["shared"] = self.number(1, 7)
-            self.matrix("shared.gate", width, d)
-            self.matrix("shared.up", width, d)
-            self.matrix("shared.down", d, width)
+            self.matrix("shared.gate", width, self.d)
+            self.matrix("shared.up", width, self.d)
+            self.matrix("shared.down", self.d, width)
             if self.chance(0.5):
-                self.normal("shared.sigmoid", d)
+                self.normal("shared.sigmoid", self.d)
         self.settings["apply_to"] = self.pick("output", "output", "output", "input")
 
-    def maybe_bias(self, name):
+    def maybe_bias(self, name, width):
         if self.chance(0.7):
-            self.normal(name, self.e, self.d)
+            self.normal(name, self.matrices, width)
 
     def matrix(self, name, *shape):
         self.shapes[name] = (shape, shape[-1] ** -0.5)
@@ -179,7 +242,7 @@ class Draw:
             self.put("norm_order", "l2", "l1", "linf")
         if self.score in ("mlp", "attentive"):
             width = s["router_hidden"] = self.width if self.score == "attentive" else self.number(1, 8)
-            self.put("router_act", *SMOOTH)
+            self.put("router_act", *ACTS)
             self.matrix("router.fc1.weight", width, d)
             self.normal("router.fc1.bias", width)
             if self.score == "mlp":
@@ -220,6 +283,7 @@ class Draw:
         kinds = ["top_k"] * 4 + ["grouped_top_k", "hash", "top_p", "threshold", "threshold", "positive",
                                  "expert_choice", "expert_choice", "affinity", "dense", "given", "sinkhorn", "balanced"]
         kinds += ["sample"] if self.evaluation else []
+        kinds = [kind for kind in kinds if kind not in self.WITHOUT]
         self.select = self.put("select", *kinds)
         if self.select == "grouped_top_k":
             groups = s["groups"] = self.pick(*[g for g in range(1, e + 1) if e % g == 0])
@@ -270,7 +334,7 @@ class Draw:
         if self.chance(0.2):
             self.normal("router.expert_scale", self.e, scale=1.0)
         reads = weight not in ("uniform", "one") or self.select not in ("hash", "given", "dense")
-        if not self.evaluation and reads and self.chance(0.25):
+        if "noise" not in self.WITHOUT and not self.evaluation and reads and self.chance(0.25):
             noise = self.put("noise", "noisy_topk", "gaussian", "gumbel")
             self.normal("noise", self.n, self.e, scale=1.0)
             if noise == "noisy_topk":
@@ -308,7 +372,7 @@ class Draw:
         losses += ["orthogonal"] if self.score in ("linear", "cosine") and self.d > 1 else []
         losses += ["distill"] if self.select != "given" else []
         for name in losses:
-            if self.chance(0.15 if name != "load" else 0.5):
+            if name not in self.WITHOUT and self.chance(0.15 if name != "load" else 0.5):
                 self.put("loss." + name, 0.1, 0.5, 1.0)
         if "loss.balance" in s:
             self.put("balance_over", "pairs", "tokens", "first")
@@ -342,17 +406,7 @@ class Draw:
         if self.several:
             inner = sorted(set(self.dice.integers(1, n, self.number(1, 3)).tolist()))
             t["seq"] = np.array([0] + inner + [n], np.int64)
-        for name in ("router.input_scale", "router.expert_scale"):
-            if name in t:
-                t[name] = np.float32(1.0) + np.float32(0.3) * t[name]
-        for name in ("router.temperature", "router.scale"):
-            if name in t:
-                t[name] = np.abs(t[name]) + np.float32(0.3)
-        if "router.threshold" in t:
-            theta = s["threshold"]
-            t["router.threshold"] += np.float32(np.log(theta / (1.0 - theta)) if s["threshold_sigmoid"] else theta)
-        if "bias_rate" in s:
-            t["router.load"] = np.zeros(e + 1, np.float32)
+        self.adjust(t)
         if s["input"] == "jitter":
             t["jitter"] = self.dice.uniform(0.9, 1.1, (n, d)).astype(np.float32)
         if s["input"] == "adaptive_clustering":
@@ -372,6 +426,21 @@ class Draw:
             t["home"] = self.dice.integers(0, s["nodes"], n)
             t["expert_node"] = self.dice.integers(0, s["nodes"], e)
         return t
+
+    def adjust(self, t):
+        """Parameters that are not just normal numbers."""
+        s = self.settings
+        for name in ("router.input_scale", "router.expert_scale"):
+            if name in t:
+                t[name] = np.float32(1.0) + np.float32(0.3) * t[name]
+        for name in ("router.temperature", "router.scale"):
+            if name in t:
+                t[name] = np.abs(t[name]) + np.float32(0.3)
+        if "router.threshold" in t:
+            theta = s["threshold"]
+            t["router.threshold"] += np.float32(np.log(theta / (1.0 - theta)) if s["threshold_sigmoid"] else theta)
+        if "bias_rate" in s:
+            t["router.load"] = np.zeros(self.e + 1, np.float32)
 
     def previous(self, t):
         """What the previous mixture layer chose; some tokens have fewer experts, or none."""
@@ -393,12 +462,10 @@ class Draw:
 
 
 def rounded(drawn, tensors, dice):
-    """What is wanted, computed in float from inputs that are off by their last bit."""
-    off = 0.0 if "ties" in drawn.settings else 1e-7
-    moved = {k: (v * (1.0 + off * dice.integers(-1, 2, v.shape))).astype(np.float32) if v.dtype == np.float32 else v
-             for k, v in tensors.items()}
+    """What is wanted, computed in float with errors of a bit in each operation."""
     with np.errstate(all="ignore"):  # where numbers vanish in float the case is not sure
-        return oracle.Layer(drawn.settings, moved, np.float32).wants()
+        move = None if "ties" in drawn.settings else last_bits(dice)
+        return oracle.Layer(drawn.settings, tensors, np.float32, move).wants()
 
 
 def is_sure(name, value, rough):

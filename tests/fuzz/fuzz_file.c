@@ -1486,6 +1486,7 @@ static void random_parts(maker *m, parts *p) {
     p->gguf = below(m, 3) == 0;
     p->sizes[MOEI_SIZE_E] = 2 + below(m, 3);
     p->sizes[MOEI_SIZE_H] = p->gguf && below(m, 3) == 0 ? 32 : 1 + below(m, 6);
+    if (p->sizes[MOEI_SIZE_H] == 32 && below(m, 3) == 0) p->sizes[MOEI_SIZE_H] = 256;
     p->sizes[MOEI_SIZE_I] = 1 + below(m, 6);
     p->sizes[MOEI_SIZE_S] = 1 + below(m, 6);
     sets = p->gguf ? p->family->gguf_sets : p->family->sets;
@@ -1584,7 +1585,9 @@ static void put_part_gguf(maker *m, const parts *p) {
     const size_t start = m->size;
     const char *arch = p->family->archs;
     size_t length = strcspn(arch, " "), at = 0;
-    int i, k, q = below(m, 2) == 0;
+    const size_t n_types = sizeof moei_gguf_types / sizeof moei_gguf_types[0] - 1;
+    const moei_block_type *q = &moei_gguf_types[below(m, 2) == 0 ? below(m, (int)n_types) : 0];
+    int i, k;
     put(m, "GGUF");
     put_little(m, 3, 4);
     put_little(m, (uint64_t)p->n, 8);
@@ -1602,16 +1605,17 @@ static void put_part_gguf(maker *m, const parts *p) {
     for (i = 0; i < p->n; i++) {
         const part *t = &p->of[i];
         const size_t count = elements_of(t);
-        const int blocks = q && t->n_dims > 0 && t->shape[t->n_dims - 1] % 32 == 0;
+        const int blocks = q->bytes > 0 && t->n_dims > 0 && t->shape[t->n_dims - 1] % q->elements == 0;
+        const moei_block_type *type = blocks ? q : &moei_gguf_types[0];
         maker name = *m;
         put_little(m, 0, 8);
         put_part_name(m, p, t);
         put_little(&name, m->size - name.size - 8, 8);
         put_little(m, (uint64_t)t->n_dims, 4);
         for (k = t->n_dims; k > 0; k--) put_little(m, t->shape[k - 1], 8);
-        put_little(m, blocks ? 8 : 0, 4);
+        put_little(m, (uint64_t)type->code, 4);
         put_little(m, at, 8);
-        at += ((blocks ? count / 32 * 34 : count * 4) + 31) / 32 * 32;
+        at += (count / type->elements * type->bytes + 31) / 32 * 32;
     }
     while ((m->size - start) % 32 != 0 && m->size < m->room) put_little(m, 0, 1);
     for (at /= 4; at > 0 && m->size < m->room; at--) put_value(m, MOE_DTYPE_F32, 0);

@@ -427,6 +427,7 @@ static int take_settings(int count, char **argv, const char *contents, size_t si
         moe_field_text(f, &config, text, sizeof text);
         want(moe_field_set(f, &again, f->name, text, &error) == MOE_OK);
     }
+    again.router.preset = config.router.preset; /* where settings came from, which texts do not tell */
     want(memcmp(&config, &again, sizeof config) == 0);
     if (status == MOE_OK) status = moe_layer_check(&config, &again, &error);
     want(status == MOE_OK || error.message[0] != '\0');

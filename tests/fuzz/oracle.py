@@ -33,13 +33,15 @@ NO_GRADIENT = ("router.selection_bias", "router.ac_running", "router.cutoff", "r
 class Layer:
     """One call of a layer. Padding is left out at the start: arrays have a row per real token."""
 
-    def __init__(self, settings, tensors, precision=np.float64):
-        clear(precision)
+    def __init__(self, settings, tensors, precision=np.float64, move=None, alone=True):
+        if alone:  # otherwise it is a part of what is on the tape
+            clear(precision, move)
         self.c = configure(settings)
         self.tensors = tensors
         self.leaves = {}
         self.margin = np.inf  # of the closest decision
         self.exact = "ties" in settings  # equal scores are exactly equal
+        self.product = None  # of rows and a matrix of packed weights of experts, without gradient
         n = self.c.n_tokens
         mask = tensors.get("mask", np.ones(n))
         self.real = np.flatnonzero(mask)
@@ -93,7 +95,10 @@ class Layer:
 
     def linear(self, v, name, bias=None, row=None):
         weight = self.leaf(name) if row is None else self.leaf(name)[row]
-        v = v @ weight.T
+        if self.product and name.startswith(("experts.", "shared.", "latent.")):
+            v = Var(self.product(v.value, weight.value))
+        else:
+            v = v @ weight.T
         if bias is None or not self.has(bias):
             return v
         return v + (self.leaf(bias) if row is None else self.leaf(bias)[row])
@@ -115,12 +120,23 @@ class Layer:
             nodes["down"] = self.linear(v, "experts.reduce", row=e)
             nodes["gate"] = self.linear(nodes["down"], "experts.expand", row=e)
         else:
-            nodes["gate"] = self.linear(v, "experts.gate", row=e)
-        nodes["up"] = self.linear(v, "experts.up", row=e)
-        nodes["act"] = ACTS[c.act if c.expert == "glu" else "silu"](nodes["gate"])
-        nodes["product"] = nodes["hidden"] = nodes["act"] * nodes["up"]
-        nodes["output"] = self.linear(nodes["product"], "experts.down", row=e)
+            nodes["gate"] = self.limited(self.linear(v, "experts.gate", "experts.gate_bias", e), -np.inf)
+        nodes["up"] = self.limited(self.linear(v, "experts.up", "experts.up_bias", e), -c.swiglu_limit)
+        if c.swiglu_alpha != 1.0:
+            nodes["act"] = nodes["gate"] * sigmoid(nodes["gate"] * c.swiglu_alpha)
+        else:
+            nodes["act"] = ACTS[c.act if c.expert == "glu" else "silu"](nodes["gate"])
+        nodes["product"] = nodes["hidden"] = nodes["act"] * (nodes["up"] + c.swiglu_offset)
+        nodes["output"] = self.linear(nodes["product"], "experts.down", "experts.down_bias", e)
         return nodes
+
+    def limited(self, v, low):
+        """gpt-oss: v within low and swiglu_limit; the slope beyond is 0."""
+        high = self.c.swiglu_limit
+        if high == 0.0 or self.c.expert != "swiglu":
+            return v
+        self.close(np.abs(v.value - low), np.abs(v.value - high))
+        return where((v.value > low) & (v.value < high), v, np.clip(v.value, low, high))
 
     def expert_without_matrices(self, i, v):
         """14A: zero, copy and constant experts, in this order."""
@@ -364,7 +380,7 @@ class Layer:
         c = self.c
         bias = self.tensors["router.selection_bias"] if self.has("router.selection_bias") else 0.0
         biased = p.value + bias
-        self.ranking = biased  # of choices, sections 8 and 9
+        self.ranking = z.value if c.weight == "sparsemixer" else biased  # of choices, sections 8 and 9
         rises = c.gate in ("softmax", "sigmoid", "sqrt_softplus") and c.refine == "none"
         score = z.value if rises and not self.has("router.selection_bias") else biased
         if self.has("dropped"):  # 14B: expert dropout
@@ -798,20 +814,20 @@ class Layer:
     def soft(self, u):
         """Soft MoE: logits, outputs."""
         c = self.c
-        x, slots = self.rows("x"), self.leaf("router.slots")
+        seen, slots = self.seen(), self.leaf("router.slots")
         if c.soft_normalise:
             z = unit(u) @ (unit(slots) * self.leaf("router.scale").reshape(1, 1)).T
         else:
             z = u @ slots.T
         parts = []
         for at in self.sequences:
-            inputs = softmax(z[at], axis=0).T @ x[at]
-            if self.has("latent.in"):
-                inputs = self.linear(inputs, "latent.in")
+            inputs = softmax(z[at], axis=0).T @ seen[at]
             outputs = stack_rows([self.expert(e, inputs[e * c.slots:(e + 1) * c.slots])["output"]
                                   for e in range(c.n_experts)])
             parts.append(softmax(z[at]) @ outputs)
         y = stack_rows(parts)
+        combined = np.concatenate([softmax(z[at]).value for at in self.sequences])
+        self.final = combined.reshape(self.n, c.n_experts, c.slots).sum(2)
         return z, self.linear(y, "latent.out") if self.has("latent.out") else y
 
     def forward(self):
@@ -835,6 +851,7 @@ class Layer:
             if c.add_input:  # StableMoE, BASE
                 y = y + (1.0 - w.sum(-1)) * self.rows("x")
             self.counts = chosen.sum(0)
+            self.final = np.where(kept, w.value, -np.inf)
             want = {"gate": self.spread(r), "probabilities": self.spread(p), "weights": self.spread(w),
                     "selected": self.spread(lift(kept * 1.0))}
         y = self.spread(y)

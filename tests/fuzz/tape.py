@@ -6,12 +6,19 @@ import numpy as np
 
 tape = []  # every Var in the order in which it was made
 real = [np.float64]  # the type that is computed in
+moves = [None]  # what each array becomes, or None
 
 
-def clear(precision):
-    """Begins again, in that type."""
+def clear(precision, move=None):
+    """Begins again, in that type; move: a function of the result of each operation, for errors."""
     del tape[:]
     real[0] = precision
+    moves[0] = move
+
+
+def last_bits(dice):
+    """Errors of float arithmetic."""
+    return lambda v: v * (1.0 + 1e-7 * dice.integers(-1, 2, v.shape))
 
 
 class Var:
@@ -21,6 +28,8 @@ class Var:
 
     def __init__(self, value, *parents):
         self.value = np.asarray(value, real[0])
+        if moves[0]:
+            self.value = moves[0](self.value).astype(real[0])
         self.parents = parents
         self.grad = None
         tape.append(self)

@@ -14,8 +14,9 @@
    comparison, for each case and table: inference gives the same y bit for bit as training; tokens
    of a causal router give it one by one, and decoding gives it where the router allows that; packed
    weights give what their values give, bit for bit but for quantized types; NaN in padding reaches
-   nothing that is real. Exit status: 0 all that ran passed, 1 one failed or none ran, 2 usage or an
-   unreadable path. */
+   nothing that is real. Files that end in .json are worked examples of the rules of state
+   (state.h), with bounds of their own. Exit status: 0 all that ran passed, 1 one failed or none
+   ran, 2 usage or an unreadable path. */
 
 #if defined(__unix__) || defined(__APPLE__)
 #define _POSIX_C_SOURCE 200809L
@@ -72,6 +73,17 @@ static const rule rules[] = {{"ac_lambda", "ac_lambda", NULL, NULL, NULL},
                              {"drop_order", "drop_order", "drop_factor", NULL, NULL},
                              {"renormalize", "renormalize", "drop_factor", NULL, NULL},
                              {"d_model", "d_model", NULL, NULL, NULL},
+                             {"n_zero", "n_zero", NULL, NULL, "0"},
+                             {"n_copy", "n_copy", NULL, NULL, "0"},
+                             {"n_constant", "n_constant", NULL, NULL, "0"},
+                             {"weight_over", "weight_over", NULL, NULL, "all"},
+                             {"zero_tau", "zero_tau", "loss.balance", NULL, "1"},
+                             {"zero_tau", "zero_tau", "capacity_factor", NULL, "1"},
+                             {"zero_average", "zero_average", "loss.balance", NULL, "0"},
+                             {"router_residual", "router_residual", NULL, NULL, "0"},
+                             {"logit_cap", "logit_cap", NULL, NULL, "0"},
+                             {"threshold_rho", "threshold_rho", "select", "expert_threshold", NULL},
+                             {"sparsemixer_sample", "sparsemixer_sample", "weight", "sparsemixer", "0"},
                              {"n_experts", "n_experts", NULL, NULL, NULL},
                              {"top_k", "top_k", NULL, NULL, NULL},
                              {"input", "input", NULL, NULL, "plain"},
@@ -102,13 +114,13 @@ static const rule rules[] = {{"ac_lambda", "ac_lambda", NULL, NULL, NULL},
                              {"attention_head", "attention_head", "refine", "attention", NULL},
                              {"attention_sigma", "attention_sigma", "refine", "attention", NULL},
                              {"select", "select", NULL, NULL, NULL},
-                             {"groups", "groups", "select", "grouped_top_k", NULL},
+                             {"groups", "groups", "select", "grouped_top_k grouped_each", NULL},
                              {"groups_kept", "groups_kept", "select", "grouped_top_k", NULL},
                              {"group_score", "group_score", "select", "grouped_top_k", NULL},
                              {"top_p", "top_p", "select", "top_p", NULL},
                              {"threshold", "threshold", "select", "threshold", NULL},
                              {"threshold_learned", "threshold_learned", "select", "threshold", "0"},
-                             {"capacity_factor", "capacity_factor", "select", "expert_choice", NULL},
+                             {"capacity_factor", "capacity_factor", NULL, NULL, NULL},
                              {"expert_choice_score", "expert_choice_score", "select", "expert_choice", NULL},
                              {"affinity_mass", "affinity_mass", "select", "affinity", NULL},
                              {"capacity_min", "capacity_min", "select", "affinity", NULL},
@@ -118,15 +130,19 @@ static const rule rules[] = {{"ac_lambda", "ac_lambda", NULL, NULL, NULL},
                              {"weight", "weight", NULL, NULL, NULL},
                              {"weight_p", "weight_p", "weight", "p_norm", NULL},
                              {"sparsemixer_eps", "sparsemixer_eps", "weight", "sparsemixer", NULL},
+                             {"sparsemixer_sample", "sparsemixer_sample", NULL, NULL, NULL},
+                             {"logit_cap", "logit_cap", NULL, NULL, NULL},
+                             {"threshold_rho", "threshold_rho", NULL, NULL, NULL},
                              {"scale", "scale", NULL, NULL, NULL},
                              {"apply_to", "apply_to", NULL, NULL, NULL},
                              {"drop_capacity", "drop_capacity", NULL, NULL, NULL},
                              {"drop_order", "drop_order", "drop_capacity", NULL, NULL},
                              {"renormalize", "renormalize", "drop_capacity", NULL, NULL},
                              {"expert", "expert", NULL, NULL, NULL},
-                             {"d_ff", "d_ff", "expert", "swiglu mlp factorised", NULL},
+                             {"d_ff", "d_ff", "expert", "swiglu mlp factorised glu", NULL},
                              {"d_low", "d_low", "expert", "factorised", NULL},
-                             {"act", "act", "expert", "mlp", NULL},
+                             {"d_latent", "d_latent", NULL, NULL, NULL},
+                             {"act", "act", "expert", "mlp glu", NULL},
                              {"shared", "d_shared", NULL, NULL, NULL},
                              {"shared_sigmoid", "shared_sigmoid", "shared", NULL, "0"},
                              {"loss.balance", "loss_balance", NULL, NULL, "0"},
@@ -141,6 +157,9 @@ static const rule rules[] = {{"ac_lambda", "ac_lambda", NULL, NULL, NULL},
                              {"loss.l1", "loss_l1", NULL, NULL, "0"},
                              {"loss.orthogonal", "loss_orthogonal", NULL, NULL, "0"},
                              {"loss.distill", "loss_distill", NULL, NULL, "0"},
+                             {"loss.stable_balance", "loss_stable_balance", NULL, NULL, "0"},
+                             {"loss.selector_entropy", "loss_selector_entropy", NULL, NULL, "0"},
+                             {"loss.selector_reach", "loss_selector_reach", NULL, NULL, "0"},
                              {"balance_over", "balance_over", "loss.balance", NULL, NULL},
                              {"importance_over", "importance_over", "loss.importance", NULL, NULL},
                              {"unbiased", "unbiased", "loss.importance", NULL, "0"},
@@ -173,7 +192,8 @@ static const char *const inputs[] = {"x",
                                      "previous.experts",
                                      "previous.weights",
                                      "attention.weights",
-                                     "attention.outputs", "attention.output", "distances", "teacher"};
+                                     "attention.outputs", "attention.output", "distances", "teacher",
+                                     "previous.logits", "gumbel", "uniform", "dropped"};
 
 /* The parameters that the library has: one of these that a case holds but the layer lacks is an
    error, any other is not built yet. */
@@ -182,10 +202,12 @@ static const char *const parameters[] = {
     "router.fc1.bias",    "router.fc2.weight", "router.fc2.bias",     "router.selection_bias", "router.expert_scale",
     "router.input_scale", "router.query",      "router.key",          "router.threshold",      "router.table",
     "router.slots",       "router.scale",      "router.noise_weight", "router.similarity",     "router.ac_running",
-    "router.load",
+    "router.load",        "router.residual",   "router.codes",        "router.mix",            "router.cutoff",
+    "router.cutoff_updates", "experts.constant", "experts.constant_gate",
     "experts.gate",       "experts.up",        "experts.down",        "experts.fc1.weight",    "experts.fc1.bias",
     "experts.fc2.weight", "experts.fc2.bias",  "experts.weight",      "experts.bias",          "experts.reduce",
-    "experts.expand",     "shared.gate",       "shared.up",           "shared.down",           "shared.sigmoid"};
+    "experts.expand",     "shared.gate",       "shared.up",           "shared.down",           "shared.sigmoid",
+    "latent.in",          "latent.out"};
 
 /* ---- a case ---- */
 
@@ -384,6 +406,32 @@ static int read_config(golden *g) {
         (g->config.expert == MOE_EXPERT_LINEAR && !has_tensor(g, "experts.bias")))
         g->config.no_expert_bias = 1;
     g->config.router.untrained = 1;
+    g->config.router.preset = MOEI_OF_A_FILE; /* keys of stages that take no part mean nothing */
+    return 1;
+}
+
+/* Fields that a case names, but that are switched on otherwise: by a tensor, or not at all
+   (expert_bias tells of mlp experts). */
+static int is_switched(const char *field) {
+    size_t i;
+    for (i = 0; i < sizeof tensor_switches / sizeof tensor_switches[0]; i++)
+        if (strcmp(tensor_switches[i][1], field) == 0) return 1;
+    return strcmp(field, "expert_bias") == 0;
+}
+
+/* Fails when a key is a field of the library that no rule applies. Keys that tell how the case was
+   drawn are no fields. */
+static int check_keys(golden *g) {
+    const moe_field *field;
+    char key[NAME_ROOM], value[VALUE_ROOM];
+    size_t i;
+    for (field = moe_layer_fields(); field->name != NULL; field++) {
+        sprintf(key, "%.100s", field->name);
+        if (starts_with(key, "loss_")) key[4] = '.';
+        if (!metadata(g, key, value) || is_switched(field->name)) continue;
+        for (i = 0; i < sizeof rules / sizeof rules[0] && strcmp(rules[i].key, key) != 0;) i++;
+        if (i == sizeof rules / sizeof rules[0]) return fail(g, "the runner does not apply the key", key);
+    }
     return 1;
 }
 
@@ -415,6 +463,34 @@ static void read_integer_inputs(golden *g, size_t n) {
         g->call.expert_machine = narrow(g, integers, count);
     count = n * (size_t)g->config.router.top_k;
     if ((integers = read_integers(g, "given", &count)) != NULL) g->call.given = narrow(g, integers, count);
+}
+
+/* dropped [N,E] or [E]; the probability is not used. */
+static void read_dropped(golden *g, size_t cells) {
+    moe_router_config *c = &g->config.router;
+    moe_file_tensor t;
+    unsigned char *dropped;
+    int64_t *values;
+    size_t count = cells, i;
+    if (moe_file_find(&g->file, "dropped", &t) != MOE_OK) return;
+    c->expert_dropout_scope = t.n_dims == 1 ? MOE_DROPOUT_SCOPE_CALL : MOE_DROPOUT_SCOPE_TOKEN;
+    if (t.n_dims == 1) count = (size_t)c->n_experts;
+    c->expert_dropout = (moe_real)0.5;
+    values = read_integers(g, "dropped", &count);
+    dropped = (unsigned char *)grab(g, count, 1);
+    for (i = 0; i < count && values != NULL; i++) dropped[i] = values[i] != 0;
+    g->call.dropped = dropped;
+}
+
+static void read_optional_inputs(golden *g, size_t n) {
+    const size_t cells = n * (size_t)g->config.router.n_experts, k = (size_t)g->config.router.top_k;
+    if (has_tensor(g, "previous.logits")) {
+        g->call.previous_logits = read_reals(g, "previous.logits", cells);
+        g->call.d_previous_logits = grab_reals(g, cells);
+    }
+    if (has_tensor(g, "gumbel")) g->call.gumbel = read_reals(g, "gumbel", cells * k);
+    if (has_tensor(g, "uniform")) g->call.uniform = read_reals(g, "uniform", n * k);
+    read_dropped(g, cells);
 }
 
 static int read_inputs(golden *g) {
@@ -465,6 +541,7 @@ static int read_inputs(golden *g) {
     }
     if (g->config.router.select == MOE_SELECT_SOFT)
         g->config.router.soft_sequences = g->call.sequences != NULL ? (int)g->call.n_sequences : 1;
+    read_optional_inputs(g, n);
     if (has_tensor(g, "distances")) g->call.distances = read_reals(g, "distances", n * n);
     if (has_tensor(g, "teacher"))
         g->call.teacher = read_reals(g, "teacher", n * (size_t)g->config.router.n_experts);
@@ -533,6 +610,8 @@ static void compare_gradient(golden *g, const char *name, const moe_layer *layer
     else if (strcmp(tensor, "attention.output") == 0) compare(g, name, g->call.d_attention_output, n, d, 1);
     else if (strcmp(tensor, "attention.outputs") == 0)
         compare(g, name, g->call.d_attention_outputs, 1, (size_t)g->config.router.heads * n * d, 1);
+    else if (strcmp(tensor, "previous.logits") == 0)
+        compare(g, name, g->call.d_previous_logits, n, (size_t)g->config.router.n_experts, 1);
     else if (moe_layer_find(layer, tensor, &t) == MOE_OK && t.gradient != NULL)
         compare(g, name, t.gradient, 1, t.count, 1);
     else fail(g, "the layer has no such gradient", name);
@@ -593,6 +672,9 @@ static int backward(golden *g, const moe_layer *layer, run *r) {
         if (g->call.d_attention_output != NULL) memset(g->call.d_attention_output, 0, count * sizeof(moe_real));
         memset(g->call.d_attention_outputs, 0, (size_t)layer->config.router.heads * count * sizeof(moe_real));
     }
+    if (g->call.d_previous_logits != NULL)
+        memset(g->call.d_previous_logits, 0,
+               g->call.n_tokens * (size_t)layer->config.router.n_experts * sizeof(moe_real));
     r->dx = grab_reals(g, count);
     r->d_router_x = g->call.router_x != NULL ? grab_reals(g, count) : NULL;
     status = moe_layer_backward(layer, g->dy, r->dx, r->d_router_x, &r->pass);
@@ -614,6 +696,9 @@ static int same_shape(const moe_file_tensor *a, const moe_tensor *b) {
     }
 }
 
+/* State that counts since the last step: 0 where a file has none. */
+static const char *const sums[] = {"router.cutoff_sum", "router.cutoff_count"};
+
 /* Puts the file's parameters into the layer. */
 static int fill_layer(golden *g, const moe_layer *layer) {
     moe_tensor t;
@@ -621,8 +706,12 @@ static int fill_layer(golden *g, const moe_layer *layer) {
     size_t i;
     int k;
     for (i = 0; moe_layer_tensor(layer, i, &t) == MOE_OK; i++) {
-        if (moe_file_find(&g->file, t.name, &stored) != MOE_OK)
-            return fail(g, "the layer wants a tensor that the file lacks", t.name);
+        if (moe_file_find(&g->file, t.name, &stored) != MOE_OK) {
+            if (!is_in(t.name, sums, sizeof sums / sizeof sums[0]))
+                return fail(g, "the layer wants a tensor that the file lacks", t.name);
+            memset(t.data, 0, t.count * sizeof(moe_real));
+            continue;
+        }
         if (!same_shape(&stored, &t)) return fail(g, "tensor has another shape than the layer's", t.name);
         if (moe_file_values(&stored, 0, t.count, t.data, NULL) != MOE_OK)
             return fail(g, "tensor cannot be read as numbers", t.name);
@@ -662,6 +751,16 @@ static moe_call token_call(const golden *g, const moe_layer *layer, size_t t) {
     if (g->call.previous_experts != NULL) one.previous_experts = g->call.previous_experts + t * one.n_previous;
     if (g->call.previous_weights != NULL) one.previous_weights = g->call.previous_weights + t * one.n_previous;
     if (g->call.previous_input != NULL) one.previous_input = g->call.previous_input + t * d;
+    if (g->call.previous_logits != NULL)
+        one.previous_logits = g->call.previous_logits + t * (size_t)layer->config.router.n_experts;
+    if (g->call.gumbel != NULL)
+        one.gumbel =
+            g->call.gumbel + t * (size_t)layer->config.router.top_k * (size_t)layer->config.router.n_experts;
+    if (g->call.uniform != NULL) one.uniform = g->call.uniform + t * (size_t)layer->config.router.top_k;
+    if (g->call.dropped != NULL)
+        one.dropped = g->call.dropped + (layer->config.router.expert_dropout_scope == MOE_DROPOUT_SCOPE_CALL
+                                             ? 0
+                                             : t * (size_t)layer->config.router.n_experts);
     if (g->call.mask != NULL) one.mask = g->call.mask + t;
     if (g->call.teacher != NULL) one.teacher = g->call.teacher + t * (size_t)layer->config.router.n_experts;
     if (g->call.given != NULL) one.given = g->call.given + t * (size_t)layer->config.router.top_k;
@@ -809,6 +908,9 @@ static void check_padding(golden *g, const moe_layer *layer, const run *trained)
     changed.blocks = g->blocks;
     changed.call.x = with_nan_padding(&changed, g->call.x, d);
     if (g->call.router_x != NULL) changed.call.router_x = with_nan_padding(&changed, g->call.router_x, d);
+    if (g->call.previous_logits != NULL)
+        changed.call.previous_logits =
+            with_nan_padding(&changed, g->call.previous_logits, (size_t)layer->config.router.n_experts);
     good = forward(&changed, layer, &changed.call, &r) && backward(&changed, layer, &r);
     g->blocks = changed.blocks; /* what it took is the case's */
     if (!good) {
@@ -908,7 +1010,7 @@ static void run_case(golden *g, const char *path, int wanted) {
         fail(g, "not readable", error.message);
         return;
     }
-    if (!read_config(g) || !check_names(g)) return;
+    if (!read_config(g) || !check_keys(g) || !check_names(g)) return;
     if (moe_layer_check(&g->config, &checked, &error) != MOE_OK) {
         fail(g, "configuration", error.message);
         return;
@@ -920,6 +1022,8 @@ static void run_case(golden *g, const char *path, int wanted) {
 /* ---- the program ---- */
 
 static const char *const verdict_names[] = {"ok", "FAILED", "skipped"};
+
+#include "state.h"
 
 /* The name without its ending. */
 static int name_length(const char *name) {
@@ -954,11 +1058,13 @@ static char *copy_text(const char *a, const char *b, const char *c) {
 
 static int by_name(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
 
-#ifdef GOLDEN_FOLDERS
-static int is_case_name(const char *name) {
-    size_t n = strlen(name), m = strlen(".safetensors");
-    return n > m && strcmp(name + n - m, ".safetensors") == 0;
+static int ends_in(const char *name, const char *ending) {
+    size_t n = strlen(name), m = strlen(ending);
+    return n > m && strcmp(name + n - m, ending) == 0;
 }
+
+#ifdef GOLDEN_FOLDERS
+static int is_case_name(const char *name) { return ends_in(name, ".safetensors") || ends_in(name, ".json"); }
 
 /* Appends a folder's cases, sorted; -1 when path is not a folder. */
 static int list_folder(const char *path, char **list, int room) {
@@ -1030,7 +1136,8 @@ int main(int argc, char **argv) {
     }
     if (paths == 0) return usage();
     for (i = 0; i < n; i++) {
-        counts[run_path(list[i], wanted)]++;
+        if (ends_in(list[i], ".json")) run_examples(list[i], counts);
+        else counts[run_path(list[i], wanted)]++;
         free(list[i]);
     }
     printf("%d passed, %d failed, %d skipped\n", counts[PASSED], counts[FAILED], counts[SKIPPED]);

@@ -351,6 +351,7 @@ golden() { # compiler
     needs "$1"
     bring
     sed 's|"\.\./\.\./moe\.h"|"moe.h"|' "$root/tests/golden/golden.c" >golden.c
+    cp "$root/tests/golden/state.h" .
     run "$1" -std=c99 $quick -I. golden.c -o a -lm && run ./a "$root/tests/golden"
 }
 

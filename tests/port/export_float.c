@@ -31,6 +31,7 @@ static const char *const rows[] = {
     "d_ff=9 expert_bias=1 swiglu_limit=0.5",
     "in 8; mixture n_shared=2 d_shared=3 shared_sigmoid=1 d_ff=6; feed_forward expert=factorised d_ff=9 d_low=2; "
     "residual 1",
+    "in 8; mixture d_latent=5 n_shared=1 d_shared=3 d_ff=6 d_out=4; linear 6; mixture d_latent=-2 d_ff=5",
     "in 8; mixture n_experts=40 top_k=3 d_ff=4 d_out=11; layer_norm; linear 300; activation 1; linear 2",
     "ids; embedding 20 8; mixture select=hash table_size=20 d_ff=6; tied",
     "ids; embedding 20 8; positions 12; attention 2 4; residual 1; rms_norm; mixture d_ff=6; residual 2; tied",
@@ -166,6 +167,8 @@ static int make(size_t i, moe_net *net, char *name, char *about) {
         strcpy(about, preset->name);
         if (moe_layer_preset(preset->name, &c, &error) != MOE_OK) return 0;
         if (c.router.n_experts > 16) c.router.n_experts = 16;
+        if (c.router.n_copy > 4) c.router.n_copy = 4;
+        if (c.router.bias_real > 1) c.router.bias_real = 1;
         if (c.router.groups > 4) c.router.groups = 4;
         if (c.router.groups_kept > 2) c.router.groups_kept = 2;
         if (c.router.top_k > 6) c.router.top_k = 6;
@@ -173,8 +176,8 @@ static int make(size_t i, moe_net *net, char *name, char *about) {
         if (c.router.input == MOE_INPUT_ADAPTIVE_CLUSTERING) c.router.ac_mode = MOE_AC_RUNNING;
         if (c.router.refine == MOE_REFINE_ATTENTION && c.router.attention_heads == MOE_HEADS_MIN_ENTROPY)
             c.router.attention_heads = MOE_HEADS_ALL;
-        if (c.router.capacity_factor > 0 || c.router.capacity_factor_eval > 0 ||
-            c.router.capacity_bound != MOE_BOUND_NONE)
+        if ((c.router.capacity_factor > 0 && c.router.select != MOE_SELECT_EXPERT_THRESHOLD) ||
+            c.router.capacity_factor_eval > 0 || c.router.capacity_bound != MOE_BOUND_NONE)
             c.router.capacity_factor_eval = 16;
         c.d_ff = 7;
         moe_net_init(net, 0, MOE_KERNELS_C, NULL);

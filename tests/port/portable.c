@@ -348,7 +348,8 @@ static void expect(const char *part, sum s, double slack) {
 /* ---- what masks leave out: what needs it is refused ---- */
 
 static int kept_router(const moe_router_config *c) {
-    const int moves = c->schedule_steps > 0 || c->freeze_at > 0 || c->switch_at > 0 || c->l1_controller;
+    const int moves = c->k_end != 0 || c->tau_schedule != 0 || c->freeze_at > 0 || c->switch_at > 0 ||
+                      c->switch_share > 0 || c->l1_controller;
     const int limits = c->capacity_factor > 0 || c->capacity_factor_eval > 0 || c->drop_capacity > 0 ||
                        c->capacity_bound != MOE_BOUND_NONE || c->drop_rule != MOE_DROP_RULE_NONE ||
                        c->select == MOE_SELECT_EXPERT_CHOICE;
@@ -360,7 +361,7 @@ static int kept_router(const moe_router_config *c) {
 }
 
 static int kept_layer(const moe_layer_config *c) {
-    const int act = c->expert == MOE_EXPERT_MLP ? c->act : (int)MOE_ACT_SILU;
+    const int any = c->expert == MOE_EXPERT_MLP || c->expert == MOE_EXPERT_GLU, act = any ? c->act : (int)MOE_ACT_SILU;
     const int shaped = c->swiglu_alpha > 0 || c->swiglu_limit > 0 || c->swiglu_offset > 0;
     return kept_router(&c->router) && (c->expert == MOE_EXPERT_LINEAR || KEPT(ACTS, act)) &&
            (c->n_shared == 0 || KEPT(ACTS, MOE_ACT_SILU)) && (!shaped || KEPT(EXTRAS, MOE_EXTRA_SHAPED));

@@ -717,12 +717,13 @@ static void check_entry(fuzz *f, const moe_call *call, const moe_routing *r, siz
 
 static void check_plan(fuzz *f, const moe_call *call, const moe_routing *r) {
     const moe_dispatch_plan *p = &r->plan;
-    size_t e, i, selected = 0;
+    size_t e, i, capacity, selected = 0;
     if (!CHECK(f, p->offsets[0] == 0 && p->n_experts == r->n_experts && p->n_tokens == r->n_tokens, "the plan's sizes"))
         return;
     for (e = 0; e < p->n_experts; e++) {
         if (!CHECK(f, p->offsets[e] <= p->offsets[e + 1], "offsets ascend")) return;
-        CHECK(f, r->capacity == 0 || p->offsets[e + 1] - p->offsets[e] <= r->capacity, "nobody above capacity");
+        capacity = e < r->real_experts ? r->capacity : r->capacity_zero;
+        CHECK(f, capacity == 0 || p->offsets[e + 1] - p->offsets[e] <= capacity, "nobody above capacity");
         CHECK(f, p->offsets[e + 1] - p->offsets[e] <= r->n_real, "no more entries than tokens");
         for (i = p->offsets[e]; i < p->offsets[e + 1]; i++)
             check_entry(f, call, r, e, &p->assignments[i], i > p->offsets[e] ? &p->assignments[i - 1] : NULL);
@@ -736,6 +737,7 @@ static void check_sums(fuzz *f, const moe_router_config *c, const moe_routing *r
     size_t t, i;
     if (c->weight != MOE_WEIGHT_SUM && c->weight != MOE_WEIGHT_SOFTMAX && c->weight != MOE_WEIGHT_UNIFORM) return;
     if (c->threshold_learned || c->gate == MOE_GATE_IDENTITY || c->expert_scale) return;
+    if (c->weight_over != MOE_WEIGHT_OVER_ALL) return; /* the others keep p */
     for (t = 0; t < r->n_tokens; t++) {
         double sum = 0.0;
         for (i = 0; i < (size_t)r->n_choices[t]; i++) sum += (double)r->choice_weights[t * r->max_choices + i];
@@ -1830,13 +1832,14 @@ static moe_real draw_setting(fuzz *f, double low, double high) {
 }
 
 static void draw_groups(fuzz *f, moe_train_config *c) {
-    static const char *const patterns[] = {"*", "*.router.*", "0.*", "*bias", "*weight", "", "nothing", "*.*.*"};
+    static const char *const patterns[] = {"*", "*.router.*", "0.*", "*bias", "*weight", "", "nothing", "*.*.*",
+                                           "experts.*[0]", "*[0:2]", "*[1"};
     moe_param_group *groups = (moe_param_group *)grab(f, 2, sizeof *groups);
     int i;
     c->n_groups = (int)draw(f, 3);
     c->groups = groups;
     for (i = 0; i < c->n_groups; i++) {
-        groups[i].pattern = patterns[draw(f, one_in(f, 5) ? 8 : 1)];
+        groups[i].pattern = patterns[draw(f, one_in(f, 5) ? 11 : 1)];
         groups[i].rate = draw_setting(f, 0.0, 2.0);
         groups[i].decay = draw_setting(f, -1.0, 2.0);
         groups[i].frozen = one_in(f, 5);

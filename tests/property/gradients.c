@@ -398,6 +398,8 @@ typedef struct layer_case {
     moe_layer_pass pass;
     moe_call call, measured_call;
     double *x, *router_x, *dy, *y, *dx, *d_router_x;
+    /* router_residual: the logits before, their gradient, coefficients in L of those it makes */
+    double *previous_logits, *d_previous_logits, *on_logits;
     double *noise, *jitter, *previous_input, *previous_weights, *distances, *teacher; /* constants */
     /* weights, outputs, the summed output */
     double *attention[3], *d_attention[3];
@@ -444,6 +446,11 @@ static moei_scratch scratch_of(const layer_case *c) {
     return m;
 }
 
+/* Whether an activation, or its slope, jumps at 0. */
+static int bends(int act) { return act == MOE_ACT_RELU || act == MOE_ACT_RELU2; }
+
+static int takes_act(int expert) { return expert == MOE_EXPERT_MLP || expert == MOE_EXPERT_GLU; }
+
 /* The kinks of the scores. */
 static void note_score(layer_case *c, notes *n) {
     const moe_router_config *r = &c->layer.config.router;
@@ -451,7 +458,7 @@ static void note_score(layer_case *c, notes *n) {
     const moei_scratch m = scratch_of(c);
     size_t tokens = o->n_tokens, experts = o->n_experts;
     size_t width = c->pass.call.activation_width, i, k;
-    if ((r->score == MOE_SCORE_MLP || r->score == MOE_SCORE_ATTENTIVE) && r->router_act == MOE_ACT_RELU)
+    if ((r->score == MOE_SCORE_MLP || r->score == MOE_SCORE_ATTENTIVE) && bends(r->router_act))
         note_signs(n, m.hidden, tokens * (size_t)r->router_hidden);
     if (r->score == MOE_SCORE_DSELECT) {
         size_t bits = 1;
@@ -478,7 +485,7 @@ static void note_limits(notes *n, const double *v, size_t count, double limit, i
     for (i = 0; v != NULL && i < count; i++) note(n, v[i] > limit ? 1 : below_too && v[i] < -limit ? 2 : 3);
 }
 
-/* Where relu of mlp experts bends, and swiglu with a limit. */
+/* Where relu of mlp and glu experts bends, and swiglu with a limit. */
 static void note_experts(layer_case *c, notes *n) {
     const moe_layer_config *l = &c->layer.config;
     const moe_dispatch_plan *plan = &c->pass.routing.plan;
@@ -491,7 +498,7 @@ static void note_experts(layer_case *c, notes *n) {
         if (c->pass.all[node] == NULL || l->router.apply_to == MOE_APPLY_INPUT)
             note_limits(n, c->pass.node[node], rows * width, l->swiglu_limit, node == MOE_NODE_UP);
     }
-    if (l->expert != MOE_EXPERT_MLP || l->act != MOE_ACT_RELU) return;
+    if (!takes_act(l->expert) || !bends(l->act)) return;
     if (c->pass.all[MOE_NODE_GATE] != NULL)
         note_signs(n, c->pass.all[MOE_NODE_GATE], plan->n_experts * plan->n_tokens * width);
     if (c->pass.all[MOE_NODE_GATE] == NULL || l->router.apply_to == MOE_APPLY_INPUT)
@@ -666,6 +673,8 @@ static double evaluate_layer(void *ctx) {
         sum += loss == MOE_LOSS_DISTILL && r->student && !is_frozen(r) && c->logits != NULL
                    ? distance_from_start(c)
                    : c->pass.routing.loss[loss];
+    for (i = 0; c->on_logits != NULL && i < c->call.n_tokens * (size_t)r->n_experts; i++)
+        if (is_real(c, i / (size_t)r->n_experts)) sum += c->on_logits[i] * c->pass.routing.clean_logits[i];
     note_layer(c);
     return sum;
 }
@@ -833,6 +842,11 @@ static void supply(layer_case *c, int with) {
         c->call.previous_weights = c->previous_weights = normals(n * 2, 1.0);
         for (i = 0; i < n * 2; i++) c->previous_weights[i] = 0.1 + fabs(c->previous_weights[i]);
     }
+    if (r->router_residual) {
+        c->call.previous_logits = c->previous_logits = normals(n * experts, 1.0);
+        c->call.d_previous_logits = c->d_previous_logits = normals(n * experts, 0.0);
+        c->call.d_clean_logits = c->on_logits = normals(n * experts, 0.5);
+    }
     if (r->refine == MOE_REFINE_ATTENTION) supply_attention(c);
     if (r->loss_distill > 0.0 && !r->student) c->call.teacher = c->teacher = normals(n * experts, 1.0);
     if (r->loss_similarity_same > 0.0 ||
@@ -917,6 +931,9 @@ static void end_layer(layer_case *c) {
     free(c->jitter);
     free(c->previous_input);
     free(c->previous_weights);
+    free(c->previous_logits);
+    free(c->d_previous_logits);
+    free(c->on_logits);
     free(c->distances);
     free(c->token_ids);
     free(c->previous_experts);
@@ -951,6 +968,7 @@ static void shift_gradients(layer_case *c, double by) {
     for (i = 0; moe_layer_tensor(&c->layer, i, &t) == MOE_OK; i++) shift(t.gradient, t.count, by);
     shift(c->dx, count, by);
     shift(c->d_router_x, count, by);
+    shift(c->d_previous_logits, c->call.n_tokens * (size_t)c->layer.config.router.n_experts, by);
     for (i = 0; i < 3; i++) shift(c->d_attention[i], c->attention_count[i], by);
 }
 
@@ -1036,6 +1054,9 @@ static void add_layer_variables(layer_case *c, subject *s) {
     }
     add_variable(s, "x", c->x, c->dx, count);
     if (c->router_x != NULL) add_variable(s, "router_x", c->router_x, c->d_router_x, count);
+    if (c->previous_logits != NULL)
+        add_variable(s, "previous logits", c->previous_logits, c->d_previous_logits,
+                     c->call.n_tokens * (size_t)r->n_experts);
     for (i = 0; i < 3 && c->attention[0] != NULL; i++)
         add_variable(s, attention_names[i], c->attention[i], c->d_attention[i], c->attention_count[i]);
     if (r->score == MOE_SCORE_CUSTOM && r->custom_parameters == 0)
@@ -1100,6 +1121,7 @@ static void check_layer(const char *group, const moe_layer_config *config, size_
 static moe_layer_config small_layer(void) {
     moe_layer_config c;
     memset(&c, 0, sizeof c);
+    c.router.preset = MOEI_OF_A_FILE; /* what has no effect is reset */
     c.router.d_model = 6;
     c.router.n_experts = 3;
     c.router.top_k = 2;
@@ -1158,6 +1180,25 @@ static void check_experts(void) {
                 }
 }
 
+/* Experts of a width of their own, plain, weighted on the input, soft, and read by scores. */
+static void check_latent(void) {
+    static const char *const rows[] = {"", "apply_to=input gate=sigmoid weight=raw", "select=soft slots=2",
+                                       "score=norm norm_node=output weight=raw", "score=competition gate=identity",
+                                       "n_shared=1 d_shared=2 add_input=1 weight=raw"};
+    size_t row;
+    int expert, width;
+    for (row = 0; row < sizeof rows / sizeof rows[0]; row++)
+        for (expert = 0; expert < MOE_EXPERT_COUNT; expert++)
+            for (width = 1; width < 7; width += 2) {
+                moe_layer_config c = small_layer();
+                c.expert = expert;
+                c.d_latent = width;
+                if (width == 5) c.d_out = row == 5 ? 0 : 3;
+                if (moe_fields_apply(moe_layer_fields(), &c, rows[row], NULL) != MOE_OK) continue;
+                report("latent", "accepted", check_accepted("latent", &c, 5, width == 3 ? WITH_MASK : 0), rows[row]);
+            }
+}
+
 /* Swiglu experts with biases and shaped gates, also behind scores that read each of their
    activations. */
 static void check_shaped(void) {
@@ -1192,7 +1233,7 @@ static void check_norms(void) {
         for (node = 0; node < MOE_NODE_COUNT; node++)
             for (order = 0; order < MOE_NORM_COUNT; order++)
                 for (apply = 0; apply < MOE_APPLY_COUNT; apply++)
-                    for (act = 0; act < (expert == MOE_EXPERT_MLP ? (int)MOE_ACT_COUNT : 1); act++)
+                    for (act = 0; act < (takes_act(expert) ? (int)MOE_ACT_COUNT : 1); act++)
                         for (gate = 0; gate < 2; gate++) {
                             moe_layer_config c = small_layer();
                             c.expert = expert;
@@ -1451,7 +1492,7 @@ static void check_selections(void) {
             c = small_layer();
             c.router.select = select;
             fit(&c);
-            c.router.selection_bias = k & 1;
+            c.router.selection_bias = k & 1 && select != MOE_SELECT_EXPERT_THRESHOLD;
             c.router.top_p = 0.3 + 0.04 * k;
             c.router.threshold = 0.25 + 0.03 * k;
             c.router.threshold_fallback = k % 3;
@@ -1999,7 +2040,15 @@ typedef struct option_row {
 
 static const option_row option_rows[] = {
     {"top_k", "1 4", "", 0},
+    {"n_zero", "1 3", "", 0},
+    {"n_copy", "2", "", 0},
+    {"n_constant", "1 2", "", 0},
+    {"weight_over", "all nonzero real", "n_zero=1 n_copy=1", 0},
+    {"zero_tau", "0.5 2", "n_copy=1 loss_balance=0.4", 0},
+    {"zero_average", "1", "n_zero=2 loss_balance=0.4", 0},
+    {"router_residual", "1", "", 0},
     {"input", "plain jitter scaled_rms adaptive_clustering", "", 0},
+    {"raw_input", "1", "", 0},
     {"jitter_eps", "0.2", "input=jitter", 0},
     {"ac_mode", "paper code running random", "input=adaptive_clustering", 0},
     {"ac_spread", "mad variance pairwise", "input=adaptive_clustering", 0},
@@ -2017,8 +2066,9 @@ static const option_row option_rows[] = {
     {"norm_node", "down gate up act product output", "score=norm expert=factorised", 0},
     {"norm_order", "l2 l1 linf", "score=norm expert=factorised", 0},
     {"router_hidden", "3", "score=mlp", 0},
-    {"router_act", "relu silu gelu tanh sigmoid identity", "score=mlp", 0},
+    {"router_act", "relu silu gelu tanh sigmoid identity gelu_tanh relu2", "score=mlp", 0},
     {"grap_cosine", "1", "score=grap", 0},
+    {"logit_cap", "0.8", "", 0},
     {"noise", "none noisy_topk gaussian gumbel", "", 0},
     {"noise_floor", "0.3", "noise=noisy_topk", 0},
     {"noise_sigma", "0.6", "noise=gaussian", 0},
@@ -2037,6 +2087,9 @@ static const option_row option_rows[] = {
     {"attention_u", "input output", "refine=attention", 0},
     {"select", "top_k dense given top_p positive expert_choice affinity soft sinkhorn sample custom", "", 0},
     {"select", "grouped_top_k", "groups=2 groups_kept=1", 0},
+    {"select", "grouped_each", "groups=2 top_k=2", 0},
+    {"select", "expert_threshold", "", 0},
+    {"threshold_rho", "0.5", "select=expert_threshold", 0},
     {"select", "threshold", "threshold=0.2", 0},
     {"select", "hash", "table_size=5", 0},
     {"select", "balanced", "top_k=1", 0},
@@ -2053,6 +2106,12 @@ static const option_row option_rows[] = {
     {"expert_choice_score", "p z", "select=expert_choice", 0},
     {"affinity_mass", "0.6", "select=affinity", 0},
     {"affinity_sum", "0.7", "select=affinity", 0},
+    {"affinity_sum_auto", "0.6", "select=affinity", 0},
+    {"sample_at", "training always", "select=sample", 0},
+    {"sample_scope", "token sequence call", "select=sample", WITH_SEQUENCES},
+    {"sample_seed", "7", "select=sample sample_at=always", 0},
+    {"expert_dropout", "0.3", "", 0},
+    {"expert_dropout_scope", "token call", "expert_dropout=0.3", 0},
     {"capacity", "1", "select=affinity", 0},
     {"slots", "2", "select=soft", 0},
     {"soft_normalise", "1", "select=soft", 0},
@@ -2076,6 +2135,9 @@ static const option_row option_rows[] = {
     {"balance_over", "pairs tokens first", "loss_balance=0.4", 0},
     {"balance_scope", "batch sequences", "loss_balance=0.4", WITH_SEQUENCES},
     {"loss_z", "0.2", "", 0},
+    {"loss_stable_balance", "0.3", "", 0},
+    {"loss_selector_entropy", "0.4", "score=dselect", 0},
+    {"loss_selector_reach", "0.2", "score=dselect n_experts=6", 0},
     {"loss_importance", "0.4", "", 0},
     {"importance_over", "probabilities gate weights", "loss_importance=0.4", 0},
     {"unbiased", "1", "loss_importance=0.4", 0},
@@ -2087,13 +2149,20 @@ static const option_row option_rows[] = {
     {"loss_l1", "0.3", "", 0},
     {"loss_load", "0.3", "noise=gaussian", 0},
     {"loss_orthogonal", "0.2", "", 0},
+    {"loss_diversity", "0.2", "", 0},
+    {"loss_simplicity", "0.2", "", 0},
     {"loss_distill", "0.6", "", 0},
     {"distill", "ce_hard ce_soft mse", "loss_distill=0.6", 0},
     {"student", "1", "loss_distill=0.6 freeze_at=5", 0},
     {"expert_temperature", "2", "", 0},
     {"bias_rate", "0.1", "selection_bias=1", 0},
-    {"l1_controller", "1", "select=positive gate=relu", 0},
-    {"k_end", "4", "schedule_steps=2", 0},
+    {"bias_rule", "sign proportional smebu", "selection_bias=1 bias_rate=0.1", 0},
+    {"bias_centre", "1", "selection_bias=1 bias_rate=0.1", 0},
+    {"bias_real", "1", "selection_bias=1 bias_rate=0.1 n_copy=1", 0},
+    {"bias_kappa", "3", "selection_bias=1 bias_rate=0.1 bias_rule=smebu", 0},
+    {"bias_beta", "0.25", "selection_bias=1 bias_rate=0.1 bias_rule=smebu", 0},
+    {"l1_controller", "none layer net", "select=positive gate=relu", 0},
+    {"k_end", "4 -1", "schedule_steps=2", 0},
     {"tau_schedule", "gate_temperature", "schedule_steps=2 tau_end=0.5", 0},
     {"tau_schedule", "cosine_tau", "schedule_steps=2 tau_end=0.5 score=cosine", 0},
     {"tau_schedule", "similarity_tau", "schedule_steps=2 tau_end=2 refine=similarity", 0},
@@ -2101,12 +2170,13 @@ static const option_row option_rows[] = {
     {"freeze_at", "1 2", "", 0},
     {"switch_at", "1", "switch_from=dense", 0},
     {"switch_at", "2", "select=dense", 0},
+    {"switch_share", "0.5 1", "schedule_steps=2 switch_from=dense", 0},
     {"switch_from", "dense top_p threshold positive affinity sinkhorn sample custom", "switch_at=2", 0},
     {"switch_from", "balanced", "switch_at=2 top_k=1", 0},
     {"d_out", "3", "", 0},
-    {"expert", "swiglu mlp linear factorised", "", 0},
+    {"expert", "swiglu mlp linear factorised glu", "", 0},
     {"d_low", "2", "expert=factorised", 0},
-    {"act", "relu silu gelu tanh sigmoid identity", "expert=mlp", 0},
+    {"act", "relu silu gelu tanh sigmoid identity gelu_tanh relu2", "expert=glu", 0},
     {"no_expert_bias", "1", "", 0},
     {"swiglu_alpha", "1.7", "expert=swiglu", 0},
     {"swiglu_limit", "0.5", "expert=swiglu", 0},
@@ -2116,6 +2186,7 @@ static const option_row option_rows[] = {
     {"d_shared", "3", "n_shared=2", 0},
     {"shared_sigmoid", "1", "n_shared=1", 0},
     {"add_input", "1", "", 0},
+    {"d_latent", "3 -2", "", 0},
     {"mask", "", "", WITH_MASK},
     {"sequences", "", "", WITH_SEQUENCES},
     {"router_x", "", "", WITH_ROUTER_X},
@@ -2285,12 +2356,14 @@ static int stands_in_table(const char *field, const char *value) {
 /* No field of a layer and no value of a choice is forgotten. */
 static void check_table(void) {
     static const char *const sizes = "d_model n_experts d_ff table_size kernels untrained";
-    /* its surrogate is flat nowhere: check_learned_threshold measures it */
-    static const char *const elsewhere = "threshold_sigmoid";
+    /* the surrogate of the first is flat nowhere: check_learned_threshold measures it; the gradient
+       of the other is an estimate: golden cases compare it */
+    static const char *const elsewhere = "threshold_sigmoid sparsemixer_sample";
     /* what every other pair stands on, and what switch_at always refuses */
     static const char *const beside =
         "switch_from=top_k switch_from=given switch_from=grouped_top_k switch_from=expert_choice switch_from=hash "
-        "switch_from=soft capacity_bound=none drop_rule=none tau_schedule=none";
+        "switch_from=soft switch_from=grouped_each switch_from=expert_threshold capacity_bound=none drop_rule=none "
+        "tau_schedule=none";
     const moe_field *f;
     char name[2 * FIELD_ROOM];
     int i;
@@ -2428,13 +2501,14 @@ static void draw_score(moe_router_config *r) {
 static void draw_config(moe_layer_config *c) {
     moe_router_config *r = &c->router;
     memset(c, 0, sizeof *c);
+    c->router.preset = MOEI_OF_A_FILE;
     r->untrained = 1;
     r->d_model = 4 + 2 * below(2);
     r->n_experts = 1 + below(4);
     r->top_k = 1 + below(r->n_experts);
     c->expert = below(MOE_EXPERT_COUNT);
     c->d_ff = 3;
-    if (c->expert == MOE_EXPERT_MLP) c->act = 1 + below(MOE_ACT_COUNT - 1);
+    if (takes_act(c->expert)) c->act = 1 + below(MOE_ACT_COUNT - 1);
     if (c->expert == MOE_EXPERT_SWIGLU && chance(50)) {
         c->expert_bias = below(2);
         c->swiglu_alpha = below(2) * 1.7;
@@ -2475,6 +2549,14 @@ static void draw_config(moe_layer_config *c) {
         return;
     }
     draw_selection(r);
+    r->router_residual = chance(20);
+    if (!chance(25)) return;
+    r->n_zero = below(2);
+    r->n_copy = below(2);
+    r->n_constant = below(2);
+    r->weight_over = below(MOE_WEIGHT_OVER_COUNT);
+    if (r->loss_balance > 0.0) r->zero_average = below(2);
+    if (r->loss_balance > 0.0) r->zero_tau = 0.5 + below(2);
 }
 
 static void check_random(int wanted) {
@@ -2557,7 +2639,8 @@ static void check_row(int what, int act, const char *name) {
 }
 
 static void check_rows(void) {
-    static const char *const acts[MOE_ACT_COUNT] = {"relu", "silu", "gelu", "tanh", "sigmoid", "identity"};
+    static const char *const acts[MOE_ACT_COUNT] = {"relu", "silu",     "gelu",      "tanh",
+                                                    "sigmoid", "identity", "gelu_tanh", "relu2"};
     int act;
     for (act = 0; act < MOE_ACT_COUNT; act++) check_row(ROW_ACTIVATION, act, acts[act]);
     check_row(ROW_SOFTMAX, 0, "softmax");
@@ -2636,7 +2719,7 @@ static double evaluate_net(void *ctx) {
     for (i = 0; i < c->net.n_modules; i++) {
         const moe_routing *r = moe_net_routing(&c->net, &c->pass, i);
         const moe_module *m = &c->net.modules[i];
-        if (m->kind == MOE_MODULE_ACTIVATION && m->act == MOE_ACT_RELU)
+        if (m->kind == MOE_MODULE_ACTIVATION && bends(m->act))
             note_signs(&c->decisions, c->pass.modules[i].x, NET_TOKENS * (size_t)m->d_in);
         if (r == NULL) continue;
         for (k = 0; k < MOE_LOSS_COUNT; k++) sum += r->loss[k];
@@ -2731,6 +2814,34 @@ static moe_layer_config net_mixture(void) {
     m.router.loss_balance = 0.1;
     m.router.loss_z = 0.05;
     return m;
+}
+
+/* Logits that go from mixture to mixture: plain, through a mask, through noise. */
+static void check_residual_nets(void) {
+    int with, i;
+    for (with = 0; with < 3; with++) {
+        moe_layer_config m = net_mixture();
+        net_case c;
+        double *noise;
+        m.router.router_residual = 1;
+        m.router.n_copy = m.router.n_constant = with == 1;
+        m.router.loss_z = 0.3;
+        if (with == 2) m.router.noise = MOE_NOISE_GAUSSIAN;
+        start_net(&c, 5);
+        moe_net_mixture(&c.net, &m);
+        moe_net_residual(&c.net, 1);
+        m.router.noise = 0;
+        if (with == 2) m.router.score = MOE_SCORE_COSINE;
+        for (i = 0; i < 2; i++) {
+            moe_net_mixture(&c.net, &m);
+            moe_net_residual(&c.net, 1);
+        }
+        for (i = 0; i < NET_TOKENS; i++) c.mask[i] = i % 3 != 0;
+        if (with == 1) c.call.mask = c.mask;
+        c.call.noise = noise = normals((size_t)NET_TOKENS * (size_t)m.router.n_experts, 0.5);
+        check_net("logits of the mixture before it", &c);
+        free(noise);
+    }
 }
 
 /* Nets of several mixtures, masks, tables and teachers. */
@@ -2851,6 +2962,7 @@ static void check_nets(void) {
     moe_net_residual(&c.net, 2);
     check_net("experts choose themselves", &c);
     check_deep_nets();
+    check_residual_nets();
 }
 
 int main(int argc, char **argv) {
@@ -2859,6 +2971,7 @@ int main(int argc, char **argv) {
     moe_rng_seed(&rng, 20240607);
     check_rows();
     check_experts();
+    check_latent();
     check_norms();
     check_shaped();
     check_grid();

@@ -142,10 +142,17 @@ static moe_real now_alpha = (moe_real)-1.5;
 
 static wide sigmoid_of(wide x) { return x > -11000 ? 1 / (1 + WIDE(exp)(-x)) : 0 * (x == x ? 1 : x); }
 
+/* Twice the argument of the tanh of gelu_tanh. */
+static wide gelu_tanh_exponent(wide v) {
+    return v > 10000 ? v : 2 * 0.79788456080286535588 * (v + 0.044715 * v * v * v);
+}
+
 static wide act_of(int act, moe_real x) {
     const wide v = x;
     switch (act) {
     case MOE_ACT_RELU: return x < 0 ? 0 : v;
+    case MOE_ACT_RELU2: return x < 0 ? 0 : v * v;
+    case MOE_ACT_GELU_TANH: return x < -1000 ? 0 : v * sigmoid_of(gelu_tanh_exponent(v));
     case MOE_ACT_SILU: return x < -10000 ? 0 : v * sigmoid_of(v);
     case MOE_ACT_GELU: return x < -1000 ? 0 : v * 0.5 * WIDE(erfc)(-v * 0.70710678118654752440);
     case MOE_ACT_TANH: return WIDE(tanh)(v);
@@ -157,10 +164,14 @@ static wide act_of(int act, moe_real x) {
 static wide slope_of(int act, moe_real x) {
     const wide v = x;
     if (act == MOE_ACT_RELU) return x <= 0 ? 0 : 1;
+    if (act == MOE_ACT_RELU2) return x <= 0 ? 0 : 2 * v;
     if (act == MOE_ACT_IDENTITY) return 1;
     if (is_nan(x)) return v;
-    if (x > 10000 || x < -10000) return act == MOE_ACT_SILU || act == MOE_ACT_GELU ? x > 0 : 0;
+    if (x > 10000 || x < -10000) return act == MOE_ACT_TANH || act == MOE_ACT_SIGMOID ? 0 : x > 0;
     switch (act) {
+    case MOE_ACT_GELU_TANH:
+        return sigmoid_of(gelu_tanh_exponent(v)) *
+               (1 + 2 * 0.79788456080286535588 * v * (1 + 0.134145 * v * v) * sigmoid_of(-gelu_tanh_exponent(v)));
     case MOE_ACT_SILU: return sigmoid_of(v) * (1 + v * sigmoid_of(-v));
     case MOE_ACT_GELU:
         return 0.5 * WIDE(erfc)(-v * 0.70710678118654752440) + v * 0.39894228040143267794 * WIDE(exp)(-0.5 * v * v);
@@ -198,7 +209,8 @@ static void run_activate_backward(const moe_kernels *k, size_t n, moe_real *cons
 }
 static wide want_activate_backward(int which, const moe_real *in) {
     (void)which;
-    if (now_act == MOE_ACT_RELU) return in[0] <= 0 ? 0 : (wide)in[1]; /* a choice, not a product */
+    if (in[0] <= 0 && (now_act == MOE_ACT_RELU || now_act == MOE_ACT_RELU2)) return 0;
+    if (now_act == MOE_ACT_RELU) return (wide)in[1]; /* a choice, not a product */
     return (wide)in[1] * slope_of(now_act, in[0]);
 }
 static void run_gated(const moe_kernels *k, size_t n, moe_real *const *in, moe_real *const *out) {
@@ -214,7 +226,8 @@ static void run_gated_backward(const moe_kernels *k, size_t n, moe_real *const *
 static wide want_gated_backward(int which, const moe_real *in) {
     const moe_real both = (moe_real)((wide)in[2] * in[1]);
     if (which == 1) return (wide)in[2] * (moe_real)act_of(now_act, in[0]);
-    if (now_act == MOE_ACT_RELU) return in[0] <= 0 ? 0 : (wide)both;
+    if (in[0] <= 0 && (now_act == MOE_ACT_RELU || now_act == MOE_ACT_RELU2)) return 0;
+    if (now_act == MOE_ACT_RELU) return (wide)both;
     return both * slope_of(now_act, in[0]);
 }
 static const moe_adamw_step adamw_step = {
@@ -2759,6 +2772,40 @@ static void forward_packed(moe_layer *layer, moe_call *call, int type, int speci
     }
 }
 
+/* A special number as a setting is accepted in its range; as a weight of the dense expert it is
+   copied, and what is drawn anew stays finite beside numbers that are. */
+static void test_upcycling(void) {
+    moe_layer_config c = small_layer(), one = c;
+    moe_layer layer, dense;
+    moe_error error;
+    moe_real *source;
+    size_t i, bad;
+    int special;
+    one.router.n_experts = one.router.top_k = 1;
+    one.router.weight = MOE_WEIGHT_RAW;
+    CHECK(T(moe_layer_create)(&layer, &c, 1, 8, NULL, &error) == MOE_OK, "layer");
+    CHECKF(T(moe_layer_create)(&dense, &one, 1, 9, NULL, &error) == MOE_OK, "%s", error.message);
+    memcpy(&source, &dense.tensors[MOE_EXPERTS_DOWN], sizeof source);
+    for (special = 0; special < SPECIALS; special++) {
+        const moe_real s = specials[special], kept = source[11];
+        const moe_real *down = layer.tensors[MOE_EXPERTS_DOWN];
+        CHECKF((T(moe_layer_upcycle)(&layer, &dense, s, 0, 1, &error) == MOE_OK) == (s >= 0 && s <= 1), "share %s",
+               special_names[special]);
+        CHECKF((T(moe_layer_upcycle)(&layer, &dense, 0, s, 1, &error) == MOE_OK) == (s >= 0 && s <= MOEI_R(1e6)),
+               "noise %s", special_names[special]);
+        source[11] = s;
+        CHECK(T(moe_layer_upcycle)(&layer, &dense, 0, 0, 1, &error) == MOE_OK &&
+                  memcmp(&down[11], &s, sizeof s) == 0,
+              "copied");
+        CHECK(T(moe_layer_upcycle)(&layer, &dense, MOEI_R(0.5), 0, 1, &error) == MOE_OK, "drawn");
+        for (i = bad = 0; i < (size_t)(EXPERTS * WIDTH * c.d_ff); i++) bad += !moe_is_finite(down[i]);
+        CHECKF(bad == 0 || special >= 7, "%d numbers beside %s", (int)bad, special_names[special]);
+        source[11] = kept;
+    }
+    T(moe_layer_free)(&layer);
+    T(moe_layer_free)(&dense);
+}
+
 static void test_packed_layers(void) {
     moe_layer_config c = small_layer();
     moe_layer layer;
@@ -3214,6 +3261,7 @@ static const row rows[] = {
     {"moe_layer_backward_experts", "IEEE 754"},
     {"moe_layer_observe", ""},
     {"moe_layer_advance", ""},
+    {"moe_layer_upcycle", "moments of what is replaced in doubles"},
     {"moe_rank_part", ""},
     {"moe_transport_begin", ""},
     {"moe_transport_end", ""},
@@ -3441,6 +3489,7 @@ int main(int argc, char **argv) {
     CASE(test_any_logits());
     printf("routed calls with a special number: %ld good, %ld refused as not finite\n", good_calls, nonfinite_calls);
     CASE(test_packed_layers());
+    CASE(test_upcycling());
     CASE(test_ways_back());
     CASE(test_states());
     CASE(test_nets());

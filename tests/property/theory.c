@@ -141,6 +141,7 @@ static int rig_apply(rig *g, const char *settings) {
     moe_parameter slot;
     int place;
     error.message[0] = '\0';
+    c.preset = MOEI_OF_A_FILE; /* what has no effect is reset */
     if (!CHECK(moe_fields_apply(moe_router_fields(), &c, settings, &error) == MOE_OK &&
                    moe_router_init(&made, &c, trial_now % 3 == 2 ? fastest : NULL, &error) == MOE_OK,
                settings)) {

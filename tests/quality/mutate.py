@@ -92,6 +92,7 @@ training      float   -             0.9   moe
 fuzz_config   float   quick         0.8
 histories     float   quick         0.8   moe
 layer         float   -             1.1   routers moe
+presets       float   -             0.3   routers moe
 models        float   quick         1.2   moe export
 checked       float   quick         1.5   check
 theory        float   -             1.2   routers

@@ -37,7 +37,9 @@ plan() {
         for platform in unix64 avr8; do echo "cppcheck_on $platform $header"; done
     done
     echo 'eva_reader 24'
+    for op in rescale multiply curve apply_weight set_weight row; do echo "eva_infer $op 32767"; done
     echo 'eva_infer add 16383'
+    echo 'eva_infer int8 32767 -DPAIR=8'
     echo 'eva_infer int4 32767 -DPAIR=4'
     echo 'thread_sanitizer threads gcc'
     echo 'thread_sanitizer parallel gcc'
@@ -57,8 +59,6 @@ plan() {
     done
     for header in moe_routers.h moe.h; do echo "clang_analyzer $header"; done
     echo 'eva_reader_sizes 0 32'
-    for op in rescale multiply curve apply_weight set_weight row; do echo "eva_infer $op 32767"; done
-    echo 'eva_infer int8 32767 -DPAIR=8'
     for offset in in at; do echo "eva_infer curve 32767 -DVARY=$offset"; done
     echo 'eva_infer multiply 32767 -DVARY=other'
     echo 'eva_infer rescale 32767 -DVARY=out'

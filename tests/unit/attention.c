@@ -270,6 +270,8 @@ static double ref_act(int act, double v) {
     case MOE_ACT_GELU: return v * 0.5 * (1.0 + erf(v / sqrt(2.0)));
     case MOE_ACT_TANH: return tanh(v);
     case MOE_ACT_SIGMOID: return 1.0 / (1.0 + exp(-v));
+    case MOE_ACT_GELU_TANH: return 0.5 * v * (1.0 + tanh(0.79788456080286535588 * (v + 0.044715 * v * v * v)));
+    case MOE_ACT_RELU2: return v > 0.0 ? v * v : 0.0;
     default: return v;
     }
 }
@@ -320,6 +322,8 @@ static double *ref_positions(const moe_call *call, size_t d, const double *x, co
     return y;
 }
 
+static int takes_act(int expert) { return expert == MOE_EXPERT_MLP || expert == MOE_EXPERT_GLU; }
+
 /* An expert as module i of a network. c is filled in. */
 static double *ref_expert(const moe_net *net, size_t i, const moe_layer_config *c, size_t rows, size_t d,
                           const double *x) {
@@ -348,7 +352,8 @@ static double *ref_expert(const moe_net *net, size_t i, const moe_layer_config *
         const double limit = c->swiglu_limit > 0 ? (double)c->swiglu_limit : HUGE_VAL;
         const double alpha = c->swiglu_alpha > 0 ? (double)c->swiglu_alpha : 1.0;
         const double g = fmin(gate[k], limit), u = fmax(-limit, fmin(up[k], limit));
-        gate[k] = g / (1.0 + exp(-alpha * g)) * (u + (double)c->swiglu_offset);
+        if (c->expert == MOE_EXPERT_GLU) gate[k] = ref_act(c->act, g) * u;
+        else gate[k] = g / (1.0 + exp(-alpha * g)) * (u + (double)c->swiglu_offset);
     }
     return ref_affine(rows, o, f, gate, weights(net, i, "experts.down"),
                       c->expert_bias ? weights(net, i, "experts.down_bias") : NULL);
@@ -597,7 +602,7 @@ static void test_rms_norm(int kernels) {
 static void test_feed_forward(int kernels) {
     int expert, act, more;
     for (expert = 0; expert < MOE_EXPERT_COUNT; expert++)
-        for (act = 0; act < (expert == MOE_EXPERT_MLP ? (int)MOE_ACT_COUNT : 1); act++)
+        for (act = 0; act < (takes_act(expert) ? (int)MOE_ACT_COUNT : 1); act++)
             for (more = 0; more < 4; more++) {
                 size_t d = 1 + (size_t)below(12), n = draw_length();
                 moe_layer_config c, filled;
@@ -609,21 +614,23 @@ static void test_feed_forward(int kernels) {
                 if (more & 1) c.d_ff = 1 + below(12);
                 if ((more & 1) && expert == MOE_EXPERT_FACTORISED) c.d_low = 1 + below(4);
                 if ((more & 2) && (expert == MOE_EXPERT_MLP || expert == MOE_EXPERT_LINEAR)) c.no_expert_bias = 1;
+                c.expert_bias = (more & 2) && (expert == MOE_EXPERT_SWIGLU || expert == MOE_EXPERT_GLU);
                 if ((more & 2) && expert == MOE_EXPERT_SWIGLU) {
-                    c.expert_bias = 1;
                     c.swiglu_alpha = (moe_real)1.702;
                     c.swiglu_limit = (moe_real)0.5;
                     c.swiglu_offset = 1;
                 }
                 filled = c;
-                if (filled.d_ff == 0) filled.d_ff = 4 * (int)d;
                 if (filled.d_low == 0) filled.d_low = ((int)d + 2) / 3;
+                if (filled.d_ff == 0 && expert == MOE_EXPERT_FACTORISED)
+                    filled.d_ff = (12 * (int)d - filled.d_low) * (int)d / (filled.d_low + 2 * (int)d);
+                if (filled.d_ff == 0) filled.d_ff = 4 * (int)d;
                 say("feed_forward, kernels %s, expert %d, act %d, d %d, d_ff %d, no_expert_bias %d",
                     moe_kernels_name(kernels), expert, act, (int)d, c.d_ff, c.no_expert_bias);
                 moe_net_init(&net, (int)d, kernels, NULL);
                 moe_net_feed_forward(&net, expert == 0 && more == 0 ? NULL : &c);
                 if (built(&net, 1)) {
-                    if (expert == MOE_EXPERT_SWIGLU)
+                    if (expert == MOE_EXPERT_SWIGLU || expert == MOE_EXPERT_GLU)
                         CHECK(has_shape(&net, "0.experts.gate", 1, (size_t)filled.d_ff, d) &&
                                   net.n_tensors == (more & 2 ? 6 : 3),
                               "shapes");
@@ -1417,6 +1424,8 @@ static const char *const variants[][2] = {
     {"attention_smoe", "attention_u=output attention_heads=all attention_sigma=2"},
     {"attention_xmoe", "attention_heads=all lower_entropy_only=1"},
     {"attention_glam", "attention_heads=fixed"},
+    {"moe_pp", "capacity_factor=0"},
+    {"longcat_flash", "router_residual=1 n_zero=1 n_constant=1"},
     {"similarity_smoe", "similarity_learned=1"},
     {"similarity_smoe", "similarity_scale=l2 lower_entropy_only=1"},
     {"gshard", "capacity_factor_eval=4"},
@@ -1430,6 +1439,7 @@ static void reduce(moe_layer_config *c, int smooth) {
     c->d_ff = 6;
     c->d_low = c->expert == MOE_EXPERT_FACTORISED ? 3 : 0;
     if (r->n_experts > 8) r->n_experts = 8;
+    TEST_FEW_ZERO_EXPERTS(*r);
     if (r->top_k > 3) r->top_k = 3;
     if (r->groups > 4) r->groups = 4;
     if (r->groups_kept > 2) r->groups_kept = 2;
@@ -1437,7 +1447,7 @@ static void reduce(moe_layer_config *c, int smooth) {
     if (r->select == MOE_SELECT_HASH) r->table_size = WORDS;
     if (r->select == MOE_SELECT_SOFT) r->soft_sequences = 5;
     if (!smooth) return;
-    if (c->expert == MOE_EXPERT_MLP) c->act = MOE_ACT_GELU;
+    if (takes_act(c->expert)) c->act = MOE_ACT_GELU;
     if (r->score == MOE_SCORE_MLP || r->score == MOE_SCORE_ATTENTIVE) r->router_act = MOE_ACT_TANH;
 }
 
@@ -2107,7 +2117,7 @@ static void test_files(void) {
         moe_net_activation(&net, MOE_ACT_SILU);
         moe_net_layer_norm(&net);
         add_set(&net, moe_net_mixture,
-                i & 2 ? "refine=attention attention_heads=all d_ff=4" : "refine=similarity d_ff=4");
+                i & 2 ? "refine=attention attention_heads=all d_ff=4" : "refine=similarity d_ff=4 d_latent=3");
         moe_net_tied(&net);
         if (built(&net, 1)) check_file(&net, draw_tokens(20, 0, WORDS, draw_with()));
         moe_net_free(&net);
@@ -2461,12 +2471,12 @@ static void test_gradients_of_modules(void) {
         check_module(&net, 4, draw_with());
     }
     for (expert = 0; expert < MOE_EXPERT_COUNT; expert++)
-        for (act = 0; act < (expert == MOE_EXPERT_MLP ? (int)MOE_ACT_COUNT : 1); act++) {
+        for (act = 0; act < (takes_act(expert) ? (int)MOE_ACT_COUNT : 1); act++) {
             char settings[60];
-            sprintf(settings, "expert=%s d_ff=4 %s", choice_name("expert", expert),
-                    expert == MOE_EXPERT_FACTORISED ? "d_low=2" : "");
-            say("gradients of feed_forward, %s, act %d", settings, act);
-            if (expert == MOE_EXPERT_MLP) sprintf(settings, "expert=mlp d_ff=4 act=%s", choice_name("act", act));
+            sprintf(settings, "expert=%s d_ff=4 %s%s", choice_name("expert", expert),
+                    expert == MOE_EXPERT_FACTORISED ? "d_low=2" : "act=",
+                    expert == MOE_EXPERT_FACTORISED ? "" : choice_name("act", act));
+            say("gradients of feed_forward, %s", settings);
             moe_net_init(&net, 3, 0, NULL);
             add_set(&net, moe_net_feed_forward, settings);
             check_module(&net, 0, draw_with());

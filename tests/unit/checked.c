@@ -45,7 +45,7 @@ static const struct recipe {
     {"gate=sigmoid select=threshold threshold_learned=1 weight=raw", 0, 0, -1},
     {"gate=relu select=positive weight=p_norm", 0, 0, -1},
     {"select=top_p top_p=0.7 weight=uniform", 0, 0, -1},
-    {"select=top_p top_p=0.7 selection_bias=1", 0, 0, -1},
+    {"select=top_p top_p=0.7", 0, 0, -1},
     {"select=grouped_top_k groups=2 groups_kept=1 group_score=top2_sum selection_bias=1 gate=sigmoid", 0, 0, -1},
     {"weight=sparsemixer", 0, 0, -1},
     {"weight=one apply_to=input", 0, 0, -1},
@@ -379,7 +379,7 @@ static moei_int_gate *const gates[] = {NULL, moei_int_gate_logits, moei_int_gate
                                        moei_int_share_sigmoid, moei_int_share_sqrt_softplus};
 static moei_int_select *const selects[] = {NULL, moei_int_select_logits, moei_int_select_top_k,
                                            moei_int_select_grouped, moei_int_select_top_p, moei_int_select_threshold,
-                                           moei_int_select_hash};
+                                           moei_int_select_hash, moei_int_select_each};
 static moei_int_weight *const weighs[] = {NULL, moei_int_weight_raw, moei_int_weight_sum, moei_int_weight_norm,
                                           moei_int_weight_softmax, moei_int_weight_uniform, moei_int_weight_one,
                                           moei_int_weight_sparsemixer};

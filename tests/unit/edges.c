@@ -858,6 +858,12 @@ static const refused_net refused_nets[] = {
     {"select=expert_choice", MOE_WEIGHTS_FLOAT, MOE_ERR_UNSUPPORTED, "module 1"},
     {"select=hash table_size=9 top_k=2", MOE_WEIGHTS_INT8, MOE_ERR_UNSUPPORTED, "select = hash"},
     {"score=dselect top_k=2", MOE_WEIGHTS_INT8, MOE_ERR_UNSUPPORTED, "score = dselect"},
+    {"d_latent=3 top_k=2", MOE_WEIGHTS_INT8, MOE_ERR_UNSUPPORTED, "d_latent = 3 has no integer form"},
+    {"logit_cap=3 top_k=2", MOE_WEIGHTS_INT8, MOE_ERR_UNSUPPORTED, "logit_cap = 3"},
+    {"router_residual=1 top_k=2", MOE_WEIGHTS_INT8, MOE_ERR_UNSUPPORTED, "router_residual = 1"},
+    {"n_experts=4 n_zero=1 top_k=2", MOE_WEIGHTS_INT4, MOE_ERR_UNSUPPORTED, "n_zero = 1"},
+    {"n_experts=4 n_copy=2 top_k=2", MOE_WEIGHTS_INT8, MOE_ERR_UNSUPPORTED, "n_copy = 2"},
+    {"n_experts=4 n_constant=1 top_k=2", MOE_WEIGHTS_INT8, MOE_ERR_UNSUPPORTED, "n_constant = 1"},
     {"refine=similarity causal=1 top_k=2", MOE_WEIGHTS_INT8, MOE_ERR_UNSUPPORTED, "refine = similarity"},
 };
 
@@ -1245,7 +1251,7 @@ static void test_net_sizes(void) {
         moe_arena arena = {NULL, 0, 0};
         moe_layer_config c;
         moe_attention_config a;
-        unsigned char memory[20000];
+        unsigned char memory[40000];
         moe_allocator little;
         const int kind = i % 4;
         moe_status status;
@@ -1642,7 +1648,8 @@ static void refuse_exports(moe_model_config *config, moe_built_model *built, moe
                                            "capacity_bound=first top_k=2",
                                            "drop_rule=gshard top_k=2",
                                            "expert=linear d_ff=0 n_shared=1 d_shared=3 top_k=2",
-                                           "expert=factorised d_low=3 top_k=2"};
+                                           "expert=factorised d_low=3 top_k=2",
+                                           "d_latent=3 n_shared=1 d_shared=3 top_k=2"};
     size_t i;
     size_t n_exported = 0;
     config->calibration = NULL;

@@ -8,13 +8,15 @@
      well
 
    These presets have an integer form:
-     smoe glam switch noisy_topk xmoe xmoe_code smoe_dropout aoe aoe_code aoe_top_p norm_routing
+     smoe glam noisy_topk xmoe xmoe_code smoe_dropout aoe aoe_code aoe_top_p norm_routing
      importance_gate dual_temperature attentive_gate similarity_gate hash base stablemoe (before
-     freeze_at) dselect_k thor sinkhorn top_p dynmoe competesmoe remoe mixtral qwen2_moe qwen3_moe
+     freeze_at) dselect_k sinkhorn top_p dynmoe competesmoe remoe mixtral qwen2_moe qwen3_moe
      olmoe deepseek_v2 deepseek_v3 deepseek_v4 llama4 gpt_oss dbrx grok1 phi35_moe granite_moe
-     gemma4 minimax_m2
-   and gshard, vmoe, locmoe with a capacity that drops nothing. Without one: refining, adaptive
-   clustering by batch, expert_choice, affinity, soft. */
+     gemma4 minimax_m2 sigma_moe expert_threshold trinity
+   and switch, gshard, vmoe, locmoe with a capacity that drops nothing, and thor with sample_at =
+   training. Without one: refining,
+   adaptive clustering by batch, expert_choice, affinity, soft, and more than 256 experts
+   (nemotron3), logit_cap (grok2). */
 
 #define MOE_IMPLEMENTATION /* private functions are tested too */
 #if defined(MOE_NO_FLOAT) && !defined(MOE_TEST_SMALL)
@@ -224,6 +226,15 @@ static void by_hand(void) {
     r.threshold = (int32_t)1024 * 256 - 1;
     (void)moei_int_route(&r, NULL, 0, z, p, experts, weights, &count);
     CHECK(count == 2, "above a threshold by one");
+    r.select = moei_int_select_each;
+    r.groups = 4;
+    r.top_k = 8;
+    (void)moei_int_route(&r, NULL, 0, z, p, experts, weights, &count);
+    CHECK(count == 8 && experts[0] == 2 && experts[1] == 6 && experts[2] == 1 && experts[3] == 4 && experts[4] == 8 &&
+              experts[5] == 9 && experts[6] == 12 && experts[7] == 13,
+          "the two best of each group of four, the lower of equals");
+    r.select = moei_int_select_threshold;
+    r.top_k = 2;
     r.gate = moei_int_gate_softmax;
     r.values = NULL;
     r.weight = moei_int_weight_softmax;
@@ -314,6 +325,10 @@ static void pair_tensors(pair *q) {
         q->tensors[MOE_ROUTER_EXPERT_SCALE][e] = (moe_real)1 + (moe_real)0.5 * moe_rng_normal(&rng);
     for (e = 0; e < n && q->tensors[MOE_ROUTER_THRESHOLD] != NULL; e++)
         q->tensors[MOE_ROUTER_THRESHOLD][e] += (moe_real)0.05 * moe_rng_normal(&rng);
+    for (e = 0; e < n && q->tensors[MOE_ROUTER_CUTOFF] != NULL; e++)
+        q->tensors[MOE_ROUTER_CUTOFF][e] = (moe_real)0.3 * moe_rng_normal(&rng);
+    if (q->tensors[MOE_ROUTER_CUTOFF_UPDATES] != NULL)
+        q->tensors[MOE_ROUTER_CUTOFF_UPDATES][0] = (moe_real)below(4);
     for (i = 0; q->tensors[MOE_ROUTER_TABLE] != NULL && i < (size_t)c->table_size * k; i++)
         q->tensors[MOE_ROUTER_TABLE][i] = (moe_real)((i / k * 5 + i % k) % n);
 }
@@ -430,6 +445,11 @@ static int is_close_call(const pair *q, const double *logit, const moe_real *bia
         used[best] = 1;
         sum += p[best];
         if (fabs(sum - (double)c->top_p) < near * (1 + (double)other)) return 1;
+    }
+    for (e = 0; e < n && c->select == MOE_SELECT_EXPERT_THRESHOLD; e++) {
+        const double updates = (double)q->tensors[MOE_ROUTER_CUTOFF_UPDATES][0];
+        const double cutoff = (double)q->tensors[MOE_ROUTER_CUTOFF][e] / (updates > 0 ? 1 - pow(0.5, updates) : 1);
+        if (fabs(logit[e] - cutoff) < 1e-5 * (1 + fabs(cutoff))) return 1;
     }
     for (e = 0; e < (size_t)c->groups && c->select == MOE_SELECT_GROUPED_TOP_K; e++) {
         double first = -1e30, second = -1e30;
@@ -564,10 +584,10 @@ static void report(const char *name, const tally *t) {
 /* ---- every preset ---- */
 
 static const char *const with_integers =
-    " smoe glam switch noisy_topk xmoe xmoe_code smoe_dropout aoe aoe_code aoe_top_p norm_routing importance_gate "
-    "dual_temperature attentive_gate similarity_gate hash base stablemoe dselect_k thor sinkhorn top_p dynmoe "
+    " smoe glam noisy_topk xmoe xmoe_code smoe_dropout aoe aoe_code aoe_top_p norm_routing importance_gate "
+    "dual_temperature attentive_gate similarity_gate hash base stablemoe dselect_k sinkhorn top_p dynmoe "
     "competesmoe remoe mixtral qwen2_moe qwen3_moe olmoe deepseek_v2 deepseek_v3 deepseek_v4 llama4 gpt_oss dbrx grok1 "
-    "phi35_moe granite_moe gemma4 minimax_m2 ";
+    "phi35_moe granite_moe gemma4 minimax_m2 sigma_moe expert_threshold trinity ";
 
 static int is_listed(const char *name) {
     char word[40];
@@ -586,6 +606,7 @@ static void try_presets(int rounds, int quick) {
         pair q;
         CHECK(moe_router_preset(preset->name, &c, NULL) == MOE_OK, preset->name);
         if (c.select == MOE_SELECT_HASH) c.table_size = 50;
+        c.loss_selector_entropy = 0; /* of a score that the pair replaces */
         status = pair_make(&q, &c, 12.0, 0.0, &error);
         CHECK(status == (is_listed(preset->name) ? MOE_OK : MOE_ERR_UNSUPPORTED), preset->name);
         if (status == MOE_OK)
@@ -608,6 +629,7 @@ static const double scales[] = {1, 1, 2.5, -1.5, 16, 0.3};
 static moe_router_config draw_config(int gate, int select, int weight) {
     moe_router_config c;
     memset(&c, 0, sizeof c);
+    c.preset = MOEI_OF_A_FILE; /* what has no effect is reset */
     c.n_experts = sizes[below((int)(sizeof sizes / sizeof sizes[0]))];
     c.top_k = 1 + below(c.n_experts < 9 ? c.n_experts : 9);
     c.gate = gate;
@@ -626,6 +648,12 @@ static moe_router_config draw_config(int gate, int select, int weight) {
     c.top_p = (moe_real)(0.1 * (1 + below(10)));
     c.table_size = select == MOE_SELECT_HASH ? 20 : 0;
     if (select == MOE_SELECT_BALANCED) c.top_k = 1;
+    if (select == MOE_SELECT_EXPERT_THRESHOLD) {
+        c.selection_bias = 0;
+        c.threshold_rho = (moe_real)0.5;
+    }
+    if (select == MOE_SELECT_GROUPED_EACH)
+        for (c.groups = c.top_k; c.n_experts % c.groups != 0 || c.top_k % c.groups != 0; c.groups--) {}
     if (select == MOE_SELECT_GROUPED_TOP_K) {
         for (c.groups = 1 + below(c.n_experts < 8 ? c.n_experts : 8); c.n_experts % c.groups != 0; c.groups--) {}
         c.groups_kept = 1 + below(c.groups);
@@ -650,11 +678,15 @@ static int must_refuse(const moe_router_config *c) {
                   (c->select == MOE_SELECT_THRESHOLD && c->gate == MOE_GATE_SOFTMAX) ||
                   (c->select == MOE_SELECT_GROUPED_TOP_K && c->group_score == MOE_GROUP_TOP2_SUM);
     if (after && (c->expert_scale || c->weight == MOE_WEIGHT_SPARSEMIXER)) return 1;
+    if (c->select == MOE_SELECT_EXPERT_THRESHOLD && c->gate == MOE_GATE_RELU) return 1;
     if (c->gate == MOE_GATE_IDENTITY && divides && c->select != MOE_SELECT_POSITIVE) {
         /* learned ones: some are negative */
         if (c->select == MOE_SELECT_THRESHOLD)
             return c->threshold_learned ? !c->threshold_sigmoid : (double)c->threshold < 0;
-        return c->select == MOE_SELECT_TOP_P || c->select == MOE_SELECT_DENSE ? c->n_experts > 1 : c->top_k > 1;
+        return c->select == MOE_SELECT_TOP_P || c->select == MOE_SELECT_DENSE ||
+                       c->select == MOE_SELECT_EXPERT_THRESHOLD
+                   ? c->n_experts > 1
+                   : c->top_k > 1;
     }
     return softened && hot && reads_p && c->weight == MOE_WEIGHT_SOFTMAX;
 }
@@ -662,7 +694,8 @@ static int must_refuse(const moe_router_config *c) {
 static void try_combinations(int draws, int rounds, int quick) {
     static const int selections[] = {
         MOE_SELECT_TOP_K,    MOE_SELECT_DENSE, MOE_SELECT_GROUPED_TOP_K, MOE_SELECT_TOP_P,  MOE_SELECT_THRESHOLD,
-        MOE_SELECT_POSITIVE, MOE_SELECT_HASH,  MOE_SELECT_SINKHORN,      MOE_SELECT_SAMPLE, MOE_SELECT_BALANCED};
+        MOE_SELECT_POSITIVE, MOE_SELECT_HASH,  MOE_SELECT_SINKHORN,      MOE_SELECT_SAMPLE, MOE_SELECT_BALANCED,
+        MOE_SELECT_GROUPED_EACH, MOE_SELECT_EXPERT_THRESHOLD};
     size_t s;
     int gate, weight, draw;
     long refused = 0, made = 0;
@@ -743,6 +776,10 @@ static void try_refusals(void) {
                 {"gate_temperature=0.5 select=top_p weight=softmax", "gate_temperature = 0.5", 1},
                 {"gate_temperature=1e-6 weight=sum", "gate_temperature = 1e-6", 1},
                 {"loss_distill=1 student=1 freeze_at=3", "student = 1", 1}, /* at step 5 */
+                {"n_zero=1", "n_zero = 1", 1},
+                {"n_copy=1", "n_copy = 1", 1},
+                {"n_constant=1", "n_constant = 1", 1},
+                {"router_residual=1", "router_residual = 1", 1},
                 {"select=soft", "select = soft", 0},
                 {"select=expert_choice", "select = expert_choice", 0},
                 {"select=affinity", "select = affinity", 0},

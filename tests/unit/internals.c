@@ -57,23 +57,31 @@ static const struct {
     const char *before, *ranges; /* before: a field after which the row begins, NULL for the first */
 } range_rows[] = {
     {"router", moei_router_fields, NULL,
-     "d_model 1 16777216, n_experts 1 65536, top_k 1 65536, jitter_eps 1e-06 1, ac_mix 1 65536, ac_lambda 1e-09 "
+     "d_model 1 16777216, n_experts 1 65536, top_k 1 65536, n_zero 0 65536, n_copy 0 65536, n_constant 0 65536, "
+     "jitter_eps 1e-06 1, ac_mix 1 65536, ac_lambda 1e-09 "
      "1000000000, ac_rho 1e-09 1, cosine_dim 1 16777216, cosine_tau 1e-06 1000000, router_hidden 1 16777216, "
-     "noise_floor 1e-09 1000000, noise_sigma 1e-09 1000000, gate_temperature 1e-06 1000000, similarity_tau 1e-06 "
-     "1000000, heads 1 4096, attention_head 0 4095, attention_sigma 1e-06 1000000, groups 1 65536, groups_kept 1 "
-     "65536, custom_parameters 1 16777216, top_p 1e-06 1, threshold -1000000 1000000, affinity_mass 1e-06 1, "
-     "affinity_sum 0 1000000000, capacity 1"
-     " 16777216, table_size 1 16777216, slots 1 65536, soft_sequences 1 16777216, weight_p 0.125 64, sparsemixer_eps"
+     "logit_cap 1e-06 1000000, noise_floor 1e-09 1000000, noise_sigma 1e-09 1000000, gate_temperature 1e-06 "
+     "1000000, similarity_tau 1e-06 1000000, heads 1 4096, attention_head 0 4095, attention_sigma 1e-06 "
+     "1000000, groups 1 65536, groups_kept 1 65536, custom_parameters 1 16777216, top_p 1e-06 1, threshold "
+     "-1000000 1000000, threshold_rho 1e-06 0.999999, "
+     "affinity_mass 1e-06 1, affinity_sum 0 1000000000, affinity_sum_auto 1e-06 1000000, capacity 1"
+     " 16777216, table_size 1 16777216, sample_seed 1 16777216, expert_dropout 1e-06 0.999999, "
+     "slots 1 65536, soft_sequences 1 16777216, "
+     "weight_p 0.125 64, sparsemixer_eps"
      " 1e-06 10, scale -1000000 1000000, capacity_factor 1e-06 1000000, capacity_factor_eval 1e-06 1000000, "
-     "drop_capacity 1 16777216, capacity_min 1 16777216, capacity_rho 1e-09 1, loss_balance 0 1000000, loss_z 0 "
+     "drop_capacity 1 16777216, capacity_min 1 16777216, capacity_rho 1e-09 1, loss_balance 0 1000000, zero_tau "
+     "1e-06 1000000, loss_z 0 "
      "1000000, loss_importance 0 1000000, loss_entropy 0 1000000, loss_usage_entropy 0 1000000, loss_similarity_same"
      " 0 1000000, loss_similarity_diff 0 1000000, loss_locality 0 1000000, nodes 1 65536, loss_l1 0 1000000, "
-     "loss_load 0 1000000, loss_orthogonal 0 1000000, loss_distill 0 1000000, expert_temperature 1 1000000, "
-     "bias_rate 0 1000000, schedule_steps 1 16777216, k_end 1 65536, tau_end 1e-06 1000000, freeze_at 1 16777216, "
-     "switch_at 1 16777216, "},
+     "loss_load 0 1000000, loss_orthogonal 0 1000000, loss_diversity 0 1000000, loss_simplicity 0 1000000, "
+     "loss_stable_balance 0 1000000, loss_selector_entropy 0 1000000, loss_selector_reach 0 1000000, "
+     "loss_distill 0 1000000, expert_temperature 1 1000000, "
+     "bias_rate 0 1000000, bias_real 1e-06 65536, bias_kappa 1e-06 1000000, bias_beta 1e-06 0.999999, "
+     "schedule_steps 1 16777216, k_end -1 65536, tau_end 1e-06 1000000, freeze_at 1 16777216, "
+     "switch_at 1 16777216, switch_share 1e-06 1, "},
     {"layer", moei_layer_fields, "switch_from",
      "d_out 1 16777216, d_ff 1 16777216, d_low 1 16777216, swiglu_alpha 1e-06 1000000, swiglu_limit 1e-06 1000000, "
-     "swiglu_offset -1000000 1000000, n_shared 1 4096, d_shared 1 16777216, "},
+     "swiglu_offset -1000000 1000000, n_shared 1 4096, d_shared 1 16777216, d_latent -16777216 16777216, "},
     {"net", moei_net_fields, NULL, "d_in 0 16777216, "},
     {"linear", moei_linear_fields, NULL, "d_out 1 16777216, "},
     {"residual", moei_residual_fields, NULL, "span 1 4096, "},

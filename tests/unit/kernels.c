@@ -473,9 +473,16 @@ static void test_vectors(const moe_kernels *table) {
 
 /* ---- activations ---- */
 
+/* Twice the argument of the tanh of gelu_tanh. */
+static wide gelu_tanh_exponent(wide x) {
+    return W(1.595769121605730711759784239737527474) * x * (1 + W(0.044715) * x * x);
+}
+
 static wide act_reference(int act, wide x) {
     switch (act) {
     case MOE_ACT_RELU: return x > 0 ? x : 0;
+    case MOE_ACT_RELU2: return x > 0 ? x * x : 0;
+    case MOE_ACT_GELU_TANH: return x / (1 + WF(exp)(-gelu_tanh_exponent(x)));
     case MOE_ACT_SILU: return x / (1 + WF(exp)(-x));
     case MOE_ACT_GELU: return x * WF(erfc)(-x * W(0.707106781186547524400844362104849039)) / 2;
     case MOE_ACT_TANH: return WF(tanh)(x);
@@ -484,18 +491,23 @@ static wide act_reference(int act, wide x) {
     }
 }
 
-/* Five points, error h^4 / 30 times the fifth derivative: below 1e-12 for these functions. */
+/* Five points, error h^4 / 30 times the fifth derivative: below 1e-12 for these functions, 1e-11
+   for gelu_tanh. */
 static wide slope_reference(int act, wide x) {
     const wide h = W(1e-3);
+    if (act == MOE_ACT_RELU2) return x > 0 ? 2 * x : 0; /* not smooth at 0 */
     const wide far = act_reference(act, x + 2 * h) - act_reference(act, x - 2 * h);
     return (8 * (act_reference(act, x + h) - act_reference(act, x - h)) - far) / (12 * h);
 }
 
 /* Relative error in epsilons that an activation may have. Plain C computes gelu through erfc(-x /
-   sqrt 2), which turns the rounding of its argument into x^2 epsilons in the negative tail. */
+   sqrt 2), which turns the rounding of its argument into x^2 epsilons in the negative tail;
+   gelu_tanh is exp(a) there, with twice the rounding of a. */
 static wide act_bound(const moe_kernels *table, int act, wide x) {
     if (act == MOE_ACT_GELU)
         return x < 0 && table->activate == moe_kernels_select(MOE_KERNELS_C)->activate ? 4 + x * x : 4;
+    if (act == MOE_ACT_GELU_TANH) return x < 0 ? 3 - 2 * gelu_tanh_exponent(x) : 3;
+    if (act == MOE_ACT_RELU2) return 1;
     return act == MOE_ACT_TANH || act == MOE_ACT_SILU || act == MOE_ACT_SIGMOID ? 3 : 0;
 }
 
@@ -520,7 +532,8 @@ static void test_activations(const moe_kernels *table) {
             if (act == MOE_ACT_RELU) NEAR(dx[i], x[i] > 0 ? dy[i] : 0, 0);
             else
                 NEAR(dx[i], slope * (wide)dy[i],
-                     10 * (wide)EPSILON + W(1e-11) + 2000 * (1 + absolute((wide)x[i])) * (wide)WIDE_EPSILON);
+                     10 * (wide)EPSILON * (act == MOE_ACT_RELU2 ? 1 + absolute(slope) : 1) + W(1e-11) +
+                         2000 * (1 + absolute((wide)x[i])) * (wide)WIDE_EPSILON);
         }
         for (n = 0; n <= 67; n++) {
             /* every remainder, in place, nothing beside it; a lane's value does not depend on the
@@ -538,8 +551,8 @@ static void test_activations(const moe_kernels *table) {
 }
 
 static void test_activation_edges(const moe_kernels *table) {
-    static const int limit_above[MOE_ACT_COUNT] = {2, 2, 2, 1, 1, 2}; /* 2: infinite */
-    static const int limit_below[MOE_ACT_COUNT] = {0, 0, 0, -1, 0, -2};
+    static const int limit_above[MOE_ACT_COUNT] = {2, 2, 2, 1, 1, 2, 2, 3}; /* 2: infinite, 3: its slope too */
+    static const int limit_below[MOE_ACT_COUNT] = {0, 0, 0, -1, 0, -2, 0, 0};
     int act, lane;
     for (act = 0; act < MOE_ACT_COUNT; act++)
         for (lane = 0; lane < 10; lane++) {
@@ -547,7 +560,8 @@ static void test_activation_edges(const moe_kernels *table) {
             x[lane] = INF;
             moe_activate(table, act, 10, x, y);
             moe_activate_backward(table, act, 10, x, one, dx);
-            if (limit_above[act] == 2) CHECK(y[lane] > 0 && !moe_is_finite(y[lane]) && same_real(dx[lane], 1));
+            if (limit_above[act] >= 2)
+                CHECK(same_real(y[lane], INF) && same_real(dx[lane], limit_above[act] == 2 ? 1 : INF));
             else CHECK(same_real(y[lane], (moe_real)limit_above[act]) && same_real(dx[lane], 0));
             x[lane] = -INF;
             moe_activate(table, act, 10, x, y);
@@ -566,7 +580,7 @@ static void test_activation_edges(const moe_kernels *table) {
             moe_activate(table, act, 10, x, y);
             moe_activate_backward(table, act, 10, x, one, dx);
             NEAR(y[lane], act == MOE_ACT_SIGMOID ? 0.5 : 0.0, 0);
-            if (act == MOE_ACT_RELU) NEAR(dx[lane], 0, 0);
+            if (act == MOE_ACT_RELU || act == MOE_ACT_RELU2) NEAR(dx[lane], 0, 0);
         }
 }
 
@@ -1280,6 +1294,8 @@ static void test_messages(void) {
     CHECK(parses("0", 0) && parses("+12.50", MOEI_R(12.5)) && parses("-.5e1", -5) && parses("1e-2", MOEI_R(0.01)) &&
           parses("5.", 5));
     CHECK(parses("100000000000000000000", MOEI_R(1e20)) && parses("0.000000000000000000001", MOEI_R(1e-21)));
+    CHECK(parses("1e-340", 0) && parses("12345678901234567890e-700", 0) && parses("-1e-999999999999", MOEI_R(-0.0)));
+    CHECK(MOE_REAL_IS_DOUBLE || (parses("1e-300", 0) && parses("0.0001e-296", 0)));
     for (i = 0; i < sizeof refused / sizeof *refused; i++)
         CHECK(!moei_parse_real(refused[i], strlen(refused[i]), &back));
     for (i = 0; i < 3000; i++) {

@@ -242,6 +242,8 @@ static double act_of(int act, double x) {
     case MOE_ACT_GELU: return 0.5 * x * (1.0 + erf(x / sqrt(2.0)));
     case MOE_ACT_TANH: return tanh(x);
     case MOE_ACT_SIGMOID: return 1.0 / (1.0 + exp(-x));
+    case MOE_ACT_GELU_TANH: return 0.5 * x * (1.0 + tanh(0.79788456080286535588 * (x + 0.044715 * x * x * x)));
+    case MOE_ACT_RELU2: return x > 0.0 ? x * x : 0.0;
     default: return x;
     }
 }
@@ -260,9 +262,10 @@ static void shape(moe_layer_config *c) {
     c->swiglu_offset = below(3) == 0 ? 0 : (moe_real)(below(2) ? 1 : -0.75);
 }
 
-/* What a gate with the fields swiglu_ makes of a gate g and an up u. */
+/* What a glu, or a swiglu with the fields swiglu_, makes of a gate g and an up u. */
 static double shaped(const moe_layer_config *c, double g, double u) {
     double alpha = c->swiglu_alpha > 0 ? (double)c->swiglu_alpha : 1.0, limit = (double)c->swiglu_limit;
+    if (c->expert == MOE_EXPERT_GLU) return act_of(c->act, g) * u;
     if (limit > 0.0 && g > limit) g = limit;
     if (limit > 0.0 && u > limit) u = limit;
     if (limit > 0.0 && u < -limit) u = -limit;
@@ -271,8 +274,8 @@ static double shaped(const moe_layer_config *c, double g, double u) {
 
 static double *naive_swiglu(const moe_layer *layer, size_t e, const double *x) {
     const moe_layer_config *c = &layer->config;
-    size_t d = (size_t)c->router.d_model, f = (size_t)c->d_ff;
-    size_t o = (size_t)c->d_out, i;
+    size_t d = (size_t)(c->d_latent > 0 ? c->d_latent : c->router.d_model), f = (size_t)c->d_ff;
+    size_t o = (size_t)(c->d_latent > 0 ? c->d_latent : c->d_out), i;
     double *gate =
         affine(block_of(layer, MOE_EXPERTS_GATE, e, f * d), block_of(layer, MOE_EXPERTS_GATE_BIAS, e, f), f, d, x);
     double *up = affine(block_of(layer, MOE_EXPERTS_UP, e, f * d), block_of(layer, MOE_EXPERTS_UP_BIAS, e, f), f, d, x),
@@ -295,14 +298,15 @@ static double *gated(double *gate, double *up, const moe_real *down, size_t out,
     return y;
 }
 
-static double *naive_expert(const moe_layer *layer, size_t e, const double *x) {
+/* x is of the width in which experts work. */
+static double *naive_plain_expert(const moe_layer *layer, size_t e, const double *x) {
     const moe_layer_config *c = &layer->config;
-    size_t d = (size_t)c->router.d_model, f = (size_t)c->d_ff;
-    size_t o = (size_t)c->d_out, low = (size_t)c->d_low, i;
+    size_t d = (size_t)(c->d_latent > 0 ? c->d_latent : c->router.d_model), f = (size_t)c->d_ff;
+    size_t o = (size_t)(c->d_latent > 0 ? c->d_latent : c->d_out), low = (size_t)c->d_low, i;
     double *hidden, *y;
     if (c->expert == MOE_EXPERT_LINEAR)
         return affine(block_of(layer, MOE_EXPERTS_WEIGHT, e, o * d), block_of(layer, MOE_EXPERTS_BIAS, e, o), o, d, x);
-    if (c->expert == MOE_EXPERT_SWIGLU) return naive_swiglu(layer, e, x);
+    if (c->expert == MOE_EXPERT_SWIGLU || c->expert == MOE_EXPERT_GLU) return naive_swiglu(layer, e, x);
     if (c->expert == MOE_EXPERT_FACTORISED) {
         hidden = affine(block_of(layer, MOE_EXPERTS_REDUCE, e, low * d), NULL, low, d, x);
         y = gated(affine(block_of(layer, MOE_EXPERTS_EXPAND, e, f * low), NULL, f, low, hidden),
@@ -317,6 +321,38 @@ static double *naive_expert(const moe_layer *layer, size_t e, const double *x) {
     y = affine(block_of(layer, MOE_EXPERTS_FC2_WEIGHT, e, o * f), block_of(layer, MOE_EXPERTS_FC2_BIAS, e, o), o, f,
                hidden);
     free(hidden);
+    return y;
+}
+
+/* With d_latent W_out f(W_in x): W_out is linear, so each expert's output may pass it alone. */
+/* The last experts, which have no matrices: 0, x, or a1 x + a2 v. */
+static double *naive_zero(const moe_layer *layer, size_t e, const double *x) {
+    const moe_router_config *c = &layer->config.router;
+    size_t d = (size_t)c->d_model, constants = (size_t)(c->n_experts - c->n_constant), i;
+    const size_t k = e - constants;
+    double *out = (double *)grab((size_t)layer->config.d_out, sizeof *out), *a;
+    if (e < constants - (size_t)c->n_copy) return out;
+    for (i = 0; i < d; i++) out[i] = x[i];
+    if (e < constants) return out;
+    a = affine(layer->tensors[MOE_EXPERTS_CONSTANT_GATE] + 2 * d * k, NULL, 2, d, x);
+    for (i = 0; i < d; i++)
+        out[i] = (exp(a[0]) * x[i] + exp(a[1]) * (double)layer->tensors[MOE_EXPERTS_CONSTANT][k * d + i]) /
+                 (exp(a[0]) + exp(a[1]));
+    free(a);
+    return out;
+}
+
+static double *naive_expert(const moe_layer *layer, size_t e, const double *x) {
+    const moe_router_config *c = &layer->config.router;
+    size_t width = (size_t)layer->config.d_latent;
+    double *h, *f, *y;
+    if (e >= (size_t)(c->n_experts - c->n_zero - c->n_copy - c->n_constant)) return naive_zero(layer, e, x);
+    if (width == 0) return naive_plain_expert(layer, e, x);
+    h = affine(layer->tensors[MOE_LATENT_IN], NULL, width, (size_t)layer->config.router.d_model, x);
+    f = naive_plain_expert(layer, e, h);
+    y = affine(layer->tensors[MOE_LATENT_OUT], NULL, (size_t)layer->config.d_out, width, f);
+    free(h);
+    free(f);
     return y;
 }
 
@@ -379,6 +415,7 @@ static void check_naive(const bench *b) {
                 c->router.apply_to == MOE_APPLY_OUTPUT && !c->router.selection_bias &&
                 c->router.input == MOE_INPUT_PLAIN && c->router.noise == MOE_NOISE_NONE &&
                 c->router.refine == MOE_REFINE_NONE && c->router.drop_capacity == 0 &&
+                c->router.weight_over == MOE_WEIGHT_OVER_ALL &&
                 !(c->router.capacity_factor > 0) && b->call.router_x == NULL;
     for (t = 0; t < b->call.n_tokens; t++) {
         int real = b->call.mask == NULL || b->call.mask[t];
@@ -622,8 +659,13 @@ static void test_forward(void) {
                             c.act = below(MOE_ACT_COUNT);
                             c.no_expert_bias = below(2);
                         }
+                        if (c.expert == MOE_EXPERT_GLU) {
+                            c.act = below(MOE_ACT_COUNT);
+                            c.expert_bias = below(2);
+                        }
                         if (c.expert == MOE_EXPERT_SWIGLU && below(4) > 0) shape(&c);
                         if (below(3) == 0) c.d_out = 1 + below(20);
+                        if (below(4) == 0) c.d_latent = below(2) ? 1 + below(40) : -1 - below(4);
                         if (below(3) == 0) {
                             c.n_shared = 1 + below(2);
                             c.d_shared = below(9);
@@ -666,13 +708,14 @@ static void test_selections(void) {
         c.router.n_experts = 1 + below(6);
         c.router.top_k = 1 + below(c.router.n_experts);
         c.router.d_model = 6 + 6 * below(2);
-        if (c.expert == MOE_EXPERT_MLP) c.act = below(MOE_ACT_COUNT);
+        if (c.expert == MOE_EXPERT_MLP || c.expert == MOE_EXPERT_GLU) c.act = below(MOE_ACT_COUNT);
         if (c.expert == MOE_EXPERT_SWIGLU && below(2)) shape(&c);
         c.router.select = trial % MOE_SELECT_COUNT;
         if (c.router.select == MOE_SELECT_BALANCED) c.router.top_k = 1;
         c.router.score = below(3) == 0 ? MOE_SCORE_CUSTOM : MOE_SCORE_LINEAR;
         c.n_shared = below(2);
         c.d_out = below(2) * 5;
+        c.d_latent = below(3) * 2;
         if (c.router.select == MOE_SELECT_SOFT) {
             c.router.slots = 1 + below(3);
             c.router.score = MOE_SCORE_LINEAR;
@@ -716,6 +759,7 @@ static void test_mask(void) {
             size_t t, n = 11, real = 0;
             size_t d = 6, i;
             c.n_shared = shared;
+            c.d_latent = trial % 5;
             c.expert = trial % MOE_EXPERT_COUNT;
             if (trial % 3 == 0 && c.expert == MOE_EXPERT_FACTORISED) c.router.score = MOE_SCORE_NORM;
             if (!start(&b, &c, 1, n)) continue;
@@ -785,6 +829,7 @@ static void test_work_memory(void) {
         c.expert = trial % MOE_EXPERT_COUNT;
         c.router.apply_to = below(2);
         c.n_shared = below(2);
+        c.d_latent = below(3) * 4;
         c.router.select = below(2);
         if (below(2)) {
             c.router.score = MOE_SCORE_NORM;
@@ -1134,6 +1179,10 @@ static void test_messages(void) {
                                           {"top_k=5", "top_k", "n_experts"},
                                           {"score=norm expert=mlp", "score = norm", "mlp"},
                                           {"add_input=1 d_out=3", "add_input", "d_out = 3"},
+                                          {"n_copy=1 d_out=3", "n_copy", "d_out = 3"},
+                                          {"n_constant=1 d_out=3", "n_constant", "d_out = 3"},
+                                          {"n_copy=1 d_latent=3", "n_copy", "d_latent = 3"},
+                                          {"n_constant=1 d_latent=3", "n_constant", "d_latent = 3"},
                                           {"add_input=1 apply_to=input", "add_input", "apply_to = input"},
                                           {"add_input=1 select=soft", "add_input", "select = soft"},
                                           {"n_shared=4096 d_shared=16777216", "d_shared", "n_shared"}};
@@ -1151,9 +1200,9 @@ static void test_messages(void) {
         CHECK(moe_field_find(moe_layer_fields(), f->name) == f && f->about != NULL, f->name);
         if (f->kind == MOE_FIELD_REAL) continue;
         c = small_config();
-        value = -3;
+        value = f->min < 0 ? (int)f->min - 1 : -3;
         memcpy((char *)&c + f->offset, &value, sizeof value);
-        expect_refused(&c, f->name, "-3");
+        expect_refused(&c, f->name, f->min < 0 ? "= -" : "-3");
         value = (int)f->max + 1;
         memcpy((char *)&c + f->offset, &value, sizeof value);
         expect_refused(&c, f->name, "= ");
@@ -1456,7 +1505,7 @@ static void refuse_by_experts(const char *settings, int training, moe_status wan
             run(&b);
         }
         CHECK(moe_layer_backward_experts(&b.layer, d, d, b.dx, NULL, &b.pass) == wanted, settings);
-        CHECK((b.pass.expert_outputs == NULL) == (wanted == MOE_ERR_STATE), settings);
+        CHECK((b.pass.expert_outputs == NULL) == (wanted == MOE_ERR_STATE || c.d_latent > 0), settings);
         for (i = 0; moe_layer_tensor(&b.layer, i, &t) == MOE_OK; i++) CHECK(all_zero(t.gradient, t.count), settings);
         CHECK(all_zero(b.dx, 5 * 6), settings);
         free(d);
@@ -1472,6 +1521,7 @@ static void test_by_experts_errors(void) {
     refuse_by_experts("n_shared=1", 1, MOE_ERR_UNSUPPORTED);
     refuse_by_experts("add_input=1", 1, MOE_ERR_UNSUPPORTED);
     refuse_by_experts("apply_to=input", 1, MOE_ERR_UNSUPPORTED);
+    refuse_by_experts("d_latent=2", 1, MOE_ERR_UNSUPPORTED);
     if (start(&b, &c, 1, 5)) {
         moe_real *d = normals(5 * 2 * 6, 1.0);
         CHECK(moe_layer_backward_experts(NULL, d, d, b.dx, NULL, &b.pass) == MOE_ERR_ARGUMENT &&
@@ -1599,7 +1649,7 @@ static void test_custom(void) {
 static int takes_any(int select) {
     return select == MOE_SELECT_DENSE || select == MOE_SELECT_TOP_P || select == MOE_SELECT_THRESHOLD ||
            select == MOE_SELECT_POSITIVE || select == MOE_SELECT_EXPERT_CHOICE || select == MOE_SELECT_AFFINITY ||
-           select == MOE_SELECT_CUSTOM;
+           select == MOE_SELECT_CUSTOM || select == MOE_SELECT_EXPERT_THRESHOLD;
 }
 
 /* The recorded choices of a call, replayed, give its bits, whatever selected them; x may change. */
@@ -1708,6 +1758,7 @@ static void test_bad_calls(void) {
         c = small_config();
         c.expert = kind;
         c.n_shared = 1;
+        c.d_latent = kind;
         if (kind == MOE_EXPERT_FACTORISED) c.router.score = MOE_SCORE_NORM;
         if (start(&b, &c, 1, 0)) {
             b.call.x = NULL;
@@ -1760,6 +1811,7 @@ static void draw_layer_config(moe_layer_config *c) {
         c->shared_sigmoid = below(2);
         c->d_out = below(7);
         c->add_input = below(4) == 0;
+        c->d_latent = below(4) == 0 ? below(9) - 4 : 0;
         c->router.capacity_bound = below(6) == 0 ? 1 + below(2) : 0;
         if (below(3) == 0) {
             c->router.loss_distill = moe_rng_uniform(&rng);
@@ -1953,6 +2005,8 @@ static void test_presets(void) {
                    preset->name))
             printf("  %s\n", error.message);
         if (c.router.n_experts > 12) c.router.n_experts = 12;
+        if (c.router.top_k > 12) c.router.top_k = 12;
+        TEST_FEW_ZERO_EXPERTS(c.router);
         if (c.router.select == MOE_SELECT_GROUPED_TOP_K) {
             c.router.groups = 4;
             c.router.groups_kept = 3;
@@ -1981,6 +2035,206 @@ static void test_presets(void) {
           "a preset sets experts too");
 }
 
+/* ---- upcycling ---- */
+
+enum { DENSE_WIDTH = 40, UPCYCLED = 3 };
+
+/* A network of one feed_forward, and a layer of experts of its kind. */
+static int begin_upcycling(const char *settings, moe_net *net, moe_layer *layer) {
+    moe_layer_config c, dense;
+    moe_error error;
+    memset(&dense, 0, sizeof dense);
+    CHECK(moe_fields_apply(moe_layer_fields(), &dense, settings, NULL) == MOE_OK, settings);
+    c = dense;
+    c.router.d_model = 6;
+    c.router.n_experts = UPCYCLED;
+    c.router.top_k = 2;
+    moe_net_init(net, 6, MOE_KERNELS_AUTO, NULL);
+    moe_net_feed_forward(net, &dense);
+    return CHECK(moe_net_build(net, 1, 5, &error) == MOE_OK, settings) &&
+           CHECK(moe_layer_create(layer, &c, 1, 6, NULL, &error) == MOE_OK, settings);
+}
+
+/* Copies compute what the feed_forward computes: their weights sum to 1. */
+static void check_copies(const moe_net *net, const moe_layer *layer) {
+    enum { N = 9 };
+    size_t bytes = 0, net_bytes = 0, i;
+    moe_real *x = normals(N * 6, 1.0), *y = normals(N * 6, 1.0);
+    moe_net_pass pass;
+    moe_call call;
+    void *work, *net_work;
+    memset(&call, 0, sizeof call);
+    call.n_tokens = N;
+    call.x = x;
+    moe_layer_work_size(layer, N, 0, &bytes);
+    moe_net_work_size(net, N, 0, &net_bytes);
+    work = grab(bytes, 1);
+    net_work = grab(net_bytes, 1);
+    CHECK(moe_layer_forward(layer, &call, y, work, bytes, NULL) == MOE_OK &&
+              moe_net_forward(net, &call, net_work, net_bytes, &pass) == MOE_OK,
+          "forward");
+    for (i = 0; i < N * 6; i++)
+        CHECK(fabs((double)y[i] - (double)pass.y[i]) < NEAR * 10.0, "copies compute what the dense layer does");
+    free(work);
+    free(net_work);
+    free(x);
+    free(y);
+}
+
+/* The numbers of a matrix of expert e that differ from the dense layer's, by hidden unit; a unit
+   differs as a whole or not at all. */
+static size_t units_of(const moe_layer *layer, const moe_layer *dense, int index, size_t e, int columns, int *changed) {
+    const moe_real *w = layer->tensors[index] + e * DENSE_WIDTH * 6, *from = dense->tensors[index];
+    size_t u, i, n = 0;
+    for (u = 0; u < DENSE_WIDTH; u++) {
+        size_t differ = 0;
+        for (i = 0; i < 6; i++) {
+            size_t at = columns ? i * DENSE_WIDTH + u : u * 6 + i;
+            differ += !same_bits(&w[at], &from[at], sizeof w[at]);
+        }
+        CHECK(differ == 0 || differ == 6, "a unit is drawn as a whole");
+        changed[u] = differ > 0;
+        n += differ > 0;
+    }
+    return n;
+}
+
+static void check_shares(const moe_layer *layer, const moe_layer *dense, size_t wanted, int up) {
+    int gate[DENSE_WIDTH], other[DENSE_WIDTH], before[DENSE_WIDTH];
+    int first = up ? MOE_EXPERTS_GATE : MOE_EXPERTS_FC1_WEIGHT, last = up ? MOE_EXPERTS_DOWN : MOE_EXPERTS_FC2_WEIGHT;
+    size_t e;
+    for (e = 0; e < UPCYCLED; e++) {
+        CHECK(units_of(layer, dense, first, e, 0, gate) == wanted, "so many units are drawn");
+        (void)units_of(layer, dense, last, e, 1, other);
+        CHECK(same_bits(gate, other, sizeof gate), "the same units of all matrices");
+        if (up) (void)units_of(layer, dense, MOE_EXPERTS_UP, e, 0, other);
+        CHECK(same_bits(gate, other, sizeof gate), "the same units of all matrices");
+        CHECK(e == 0 || wanted == 0 || wanted == DENSE_WIDTH || !same_bits(gate, before, sizeof gate),
+              "every expert has its own units");
+        memcpy(before, gate, sizeof gate);
+    }
+}
+
+/* Mean and standard deviation of the numbers in which two layers differ. */
+static void moments_of(const moe_real *w, const moe_real *minus, size_t n, double *mean, double *deviation) {
+    double sum = 0.0, squares = 0.0;
+    size_t i;
+    for (i = 0; i < n; i++) {
+        double v = (double)w[i] - (minus != NULL ? (double)minus[i] : 0.0);
+        sum += v;
+        squares += v * v;
+    }
+    *mean = sum / (double)n;
+    *deviation = sqrt(squares / (double)n - *mean * *mean);
+}
+
+static void test_upcycle(void) {
+    static const char *const rows[] = {"d_ff=40", "d_ff=40 expert=mlp act=gelu", "d_ff=40 expert=factorised d_low=3",
+                                       "expert=linear", "d_ff=40 expert_bias=1 swiglu_limit=2"};
+    static const double shares[] = {0, 0.01, 0.3, 0.7, 1};
+    size_t row, i, j;
+    moe_error error;
+    for (row = 0; row < sizeof rows / sizeof rows[0]; row++) {
+        moe_net net;
+        moe_layer layer;
+        const moe_layer *dense;
+        int up = row != 1;
+        if (!begin_upcycling(rows[row], &net, &layer)) continue;
+        dense = &net.modules[0].layer;
+        for (i = 0; i < net.n_tensors; i++) /* biases too */
+            for (j = 0; j < net.tensors[i].count; j++) net.tensors[i].data[j] += (moe_real)0.25;
+        CHECK(moe_layer_upcycle(&layer, dense, 0, 0, 3, &error) == MOE_OK, rows[row]);
+        check_copies(&net, &layer);
+        for (i = 0; i < 5 && row != 2 && row != 3; i++) {
+            CHECK(moe_layer_upcycle(&layer, dense, (moe_real)shares[i], 0, 3, &error) == MOE_OK, rows[row]);
+            check_shares(&layer, dense, (size_t)(shares[i] * DENSE_WIDTH + 1e-6), up);
+        }
+        if (row == 1 || row == 4) {
+            int bias = row == 1 ? MOE_EXPERTS_FC1_BIAS : MOE_EXPERTS_UP_BIAS;
+            CHECK(same_bits(layer.tensors[bias] + DENSE_WIDTH, dense->tensors[bias], DENSE_WIDTH * sizeof(moe_real)),
+                  "hidden biases stay");
+        }
+        if (row == 0) {
+            double mean, deviation, was, wide;
+            size_t all = DENSE_WIDTH * 6;
+            moments_of(dense->tensors[MOE_EXPERTS_UP], NULL, all, &was, &wide);
+            for (i = 0; i < UPCYCLED; i++) { /* every number is drawn again: 240 of them */
+                moments_of(layer.tensors[MOE_EXPERTS_UP] + i * all, NULL, all, &mean, &deviation);
+                CHECK(fabs(mean - was) < 0.3 * wide && fabs(deviation / wide - 1.0) < 0.2, "as the replaced ones");
+            }
+            CHECK(moe_layer_upcycle(&layer, dense, 0, (moe_real)0.5, 3, &error) == MOE_OK, "noise");
+            moments_of(layer.tensors[MOE_EXPERTS_DOWN], dense->tensors[MOE_EXPERTS_DOWN], all, &mean, &deviation);
+            CHECK(fabs(mean) < 0.15 && fabs(deviation - 0.5) < 0.1, "noise of this deviation");
+        }
+        moe_layer_free(&layer);
+        moe_net_free(&net);
+    }
+}
+
+static void refuse_upcycling(const char *settings, const char *other, double share, double noise, moe_status wanted,
+                             const char *words) {
+    moe_net net, wrong;
+    moe_layer layer, more;
+    moe_error error;
+    moe_real *kept;
+    size_t bytes;
+    if (!begin_upcycling(settings, &net, &layer) || !begin_upcycling(other, &wrong, &more)) return;
+    bytes = layer.memory_size / 2;
+    kept = (moe_real *)grab(bytes, 1);
+    memcpy(kept, layer.memory, bytes);
+    CHECK(moe_layer_upcycle(&layer, &wrong.modules[0].layer, (moe_real)share, (moe_real)noise, 1, &error) == wanted,
+          words);
+    if (!CHECK(strstr(error.message, words) != NULL, words)) printf("        %s\n", error.message);
+    CHECK(same_bits(kept, layer.memory, bytes), "nothing has changed");
+    free(kept);
+    moe_layer_free(&layer);
+    moe_layer_free(&more);
+    moe_net_free(&net);
+    moe_net_free(&wrong);
+}
+
+static void test_refused_upcycling(void) {
+    const char *plain = "d_ff=40";
+    moe_layer_config c = small_config();
+    moe_net net;
+    moe_layer layer, latent;
+    moe_error error;
+    refuse_upcycling(plain, "d_ff=41", 0, 0, MOE_ERR_CONFIG, "d_ff = 40: the dense layer has 41");
+    refuse_upcycling(plain, "d_ff=40 expert=mlp", 0, 0, MOE_ERR_CONFIG, "expert = swiglu: the dense layer has mlp");
+    refuse_upcycling("d_ff=40 expert_bias=1", plain, 0, 0, MOE_ERR_CONFIG, "expert_bias = 1: the dense layer has 0");
+    refuse_upcycling(plain, plain, 1.5, 0, MOE_ERR_ARGUMENT, "upcycle_share = 1.5");
+    refuse_upcycling(plain, plain, -0.5, 0, MOE_ERR_ARGUMENT, "upcycle_share = -0.5");
+    refuse_upcycling(plain, plain, 0, -1, MOE_ERR_ARGUMENT, "upcycle_noise = -1");
+    refuse_upcycling(plain, plain, 0, HUGE_VAL - HUGE_VAL, MOE_ERR_ARGUMENT, "upcycle_noise");
+    refuse_upcycling("expert=linear", "expert=linear", 0.5, 0, MOE_ERR_CONFIG, "expert = linear has no hidden units");
+    if (!begin_upcycling(plain, &net, &layer)) return;
+    CHECK(moe_layer_upcycle(NULL, &layer, 0, 0, 1, NULL) == MOE_ERR_ARGUMENT, "no layer");
+    CHECK(moe_layer_upcycle(&layer, NULL, 0, 0, 1, NULL) == MOE_ERR_ARGUMENT, "no dense layer");
+    CHECK(moe_layer_upcycle(&layer, &layer, 0, 0, 1, &error) == MOE_ERR_CONFIG &&
+              strstr(error.message, "n_experts = 3") != NULL,
+          "several experts");
+    c.d_ff = 40;
+    c.d_latent = 6;
+    CHECK(moe_layer_create(&latent, &c, 1, 6, NULL, &error) == MOE_OK &&
+              moe_layer_upcycle(&latent, &net.modules[0].layer, 0, 0, 1, &error) == MOE_ERR_CONFIG &&
+              strstr(error.message, "d_latent = 6") != NULL,
+          "d_latent");
+    moe_layer_free(&latent);
+    c.d_latent = 0;
+    c.d_out = 3;
+    CHECK(moe_layer_create(&latent, &c, 1, 6, NULL, &error) == MOE_OK &&
+              moe_layer_upcycle(&latent, &net.modules[0].layer, 0, 0, 1, &error) == MOE_ERR_SHAPE &&
+              strstr(error.message, "experts.down") != NULL,
+          "another width");
+    latent.tensors[MOE_EXPERTS_UP] = NULL;
+    CHECK(moe_layer_upcycle(&latent, &net.modules[0].layer, 0, 0, 1, &error) == MOE_ERR_ARGUMENT &&
+              strstr(error.message, "experts.up") != NULL,
+          "a tensor that is not set");
+    moe_layer_free(&latent);
+    moe_layer_free(&layer);
+    moe_net_free(&net);
+}
+
 int main(int argc, char **argv) {
     moe_rng_seed(&rng, 4711);
     CASE(test_tensors());
@@ -2007,5 +2261,7 @@ int main(int argc, char **argv) {
     CASE(test_bad_files());
     CASE(test_disk(argc > 1 ? argv[1] : "."));
     CASE(test_presets());
+    CASE(test_upcycle());
+    CASE(test_refused_upcycling());
     return test_end();
 }

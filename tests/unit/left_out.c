@@ -50,7 +50,7 @@ static const struct {
                {"select=dense student=1 freeze_at=2 loss_distill=1", "student = 1"},
                {"select=dense freeze_at=2", "freeze_at = 2"},
                {"select=sample top_k=1 weight=raw switch_at=3 switch_from=dense", "switch_at = 3"},
-               {"select=positive gate=softmax weight=raw l1_controller=1", "l1_controller = 1"},
+               {"select=positive gate=softmax weight=raw l1_controller=1", "l1_controller = layer"},
                {"select=dense capacity_factor=1", "capacity_factor = 1"},
                {"select=dense capacity_factor_eval=1", "capacity_factor"},
                {"select=sample top_k=1 weight=raw drop_capacity=1", "drop_capacity = 1"},

@@ -444,7 +444,7 @@ static moe_layer_config random_experts(moe_rng *rng) {
     c.expert = one_of(rng, MOE_EXPERT_COUNT);
     if (c.expert != MOE_EXPERT_LINEAR) c.d_ff = 1 + one_of(rng, 40);
     if (c.expert == MOE_EXPERT_FACTORISED) c.d_low = 1 + one_of(rng, 9);
-    if (c.expert == MOE_EXPERT_MLP) c.act = one_of(rng, MOE_ACT_COUNT);
+    if (c.expert == MOE_EXPERT_MLP || c.expert == MOE_EXPERT_GLU) c.act = one_of(rng, MOE_ACT_COUNT);
     if (c.expert == MOE_EXPERT_MLP || c.expert == MOE_EXPERT_LINEAR) c.no_expert_bias = one_of(rng, 2);
     if (c.expert == MOE_EXPERT_SWIGLU && one_of(rng, 2)) {
         c.expert_bias = one_of(rng, 2);
@@ -1018,6 +1018,116 @@ static void test_accuracy(void) {
         drop_data(&rows);
         drop_data(&fresh);
     }
+}
+
+/* ---- each operation against floats on the same inputs ----
+   The inputs are codes and the weights are multiples of their row's or block's scale, so that both
+   compute with the same numbers and what differs is the operation. */
+
+enum { PRODUCT, CURVE, SUM, NARROW, EXPERTS_MLP, EXPERTS_GLU, EXPERTS_LINEAR, EXPERTS_INPUT, EXPERTS_SHARED };
+enum { OPERATIONS = EXPERTS_SHARED + 1 };
+
+/* most: relative RMS error, above what was measured. Hidden codes of experts and weighted inputs
+   have 127 steps up to the largest number that calibration met, and most products of two are far
+   below it: there the steps are the error. */
+static const struct operation {
+    const char *name;
+    double most, most_relu2;
+} operations[OPERATIONS] = {
+    {"product", 0.001, 0},
+    {"curve", 0.005, 0.005},
+    {"sum", 0.01, 0},
+    {"narrow copy", 0.015, 0},
+    {"mlp experts", 0.02, 0.04},
+    {"glu experts", 0.1, 0.08},
+    {"linear experts, input added", 0.008, 0},
+    {"linear experts, weighted inputs", 0.03, 0},
+    {"linear experts, shared glu", 0.025, 0},
+};
+
+static int operation_net(int operation, int act, int d_in, moe_net *net) {
+    moe_layer_config c;
+    moe_error error;
+    memset(&c, 0, sizeof c);
+    c.act = act;
+    c.router.n_experts = 4;
+    c.router.select = MOE_SELECT_DENSE;
+    c.expert = operation == EXPERTS_MLP ? MOE_EXPERT_MLP : MOE_EXPERT_LINEAR;
+    if (operation == EXPERTS_GLU) c.expert = MOE_EXPERT_GLU;
+    if (c.expert != MOE_EXPERT_LINEAR) c.d_ff = 24;
+    if (operation == EXPERTS_INPUT) c.router.apply_to = MOE_APPLY_INPUT;
+    c.add_input = operation == EXPERTS_LINEAR;
+    c.n_shared = c.shared_sigmoid = operation == EXPERTS_SHARED;
+    c.d_shared = operation == EXPERTS_SHARED ? 16 : 0;
+    (void)moe_net_init(net, d_in, MOE_KERNELS_C, NULL);
+    if (operation >= EXPERTS_MLP) (void)moe_net_mixture(net, &c);
+    else (void)moe_net_linear(net, 24);
+    if (operation == CURVE) (void)moe_net_activation(net, act);
+    if (operation == SUM || operation == NARROW) (void)moe_net_linear(net, 24);
+    if (operation == SUM) (void)moe_net_residual(net, 1);
+    return CHECK_SAYS(moe_net_build(net, 0, 1, &error), MOE_OK, operations[operation].name, error);
+}
+
+/* Weights k / most of 1 / sqrt(d), the first of each row +-most. */
+static void coded_weights(moe_rng *rng, moe_net *net, int most) {
+    size_t i, j;
+    for (i = 0; i < net->n_tensors; i++) {
+        const moe_tensor *t = &net->tensors[i];
+        const size_t width = (size_t)t->shape[t->n_dims - 1];
+        for (j = 0; j < t->count; j++) {
+            const int code = j % width % 32 == 0 ? (one_of(rng, 2) ? most : -most) : one_of(rng, 2 * most + 1) - most;
+            t->data[j] = (moe_real)(code / (double)most / sqrt(t->n_dims > 1 ? (double)width : 9.0));
+        }
+    }
+}
+
+static void try_operation(moe_rng *rng, int operation, int act, int d_in, int weights) {
+    moe_data rows = random_rows(rng, 400, (size_t)d_in, 1);
+    moe_real *x = (moe_real *)(uintptr_t)rows.x;
+    const double most = act == MOE_ACT_RELU2 ? operations[operation].most_relu2 : operations[operation].most;
+    moe_model_config config;
+    moe_built_model built;
+    moe_error error;
+    moe_net net;
+    size_t i;
+    memset(&config, 0, sizeof config);
+    config.weights = weights;
+    config.calibration = &rows;
+    if (!operation_net(operation, act, d_in, &net)) return;
+    coded_weights(rng, &net, weights == MOE_WEIGHTS_INT8 ? 127 : 7);
+    if (CHECK_SAYS(moe_model_create(&built, &net, &config, &error), MOE_OK, operations[operation].name, error)) {
+        closeness c;
+        rows.n = 100;
+        for (i = 0; i < rows.n; i++) {
+            signed char *codes = (signed char *)grab((size_t)d_in, 1);
+            int p;
+            levels_of(&built.model, x + i * (size_t)d_in, codes);
+            for (p = 0; p < d_in; p++) x[i * (size_t)d_in + (size_t)p] = codes[p] * (moe_real)built.model.input_scale;
+            free(codes);
+        }
+        c = compare_with_floats(&net, &built.model, &rows);
+        if (!CHECK(c.error <= most && c.elsewhere <= 0, operations[operation].name) || verbose)
+            printf("    %s, %s, %d inputs, int%d: error %.4f, at most %.4f\n", operations[operation].name,
+                   moei_act_names[act], d_in, weights == MOE_WEIGHTS_INT8 ? 8 : 4, c.error, most);
+        moe_model_free(&built);
+    }
+    moe_net_free(&net);
+    drop_data(&rows);
+}
+
+static void test_operations(int operation) {
+    static const int widths[] = {2, 5, 12, 512, 3, 4, 8, 16, 33, 64};
+    const size_t n = quick ? 4 : sizeof widths / sizeof *widths;
+    moe_rng rng;
+    size_t i;
+    int act, weights;
+    moe_rng_seed(&rng, 26);
+    for (i = 0; i < n; i++)
+        for (weights = MOE_WEIGHTS_INT8; weights <= MOE_WEIGHTS_INT4; weights++)
+            for (act = 0; act < MOE_ACT_COUNT; act++) {
+                const int acts = operation == CURVE || operation == EXPERTS_MLP || operation == EXPERTS_GLU;
+                if (act == 0 || acts) try_operation(&rng, operation, act, widths[i], weights);
+            }
 }
 
 /* ---- handwritten digits ---- */
@@ -2599,6 +2709,7 @@ static void test_rounding(void) {
 }
 
 int main(int argc, char **argv) {
+    int operation;
     quick = argc > 1 && strcmp(argv[1], "quick") == 0;
     verbose = argc > 1 && strcmp(argv[1], "verbose") == 0;
     if (argc > 2 && strcmp(argv[1], "write") == 0) {
@@ -2609,6 +2720,7 @@ int main(int argc, char **argv) {
     CASE(test_levels());
     CASE(test_random_nets());
     CASE(test_accuracy());
+    for (operation = 0; operation < OPERATIONS; operation++) CASE(test_operations(operation));
     CASE(test_allocations());
     CASE(test_streams());
     CASE(test_float_comment());

@@ -252,9 +252,9 @@ static void test_shapes(void) {
         c.expert = below(MOE_EXPERT_COUNT);
         if (c.expert != MOE_EXPERT_LINEAR) c.d_ff = widths[below(13)];
         if (c.expert == MOE_EXPERT_FACTORISED) c.d_low = 1 + below(20);
-        if (c.expert == MOE_EXPERT_MLP) c.act = below(MOE_ACT_COUNT);
+        if (c.expert == MOE_EXPERT_MLP || c.expert == MOE_EXPERT_GLU) c.act = below(MOE_ACT_COUNT);
         if (c.expert == MOE_EXPERT_MLP || c.expert == MOE_EXPERT_LINEAR) c.no_expert_bias = below(2);
-        if (c.expert == MOE_EXPERT_SWIGLU) c.expert_bias = below(2);
+        if (c.expert == MOE_EXPERT_SWIGLU || c.expert == MOE_EXPERT_GLU) c.expert_bias = below(2);
         if (c.expert == MOE_EXPERT_SWIGLU && below(2)) {
             c.swiglu_alpha = (moe_real)(below(2) ? 1.702 : 0);
             c.swiglu_limit = (moe_real)below(2) / 2;
@@ -266,6 +266,7 @@ static void test_shapes(void) {
             c.shared_sigmoid = below(2);
         }
         if (below(2)) c.d_out = widths[below(13)];
+        if (below(3) == 0) c.d_latent = widths[below(13)];
         c.router.apply_to = below(4) == 0 ? MOE_APPLY_INPUT : MOE_APPLY_OUTPUT;
         for (kernels = MOE_KERNELS_C; kernels < MOE_KERNELS_COUNT; kernels++) {
             c.kernels = kernels;
@@ -283,6 +284,7 @@ static void test_presets(void) {
         c.router.d_model = 24;
         c.d_ff = 20;
         if (c.router.n_experts == 0 || c.router.n_experts > 8) c.router.n_experts = 8;
+        TEST_FEW_ZERO_EXPERTS(c.router);
         if (c.router.top_k > 8) c.router.top_k = 8;
         if (c.router.select == MOE_SELECT_HASH) c.router.table_size = 8;
         if (c.router.heads > 1) c.router.heads = 1;
@@ -395,7 +397,7 @@ static void test_types(void) {
                  {MOE_TYPE_Q4, 0.17, "int4"},
 #endif
     };
-    static const int shapes[][2] = {{64, 256}, {352, 352}, {40, 70}, {130, 33}, {96, 72}};
+    static const int shapes[][2] = {{64, 256}, {352, 352}, {40, 70}, {130, 33}, {96, 72}, {96, 72}, {40, 72}};
     size_t i, k;
     int kernels;
     for (kernels = MOE_KERNELS_C; kernels < MOE_KERNELS_COUNT; kernels++)
@@ -419,9 +421,10 @@ static void test_types(void) {
                 c.swiglu_limit = 2;
                 c.swiglu_offset = 1;
             }
+            if (k > 4) c.d_latent = k == 5 ? 40 : 150; /* two products more */
             if (!CHECK(begin(&s, &c, k == 2 ? 5 : 40), "begin")) continue; /* five tokens leave experts without any */
             for (i = 0; i < sizeof types / sizeof types[0]; i++)
-                check_type(&s, types[i].type, types[i].swiglu * (k < 2 ? 1.0 : 1.3), types[i].name);
+                check_type(&s, types[i].type, types[i].swiglu * (k < 2 ? 1.0 : k < 5 ? 1.3 : 1.6), types[i].name);
             end(&s);
         }
 }

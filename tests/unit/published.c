@@ -61,6 +61,30 @@ static int read_doubles(const char *path, double *to, size_t n) {
     return i == n;
 }
 
+/* Gate, up and down of the experts to the bit, where a file NAME.values has them. */
+static int has_values(const moe_layer *layer, const char *name) {
+    static const int params[3] = {MOE_EXPERTS_GATE, MOE_EXPERTS_UP, MOE_EXPERTS_DOWN};
+    const moe_layer_config *c = &layer->config;
+    const size_t count = (size_t)c->router.n_experts * (size_t)c->router.d_model * (size_t)c->d_ff;
+    char file[600];
+    double *values;
+    size_t i, off = 0;
+    int k;
+    FILE *f;
+    sprintf(file, FOLDER "/%s.values", name);
+    if ((f = fopen(file, "rb")) == NULL) return 1;
+    fclose(f);
+    values = (double *)grab(3, count * sizeof *values);
+    if (!read_doubles(file, values, 3 * count)) off = 1;
+    for (k = 0; k < 3; k++)
+        for (i = 0; i < count; i++) {
+            const moe_real want = (moe_real)values[(size_t)k * count + i];
+            off += memcmp(&want, &layer->tensors[params[k]][i], sizeof want) != 0;
+        }
+    free(values);
+    return off == 0;
+}
+
 static const char *const dtype_names[] = {"F64", "F32", "F16", "BF16"};
 
 /* One line of cases.txt. */
@@ -86,7 +110,9 @@ static void run_case(const char *line, double *worst) {
     xy = (double *)grab(1, 2 * n * d * sizeof *xy);
     sprintf(file, FOLDER "/%s.xy", name);
     CHECK(read_doubles(file, xy, 2 * n * d), file);
-    far = distance(&layer, n, d, xy, xy + n * d, &status);
+    sprintf(says, "%s (%s, %s): other values", name, family, dtype);
+    CHECK(has_values(&layer, name), says);
+    far = n > 0 ? distance(&layer, n, d, xy, xy + n * d, &status) : 0;
     sprintf(says, "%s (%s, %s): %g off", name, family, dtype, far);
     CHECK(far >= 0 && far <= 1e-5, says);
     if (far > *worst) *worst = far;
@@ -801,8 +827,10 @@ static void refuse_gguf(gguf *g) {
     g->offset = 32;
     GGUF(g, MOE_ERR_FORMAT, "blk.3.ffn_down_exps.weight': 8192 bytes at offset");
     g->offset = 0;
-    g->tensors = "blk.3.ffn_gate_inp.weight:0:32,4 blk.3.ffn_gate_exps.weight:12:32,2,4";
-    GGUF(g, MOE_ERR_UNSUPPORTED, "GGUF type 12 is not supported");
+    g->tensors = "blk.3.ffn_gate_inp.weight:0:32,4 blk.3.ffn_gate_exps.weight:17:32,2,4";
+    GGUF(g, MOE_ERR_UNSUPPORTED, "GGUF type IQ2_XS is not supported; F32");
+    g->tensors = "blk.3.ffn_gate_inp.weight:0:32,4 blk.3.ffn_gate_exps.weight:77:32,2,4";
+    GGUF(g, MOE_ERR_UNSUPPORTED, "GGUF type 77 is not supported");
     g->tensors = "blk.3.ffn_gate_inp.weight:0:32,4 blk.3.ffn_gate_exps.weight:8:16,2,4";
     GGUF(g, MOE_ERR_FORMAT, "not a multiple of its block size");
     g->tensors = "blk.3.ffn_gate_inp.weight:0:32,4 blk.3.ffn_gate_exps.weight:8:32,2,4,1,1";
@@ -929,7 +957,8 @@ static void of_gguf(void) {
     kv.n = 0;
     gguf_number(&kv, "minimax-m2.expert_used_count", 2);
     gguf_number(&kv, "minimax-m2.expert_gating_func", 0);
-    GGUF(&g, MOE_OK, "gate=sigmoid");
+    GGUF(&g, MOE_ERR_NOT_FOUND, "metadata: minimax-m2.expert_gating_func is missing; minimax_m2 needs it");
+    gguf_says(&g, "blk.3", "minimax_m2", MOE_OK, "gate=sigmoid", __LINE__);
     kv.n = 0;
     gguf_number(&kv, "minimax-m2.expert_used_count", 2);
     gguf_number(&kv, "minimax-m2.expert_gating_func", 9);
@@ -937,7 +966,118 @@ static void of_gguf(void) {
     kv.n = 0;
     gguf_number(&kv, "minimax-m2.expert_used_count", 2);
     gguf_number(&kv, "minimax-m2x.expert_gating_func", 9);
-    GGUF(&g, MOE_OK, "gate=sigmoid");
+    GGUF(&g, MOE_ERR_NOT_FOUND, "expert_gating_func is missing");
+    gguf_says(&g, "blk.3", "minimax_m2", MOE_OK, "gate=sigmoid", __LINE__);
+}
+
+#define REFUSED(call, wanted, says) \
+    do { \
+        error.message[0] = '\0'; \
+        CHECK((call) == (wanted), error.message); \
+        CHECK(strstr(error.message, says) != NULL, error.message); \
+    } while (0)
+
+/* A split file: only part 1 has the settings; the tensors lie in all parts. */
+static void of_gguf_parts(void) {
+    static text files[3], kv[3];
+    static const char *const tensors[3] = {"token_embd.weight:0:32", "blk.3.ffn_gate_inp.weight:0:32,4 "
+                                           "blk.3.ffn_gate_exps.weight:8:32,32,4",
+                                           "blk.3.ffn_up_exps.weight:2:32,32,4 blk.3.ffn_down_exps.weight:1:32,32,4"};
+    static const char *const names[4] = {"m-00001-of-00003.gguf", "m-00002-of-00003.gguf", "m-00003-of-00003.gguf",
+                                         "model.gguf"};
+    moe_import_source s[3];
+    moe_layer layer;
+    moe_error error;
+    gguf g[3];
+    int i;
+    memset(g, 0, sizeof g);
+    for (i = 0; i < 3; i++) {
+        kv[i].n = 0;
+        gguf_key(&kv[i], "split.no", 2);
+        put_number(&kv[i], (uint64_t)i, 2);
+        gguf_key(&kv[i], "split.count", 2);
+        put_number(&kv[i], 3, 2);
+        g[i].version = 3;
+        g[i].n_kv = 2;
+        if (i == 0) {
+            g[i].arch = "llama";
+            g[i].n_kv = 3;
+            gguf_number(&kv[i], "llama.expert_used_count", 3);
+        }
+        g[i].kv = &kv[i];
+        g[i].tensors = tensors[i];
+        make_gguf(&files[i], &g[i]);
+        s[i] = source(names[i], &files[i]);
+    }
+    for (i = 0; i < 2; i++) {
+        if (!CHECK(try_read(&layer, s, 3, "blk.3", i == 0 ? NULL : "granite_moe", &error) == MOE_OK)) continue;
+        CHECK(has_settings(&layer.config, "top_k=3 n_experts=4 d_ff=32"));
+        moe_layer_free(&layer);
+    }
+    REFUSED(moe_import_read(&layer, s + 1, 2, "blk.3", "mixtral", NULL, &error), MOE_ERR_UNSUPPORTED,
+            "m-00002-of-00003.gguf: part 2 of 3 of a split file; open part 1, which has the settings");
+    REFUSED(moe_import_read(&layer, s, 2, "blk.3", NULL, NULL, &error), MOE_ERR_NOT_FOUND,
+            "m-00001-of-00003.gguf: part 3 of 3 of this split file is missing");
+    s[0].name = names[3];
+    REFUSED(moe_import_read(&layer, s, 3, "blk.3", NULL, NULL, &error), MOE_ERR_UNSUPPORTED,
+            "model.gguf: part 1 of 3 of a split file; its name must end with -00001-of-00003.gguf");
+    s[0].name = names[0];
+    s[1].name = names[2];
+    s[2].name = names[1];
+    REFUSED(moe_import_read(&layer, s, 3, "blk.3", NULL, NULL, &error), MOE_ERR_FORMAT,
+            "m-00002-of-00003.gguf: split.no = 2 and split.count = 3: must be 1 and 3");
+    s[2] = moe_import_memory(names[1], "no file", 7);
+    REFUSED(moe_import_read(&layer, s, 3, "blk.3", NULL, NULL, &error), MOE_ERR_FORMAT,
+            "m-00002-of-00003.gguf: not a GGUF file");
+}
+
+/* What llama.cpp takes for metadata that is missing. */
+static void of_gguf_defaults(void) {
+    static const struct {
+        const char *arch, *more;
+        int norm, gating, scale; /* -1: missing */
+        const char *says;        /* NULL: refused */
+    } rows_of[] = {
+        {"qwen3next", "ffn_gate_inp_shexp.weight:0:32", 0, -1, 7, "top_k=2 weight=sum scale=1"},
+        {"qwen2moe", "ffn_gate_inp_shexp.weight:0:32", 1, 2, 7, "weight=raw gate=softmax scale=1"},
+        {"deepseek2", NULL, -1, -1, -1, "gate=softmax weight=raw scale=1 selection_bias=0"},
+        {"deepseek2", NULL, 1, -1, 7, "gate=softmax weight=sum scale=7"},
+        {"deepseek2", NULL, 0, 2, 0, "gate=sigmoid weight=raw scale=1"},
+        {"deepseek2", "exp_probs_b.bias:0:4", -1, -1, -1, "gate=softmax weight=raw scale=1 selection_bias=1"},
+        {"deepseek2", "exp_probs_b.bias:0:4", 1, -1, 7, "gate=softmax weight=sum scale=7"},
+        {"glm4moe", "exp_probs_b.bias:0:4", -1, -1, -1, "gate=sigmoid weight=raw scale=1 select=top_k"},
+        {"glm4moe", "exp_probs_b.bias:0:4", 1, 1, 7, "gate=softmax weight=sum scale=7"},
+        {"dots1", "exp_probs_b.bias:0:4", -1, 2, -1, "gate=sigmoid weight=raw scale=1"},
+        {"dots1", "exp_probs_b.bias:0:4", 1, -1, 7, NULL}};
+    static text kv;
+    size_t i;
+    for (i = 0; i < sizeof rows_of / sizeof rows_of[0]; i++) {
+        char tensors[600], key[64];
+        gguf g;
+        memset(&g, 0, sizeof g);
+        kv.n = 0;
+        sprintf(tensors, "%s blk.3.ffn_gate_shexp.weight:0:32,32 blk.3.ffn_up_shexp.weight:0:32,32 "
+                "blk.3.ffn_down_shexp.weight:0:32,32%s%s", gguf_mixtral, rows_of[i].more != NULL ? " blk.3." : "",
+                rows_of[i].more != NULL ? rows_of[i].more : "");
+        g.arch = rows_of[i].arch;
+        g.version = 3;
+        g.tensors = tensors;
+        g.kv = &kv;
+        sprintf(key, "%s.expert_used_count", g.arch);
+        gguf_number(&kv, key, 2);
+        g.n_kv = 1 + (rows_of[i].norm >= 0) + (rows_of[i].gating >= 0) + (rows_of[i].scale >= 0);
+        sprintf(key, "%s.expert_weights_norm", g.arch);
+        if (rows_of[i].norm >= 0) gguf_key(&kv, key, 7);
+        if (rows_of[i].norm >= 0) put_number(&kv, (uint64_t)rows_of[i].norm, 1);
+        sprintf(key, "%s.expert_gating_func", g.arch);
+        if (rows_of[i].gating >= 0) gguf_number(&kv, key, (uint32_t)rows_of[i].gating);
+        sprintf(key, "%s.expert_weights_scale", g.arch);
+        if (rows_of[i].scale >= 0) gguf_key(&kv, key, 6);
+        if (rows_of[i].scale >= 0) put_number(&kv, rows_of[i].scale > 0 ? 0x40e00000 : 0, 4);
+        gguf_says(&g, "blk.3", NULL, rows_of[i].says != NULL ? MOE_OK : MOE_ERR_NOT_FOUND,
+                  rows_of[i].says != NULL ? rows_of[i].says : "metadata: dots1.expert_gating_func is missing",
+                  __LINE__);
+    }
 }
 
 /* Biases of the experts: all or none. Bits of `there`: gate, up, down, gate and up in one. */
@@ -987,7 +1127,8 @@ static void of_presets(void) {
         if (status != MOE_OK) continue;
         made++;
         CHECK(layer.tensors[MOE_ROUTER_WEIGHT] != NULL && layer.tensors[MOE_EXPERTS_GATE] != NULL &&
-                  layer.config.expert == MOE_EXPERT_SWIGLU,
+                  layer.config.expert ==
+                      (strstr(preset->layer, "expert=glu") != NULL ? MOE_EXPERT_GLU : MOE_EXPERT_SWIGLU),
               preset->name);
         moe_layer_free(&layer);
     }
@@ -1118,10 +1259,12 @@ static void put_gguf(text *file, const char *arch, const part *parts, int n) {
     put_text(file, "GGUF");
     put_number(file, 3, 4);
     put_number(file, (uint64_t)n, 8);
-    put_number(file, 2, 8);
+    put_number(file, 3, 8);
     gguf_key(file, "general.architecture", 8);
     gguf_string(file, arch);
     sprintf(key, "%s.expert_used_count", arch);
+    gguf_number(file, key, 2);
+    sprintf(key, "%s.expert_gating_func", arch);
     gguf_number(file, key, 2);
     for (i = 0; i < n; i++) {
         sprintf(key, "blk.3.%s", parts[i].name);
@@ -1309,12 +1452,6 @@ static moe_status refuse_read(void *ctx, uint64_t at, void *to, size_t size) {
     return MOE_ERR_IO;
 }
 
-#define REFUSED(call, wanted, says) \
-    do { \
-        error.message[0] = '\0'; \
-        CHECK((call) == (wanted), error.message); \
-        CHECK(strstr(error.message, says) != NULL, error.message); \
-    } while (0)
 
 static void of_reading_calls(const text *file) {
     char name[300], *longer = (char *)grab(1, 5000);
@@ -1616,12 +1753,39 @@ static void of_endless_files(void) {
 }
 #endif
 
+/* A long file name and a long prefix leave room for the whole reason. */
+static void of_long_texts(void) {
+    static const gguf g = {"llama", 3, 0, NULL, "%s.ffn_gate_inp.weight:0:32,4 %s.ffn_gate_exps.weight:9:32,2,4", 0, 0};
+    static text file;
+    char name[201], prefix[61], tensors[300];
+    gguf made = g;
+    moe_import_source s;
+    moe_layer layer;
+    moe_error error;
+    memset(name, 'n', 200);
+    name[200] = '\0';
+    memset(prefix, 'p', 60);
+    prefix[60] = '\0';
+    s = moe_import_memory(name, "no file", 7);
+    REFUSED(moe_import_read(&layer, &s, 1, AT, NULL, NULL, &error), MOE_ERR_FORMAT,
+            "nnn: not a safetensors file, an index of safetensors files or a GGUF file");
+    sprintf(tensors, g.tensors, prefix, prefix);
+    made.tensors = tensors;
+    make_gguf(&file, &made);
+    s = source(name, &file);
+    REFUSED(moe_import_read(&layer, &s, 1, prefix, NULL, NULL, &error), MOE_ERR_UNSUPPORTED,
+            "'...pppppppppppppppppppppppppppppppp.ffn_gate_exps.weight': GGUF type Q8_1 is not supported; F32, F16, "
+            "BF16, F64, Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS and MXFP4 are");
+}
+
 static void of_hands(void) {
     static text file;
     gguf g;
     of_rows();
     of_indexes();
     of_gguf();
+    of_gguf_parts();
+    of_gguf_defaults();
     of_gguf_biases();
     of_presets();
     make_file(&file, AT, mixtral, NULL, NULL);
@@ -1629,6 +1793,7 @@ static void of_hands(void) {
     of_reading_calls(&file);
     of_writing_calls(&file);
     of_sizes(&file);
+    of_long_texts();
 #if SIZE_MAX > 0xFFFFFFFF
     of_endless_files();
 #endif

@@ -16,7 +16,8 @@ alone.
 Nothing here shares code with the library: numbers are Python's, the formulas those of the models'
 papers and programs (shared/routers.md names them). A line of cases.txt: name path prefix preset
 tokens width file-to-compare(-: none) family dtype. NAME.xy holds tokens * width inputs, then as
-many outputs, doubles, little-endian.
+many outputs, doubles, little-endian. NAME.values, where it is there, holds gate, up and down of all
+experts, which the layer must have to the bit.
 """
 import json
 import math
@@ -94,6 +95,128 @@ def unpack_q4_0(data):
         q = data[at + 2:at + 18]
         out += [scale * ((b & 15) - 8) for b in q] + [scale * ((b >> 4) - 8) for b in q]
     return out
+
+
+# Blocks of GGUF, by the layouts that llama.cpp's files have: name: (number, elements, bytes,
+# offsets of binary16 scales, the largest |code * inner scale|, values of a block).
+
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+FP4 = (0, .5, 1, 1.5, 2, 3, 4, 6, 0, -.5, -1, -1.5, -2, -3, -4, -6)
+
+
+def at16(b, i):
+    return struct.unpack('<e', b[i:i + 2])[0]
+
+
+def halves(q):
+    return [v & 15 for v in q] + [v >> 4 for v in q]
+
+
+def fives(b, at):
+    high = struct.unpack('<I', b[at:at + 4])[0]
+    return [q + 16 * (high >> j & 1) for j, q in enumerate(halves(b[at + 4:at + 20]))]
+
+
+def signed(v):
+    return v - 256 if v > 127 else v
+
+
+def q2_k(b):
+    s, q, out = b[:16], b[16:80], []
+    for h in range(2):
+        for k in range(4):
+            for x in range(32):
+                i = 8 * h + 2 * k + x // 16
+                out.append(at16(b, 80) * (s[i] & 15) * (q[32 * h + x] >> 2 * k & 3) - at16(b, 82) * (s[i] >> 4))
+    return out
+
+
+def q3_k(b):
+    high, q, s, out = b[:32], b[32:96], b[96:108], []
+    scales = []
+    for i in range(16):
+        low = s[i] & 15 if i < 8 else s[i - 8] >> 4
+        scales.append((low | (s[8 + i % 4] >> 2 * (i // 4) & 3) << 4) - 32)
+    for h in range(2):
+        for k in range(4):
+            for x in range(32):
+                v = (q[32 * h + x] >> 2 * k & 3) - (0 if high[x] >> (4 * h + k) & 1 else 4)
+                out.append(at16(b, 108) * scales[8 * h + 2 * k + x // 16] * v)
+    return out
+
+
+def k_scales(s):
+    pairs = [(s[j] & 63, s[j + 4] & 63) for j in range(4)]
+    for j in range(4, 8):
+        pairs.append((s[j + 4] & 15 | (s[j - 4] >> 6) << 4, s[j + 4] >> 4 | (s[j] >> 6) << 4))
+    return pairs
+
+
+def q45_k(b, high, q):
+    out = []
+    for j, (scale, low) in enumerate(k_scales(b[4:16])):
+        for x in range(32):
+            byte = q[32 * (j // 2) + x]
+            v = (byte >> 4 if j % 2 else byte & 15) + (16 * (high[x] >> j & 1) if high else 0)
+            out.append(at16(b, 0) * scale * v - at16(b, 2) * low)
+    return out
+
+
+def q6_k(b):
+    low, high, s, out = b[:128], b[128:192], b[192:208], []
+    for h in range(2):
+        for k in range(4):
+            for x in range(32):
+                v = low[64 * h + 32 * (k & 1) + x]
+                v = (v >> 4 if k > 1 else v & 15) | (high[32 * h + x] >> 2 * k & 3) << 4
+                out.append(at16(b, 208) * signed(s[8 * h + 2 * k + x // 16]) * (v - 32))
+    return out
+
+
+def iq4_xs(b):
+    high, out = struct.unpack('<H', b[2:4])[0], []
+    for j in range(8):
+        scale = ((b[4 + j // 2] >> 4 * (j & 1) & 15) | (high >> 2 * j & 3) << 4) - 32
+        out += [at16(b, 0) * scale * IQ4[v] for v in halves(b[8 + 16 * j:24 + 16 * j])]
+    return out
+
+
+BLOCKS = {
+    'Q4_0': (2, 32, 18, (0,), 8, lambda b: [at16(b, 0) * (v - 8) for v in halves(b[2:])]),
+    'Q4_1': (3, 32, 20, (0, 2), 15, lambda b: [at16(b, 0) * v + at16(b, 2) for v in halves(b[4:])]),
+    'Q5_0': (6, 32, 22, (0,), 16, lambda b: [at16(b, 0) * (v - 16) for v in fives(b, 2)]),
+    'Q5_1': (7, 32, 24, (0, 2), 31, lambda b: [at16(b, 0) * v + at16(b, 2) for v in fives(b, 4)]),
+    'Q8_0': (8, 32, 34, (0,), 128, lambda b: [at16(b, 0) * signed(v) for v in b[2:]]),
+    'Q2_K': (10, 256, 84, (80, 82), 45, q2_k),
+    'Q3_K': (11, 256, 110, (108,), 128, q3_k),
+    'Q4_K': (12, 256, 144, (0, 2), 945, lambda b: q45_k(b, None, b[16:])),
+    'Q5_K': (13, 256, 176, (0, 2), 1953, lambda b: q45_k(b, b[16:48], b[48:])),
+    'Q6_K': (14, 256, 210, (208,), 4096, q6_k),
+    'IQ4_NL': (20, 32, 18, (0,), 127, lambda b: [at16(b, 0) * IQ4[v] for v in halves(b[2:])]),
+    'IQ4_XS': (23, 256, 136, (0,), 4064, iq4_xs),
+    'MXFP4': (39, 32, 17, (), 6, lambda b: [FP4[v] * 2.0 ** (b[0] - 127) for v in halves(b[1:])]),
+}
+
+
+def random_blocks(rng, name, count, extreme):
+    """Blocks of random codes with scales that make values near 1, or (extreme) any finite ones."""
+    _, _, size, scales, most, _ = BLOCKS[name]
+    out = b''
+    for _ in range(count):
+        b = bytearray(rng.randrange(256) for _ in range(size))
+        for at in scales:
+            bits = rng.choice([rng.randrange(0x7c00), rng.randrange(0x400), 1, 0x7bff, 0]) | rng.choice([0, 0x8000])
+            usual = struct.pack('<e', rng.choice([-1, 1]) * rng.uniform(0.3, 1.5) / most)
+            b[at:at + 2] = struct.pack('<H', bits) if extreme else usual
+        if name == 'MXFP4':
+            b[0] = rng.choice([0, 1, 2, 3, 251, rng.randrange(252)]) if extreme else rng.randrange(123, 127)
+        out += bytes(b)
+    return out
+
+
+def block_values(name, data):
+    size, read = BLOCKS[name][2], BLOCKS[name][5]
+    return [v for at in range(0, len(data), size) for v in read(data[at:at + size])]
 
 
 # ---- what a layer computes ----
@@ -459,7 +582,7 @@ ARCH = {'mixtral': 'llama', 'phi35_moe': 'phimoe', 'minimax_m2': 'minimax-m2', '
         'qwen3_moe': 'qwen3moe', 'qwen3_next': 'qwen3next', 'olmoe': 'olmoe',
         'deepseek_v2': 'deepseek2', 'deepseek_v3': 'deepseek2', 'glm4_moe': 'glm4moe', 'dots1': 'dots1',
         'llama4': 'llama4', 'gpt_oss': 'gpt-oss', 'granite_moe': 'granitemoe'}
-TYPES = {'F32': 0, 'F16': 1, 'Q4_0': 2, 'Q8_0': 8, 'BF16': 30}
+TYPES = {'F32': 0, 'F16': 1, 'BF16': 30, **{name: row[0] for name, row in BLOCKS.items()}}
 
 
 def gguf_string(s):
@@ -480,7 +603,10 @@ def gguf_value(kind, v):
     return plain[kind][0], struct.pack('<' + plain[kind][1], v)
 
 
-def gguf_pack(t, kind):
+def gguf_pack(rng, t, kind, extreme):
+    if kind not in PLAIN and kind != 'BF16' and (extreme or rng.random() < 0.8 or kind not in ('Q8_0', 'Q4_0')):
+        data = random_blocks(rng, kind, len(flat(t)) // BLOCKS[kind][1], extreme)
+        return data, shaped(block_values(kind, data), shape_of(t))
     if kind in ('Q8_0', 'Q4_0'):
         data = (pack_q8_0 if kind == 'Q8_0' else pack_q4_0)(flat(t))
         return data, shaped((unpack_q8_0 if kind == 'Q8_0' else unpack_q4_0)(data), shape_of(t))
@@ -513,7 +639,40 @@ def gguf_names(m, form):
     return out
 
 
-def store_gguf(rng, folder, m, form, kind, version):
+def as_llama_cpp(rng, m):
+    """What llama.cpp computes of a layer, where it is not what the family's own program does."""
+    family = m['family']
+    if family in ('qwen2_moe', 'qwen3_moe', 'olmoe', 'qwen3_next'):
+        m['norm'] = family in ('qwen3_moe', 'qwen3_next')  # the file does not say
+    if family == 'phi35_moe':
+        m['method'] = 'softmax_selected'
+    if family == 'deepseek_v2':
+        m['group_score'] = 'top2'
+        m['norm'] = rng.random() < 0.5
+        m['scale'] = rng.choice([1.0, 16.0, 1.5])
+
+
+def routing_keys(rng, m, a):
+    """The keys of the deepseek families. What is left out is what llama.cpp then takes."""
+    keys = [(a + 'expert_shared_count', 'u32', 1)]
+    if m['family'] != 'dots1' and rng.random() < 0.4:
+        m['gate'] = 'sigmoid' if m['family'] == 'glm4_moe' else 'softmax'
+    else:
+        keys.append((a + 'expert_gating_func', 'u32', 1 if m['gate'] == 'softmax' else 2))
+    if rng.random() < 0.4:
+        m['norm'] = False
+    else:
+        keys.append((a + 'expert_weights_norm', 'bool', int(m['norm'])))
+    scale = m.get('scale', 1.0)
+    if rng.random() < 0.3:
+        scale = rng.choice([None, 0.0])
+        m['scale'] = 1.0
+    if scale is not None:
+        keys.append((a + 'expert_weights_scale', 'f32', scale))
+    return keys
+
+
+def store_gguf(rng, folder, m, form, kind, version, extreme=False):
     arch = ARCH[m['family']]
     a = arch + '.'
     keys = [('general.name', 'string', 'made at random'), (a + 'block_count', 'u32', 5),
@@ -525,11 +684,10 @@ def store_gguf(rng, folder, m, form, kind, version):
     alignment = rng.choice([None, 32, 64, 8])
     if alignment:
         keys.append(('general.alignment', 'u32', alignment))
+    if m['family'] == 'minimax_m2':
+        keys.append((a + 'expert_gating_func', 'u32', 2))
     if m['family'] in ('deepseek_v2', 'deepseek_v3', 'glm4_moe', 'dots1'):
-        keys += [(a + 'expert_weights_scale', 'f32', m.get('scale', 1.0)),
-                 (a + 'expert_weights_norm', 'bool', int(m['norm'])),
-                 (a + 'expert_gating_func', 'u32', 1 if m['gate'] == 'softmax' else 2), (a + 'expert_shared_count',
-                     'u32', 1)]
+        keys += routing_keys(rng, m, a)
         if m.get('groups', 1) > 1:
             keys += [(a + 'expert_group_count', 'u32', m['groups']),
                      (a + 'expert_group_used_count', 'u32', m['groups_kept'])]
@@ -546,9 +704,9 @@ def store_gguf(rng, folder, m, form, kind, version):
         t = tensor_of(m, key, expert, '')
         own = 'F32' if key in ('router', 'router_bias', 'correction', 'shared_sigmoid', 'gate_bias', 'up_bias',
                                'down_bias', 'bias') else kind
-        if own.startswith('Q') and shape_of(t)[-1] % 32 != 0:
+        if own in BLOCKS and shape_of(t)[-1] % BLOCKS[own][1] != 0:
             own = 'F16'
-        data, back = gguf_pack(t, own)
+        data, back = gguf_pack(rng, t, own, extreme)
         put_back(m, key, expert, '', back)
         tensors.append(('blk.3.' + name, TYPES[own], shape_of(t)[::-1], data))
     rng.shuffle(tensors)
@@ -573,8 +731,8 @@ def store_gguf(rng, folder, m, form, kind, version):
 # ---- the cases ----
 
 
-def add_case(rng, folder, lines, name, m, path, prefix, preset, original, dtype):
-    tokens, xs, ys = 5, [], []
+def add_case(rng, folder, lines, name, m, path, prefix, preset, original, dtype, tokens=5):
+    xs, ys = [], []
     while len(xs) < tokens:
         x = [f32(rng.gauss(0, 1)) for _ in range(m['H'])]
         try:
@@ -686,10 +844,18 @@ def make(folder, seed, rounds):
                 if family == 'gpt_oss':
                     s['limit'] = 7.0
                 m = random_layer(rng, family, experts, d, f, k, s)
-                if family in ('qwen2_moe', 'qwen3_moe', 'olmoe', 'qwen3_next'):
-                    m['norm'] = family == 'qwen3_moe'  # the file does not say
+                as_llama_cpp(rng, m)
                 path = store_gguf(rng, where, m, form, kind, rng.choice([2, 3]))
                 add_case(rng, folder, lines, name, m, path, rng.choice(['blk.3', 'blk.3.']), '-', '-', kind)
+        for kind in BLOCKS:
+            for extreme in (False, True):
+                name, where = place()
+                m = random_layer(rng, 'olmoe', 4, BLOCKS[kind][1], BLOCKS[kind][1], 2, {})
+                path = store_gguf(rng, where, m, rng.choice(['each', 'fused']), kind, 3, extreme)
+                with open(os.path.join(folder, name + '.values'), 'wb') as file:
+                    values = flat([m['gate_proj'], m['up_proj'], m['down_proj']])
+                    file.write(struct.pack('<%dd' % len(values), *values))
+                add_case(rng, folder, lines, name, m, path, 'blk.3', '-', '-', kind, 0 if extreme else 5)
     with open(os.path.join(folder, 'cases.txt'), 'w') as file:
         file.write('\n'.join(lines) + '\n')
     print('%d models' % len(lines))
@@ -724,15 +890,16 @@ def check(folder):
         metadata, found = read_safetensors(os.path.join(folder, name + '.out.safetensors'))
         good = metadata == {'format': 'pt'} and sorted(want) == sorted(found)
         for n in want:
-            if good and (found[n][1] != want[n][1] or found[n][0] != dtype):
+            # the correction bias stays F32 beside weights of 16 bits, as in the models' files
+            own = 'F32' if n.endswith('correction_bias') and dtype != 'F64' else dtype
+            if good and (found[n][1] != want[n][1] or found[n][0] != own):
                 good = False
-            if good and want[n][0] == dtype == 'F64' and found[n][2] != want[n][2]:  # a build of 32 bits has read it
+            if good and want[n][0] == own == 'F64' and found[n][2] != want[n][2]:  # a build of 32 bits has read it
                 good = found[n][2] == encode([f32(v) for v in decode(want[n][2], 'F64')], 'F64')
-            elif good and want[n][0] == dtype:
+            elif good and want[n][0] == own:
                 good = found[n][2] == want[n][2]
-            elif good:  # the correction bias stays F32 in the models' files
-                good = all(abs(a - b) <= 0.005 * abs(b) + 1e-7 for a,
-                           b in zip(decode(found[n][2], dtype), decode(want[n][2], want[n][0])))
+            elif good:  # F32 as F64
+                good = decode(found[n][2], own) == decode(want[n][2], want[n][0])
         passed, failed = passed + good, failed + (not good)
         if not good:
             print('%s: the written file differs from %s' % (name, path))

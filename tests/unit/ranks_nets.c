@@ -552,7 +552,8 @@ static course course_of(int kind) {
 
 static void test_all_trainings(void) {
     static const moe_param_group groups[] = {
-        {"*.router.*", (moe_real)0.1, 0, 0}, {"0.*", 0, 0, 1}, {"*.experts.*", 1, 2, 0}};
+        {"*.router.*", (moe_real)0.1, 0, 0}, {"0.*", 0, 0, 1}, {"*.experts.*", 1, 2, 0},
+        {"experts.*[2:4]", (moe_real)0.5, 0, 0}, {"experts.*[3]", 0, 0, 1}};
     course g;
     int kind;
     for (kind = 0; kind < KINDS; kind++) {
@@ -576,7 +577,7 @@ static void test_all_trainings(void) {
     g.config.warmup = 4;
     g.config.final_rate = (moe_real)0.1;
     g.config.groups = groups;
-    g.config.n_groups = 3;
+    g.config.n_groups = 5;
     test_training(&g, "accumulated, scheduled, in groups");
     g.kind = DENSE;
     g.config.n_groups = 0;

@@ -175,6 +175,7 @@ static int bench_start(bench *b, const moe_router_config *config, const moe_kern
         if (place == MOE_ROUTER_TEMPERATURE) b->tensors[place][0] = (moe_real)0.5;
         if (place == MOE_ROUTER_STEP) b->tensors[place][0] = (moe_real)below(8);
         if (place == MOE_ROUTER_L1) b->tensors[place][0] = 1;
+        if (place == MOE_ROUTER_CUTOFF_UPDATES) b->tensors[place][0] = (moe_real)below(4);
         if (place == MOE_ROUTER_CAPACITY) b->tensors[place][0] = (moe_real)(1.5 * below(2));
         for (i = 0; i < slot.count && place == MOE_ROUTER_LOAD; i++) b->tensors[place][i] = 0;
         for (i = 0; i < slot.count && place == MOE_ROUTER_TABLE; i++)
@@ -302,7 +303,7 @@ static void test_ranges(void) {
             expect_real_refused(f, HUGE_VAL - HUGE_VAL, "nan");
         } else {
             expect_int_refused(f, (int)f->max + 1);
-            expect_int_refused(f, -1);
+            expect_int_refused(f, f->min < 0 ? (int)f->min - 1 : -1);
             expect_int_refused(f, INT_MIN);
             expect_int_refused(f, INT_MAX);
         }
@@ -350,7 +351,7 @@ static void test_clashes(void) {
         {"similarity_learned=1 refine=attention", "similarity_learned", "refine = attention"},
         {"causal=1", "causal", "refine = none"},
         {"lower_entropy_only=1", "lower_entropy_only", "refine = none"},
-        {"refine=attention heads=2 attention_head=2", "attention_head = 2", "heads = 2"},
+        {"refine=attention heads=2 attention_heads=fixed attention_head=2", "attention_head = 2", "heads = 2"},
         {"loss_load=0.5", "loss_load = 0.5", "noise = none"},
         {"loss_load=0.5 noise=gumbel", "loss_load = 0.5", "noise = gumbel"},
         {"score=grap n_experts=3", "n_experts = 3", "d_model = 8"},
@@ -371,13 +372,51 @@ static void test_clashes(void) {
         {"select=balanced", "select = balanced", "top_k = 2"},
         {"bias_rate=0.5", "bias_rate = 0.5", "selection_bias"},
         {"ac_rho=0.5", "ac_rho = 0.5", "ac_mode = running"},
-        {"k_end=1", "k_end = 1", "schedule_steps"},
+        {"k_end=5", "k_end = 5", "n_experts = 4"},
         {"k_end=5 schedule_steps=9", "k_end = 5", "n_experts = 4"},
         {"k_end=3 schedule_steps=9 score=dselect", "k_end = 3", "score = dselect"},
         {"k_end=3 schedule_steps=9 select=top_p", "k_end = 3", "select = top_p"},
         {"k_end=1 schedule_steps=9 select=balanced top_k=1", "k_end = 1", "select = balanced"},
         {"schedule_steps=9", "schedule_steps = 9", "k_end"},
-        {"tau_schedule=gate_temperature tau_end=2", "tau_schedule = gate_temperature", "schedule_steps"},
+        {"switch_share=0.5 switch_at=3", "switch_share = 0.5", "switch_at"},
+        {"jitter_eps=0.2", "jitter_eps = 0.2", "input = plain"},
+        {"ac_spread=variance", "ac_spread = variance", "input = plain"},
+        {"input=adaptive_clustering ac_mode=random ac_lambda=2", "ac_lambda = 2", "ac_mode = random"},
+        {"cosine_tau=2", "cosine_tau = 2", "score = linear"},
+        {"norm_order=l1", "norm_order = l1", "score = linear"},
+        {"router_act=silu", "router_act = silu", "score = linear"},
+        {"noise=gaussian noise_floor=1", "noise_floor = 1", "noise = gaussian"},
+        {"noise=gumbel noise_sigma=1", "noise_sigma = 1", "noise = gumbel"},
+        {"gate=relu gate_temperature=2", "gate_temperature = 2", "gate = relu"},
+        {"gate=identity gate_temperature=2", "gate_temperature = 2", "gate = identity"},
+        {"refine=similarity attention_sigma=2", "attention_sigma = 2", "refine = similarity"},
+        {"similarity_tau=2", "similarity_tau = 2", "refine = none"},
+        {"group_score=top2_sum", "group_score = top2_sum", "select = top_k"},
+        {"top_p=0.5 select=threshold", "top_p = 0.5", "select = threshold"},
+        {"threshold=0.5", "threshold = 0.5", "select = top_k"},
+        {"expert_choice_score=z", "expert_choice_score = z", "select = top_k"},
+        {"affinity_mass=0.5", "affinity_mass = 0.5", "select = top_k"},
+        {"affinity_sum_auto=0.5", "affinity_sum_auto = 0.5", "select = top_k"},
+        {"capacity=3", "capacity = 3", "select = top_k"},
+        {"weight_p=2", "weight_p = 2", "weight = sum"},
+        {"sparsemixer_eps=2", "sparsemixer_eps = 2", "weight = sum"},
+        {"balance_over=first", "balance_over = first", "loss_balance"},
+        {"importance_over=weights", "importance_over = weights", "loss_importance"},
+        {"selection_bias=1 select=top_p", "selection_bias = 1", "select = top_p"},
+        {"selection_bias=1 select=threshold", "selection_bias = 1", "select = threshold"},
+        {"selection_bias=1 select=dense", "selection_bias = 1", "select = dense"},
+        {"selection_bias=1 select=positive", "selection_bias = 1", "select = positive"},
+        {"selection_bias=1 select=expert_choice", "selection_bias = 1", "select = expert_choice"},
+        {"selection_bias=1 select=sinkhorn", "selection_bias = 1", "select = sinkhorn"},
+        {"noise=gaussian select=hash table_size=3 weight=uniform", "noise = gaussian", "select = hash"},
+        {"noise=gumbel select=dense weight=one", "noise = gumbel", "weight = one"},
+        {"switch_share=0.5 switch_from=hash", "switch_share = 0.5", "switch_from = hash"},
+        {"sample_at=always", "sample_at = always", "select = top_k"},
+        {"sample_scope=call", "sample_scope", "select = top_k"},
+        {"sample_seed=3 select=sample", "sample_seed = 3", "sample_at = always"},
+        {"affinity_sum_auto=0.5 affinity_sum=2 select=affinity", "affinity_sum_auto = 0.5", "affinity_sum = 2"},
+        {"loss_diversity=1 score=mlp", "loss_diversity = 1", "score = mlp"},
+        {"loss_simplicity=1 score=grap", "loss_simplicity = 1", "score = grap"},
         {"tau_schedule=gate_temperature schedule_steps=9", "tau_schedule = gate_temperature", "tau_end"},
         {"tau_end=2 k_end=1 schedule_steps=9", "tau_end = 2", "tau_schedule"},
         {"tau_schedule=cosine_tau tau_end=2 schedule_steps=9", "tau_schedule = cosine_tau", "score = cosine"},
@@ -391,12 +430,40 @@ static void test_clashes(void) {
         {"switch_from=soft switch_at=3", "switch_from = soft", "switch_at = 3"},
         {"switch_from=given switch_at=3", "switch_from = given", "switch_at = 3"},
         {"switch_from=hash switch_at=3", "switch_from = hash", "switch_at = 3"},
-        {"switch_from=expert_choice switch_at=3", "switch_from = expert_choice", "switch_at = 3"},
+        {"switch_from=expert_choice switch_at=3", "switch_from = expert_choice", "select = expert_threshold"},
+        {"switch_from=expert_threshold switch_at=3", "switch_from = expert_threshold", "switch_at = 3"},
+        {"switch_from=grouped_each switch_at=3", "switch_from = grouped_each", "switch_at = 3"},
+        {"select=grouped_each groups=4", "top_k = 2", "groups = 4"},
+        {"select=grouped_each groups=3", "groups = 3", "n_experts = 4"},
+        {"select=expert_threshold selection_bias=1", "selection_bias = 1", "select = expert_threshold"},
+        {"select=expert_threshold capacity_factor_eval=2", "capacity_factor_eval = 2", "select = expert_threshold"},
+        {"threshold_rho=0.5", "threshold_rho = 0.5", "select = expert_threshold"},
+        {"select=expert_threshold k_end=3 schedule_steps=9", "k_end = 3", "select"},
+        {"logit_cap=3 score=dselect", "logit_cap = 3", "score = dselect"},
+        {"logit_cap=3 select=soft", "logit_cap = 3", "select = soft"},
+        {"sparsemixer_sample=1", "sparsemixer_sample = 1", "weight = sparsemixer"},
+        {"expert_dropout=0.1 select=top_p", "expert_dropout = 0.1", "select = top_p"},
+        {"expert_dropout=0.1 select=soft", "expert_dropout = 0.1", "select = soft"},
+        {"expert_dropout=0.1 switch_at=3 switch_from=top_p", "expert_dropout = 0.1", "switch_from = top_p"},
+        {"expert_dropout=0.1 weight=sparsemixer", "expert_dropout = 0.1", "weight = sparsemixer"},
+        {"expert_dropout_scope=call", "expert_dropout_scope = call", "expert_dropout"},
+        {"expert_dropout=1", "expert_dropout = 1", "0.999999"},
+        {"loss_selector_entropy=1", "loss_selector_entropy = 1", "score = dselect"},
+        {"loss_selector_reach=1 n_experts=5", "loss_selector_reach = 1", "score = dselect"},
+        {"loss_selector_reach=1 score=dselect", "loss_selector_reach = 1", "n_experts = 4"},
+        {"loss_stable_balance=1 select=soft", "loss_stable_balance = 1", "select = soft"},
+        {"bias_rule=smebu selection_bias=1", "bias_rule = smebu", "bias_rate"},
+        {"bias_centre=1 selection_bias=1", "bias_centre = 1", "bias_rate"},
+        {"bias_real=1 bias_rate=1 selection_bias=1", "bias_real", "n_zero"},
+        {"bias_real=3 bias_rate=1 selection_bias=1 n_copy=1", "bias_real = 3", "top_k = 2"},
+        {"bias_real=1 n_copy=1", "bias_real = 1", "bias_rate"},
+        {"bias_kappa=3 bias_rate=1 selection_bias=1", "bias_kappa = 3", "bias_rule = smebu"},
+        {"bias_beta=0.25 bias_rate=1 selection_bias=1", "bias_beta = 0.25", "bias_rule = smebu"},
         {"switch_from=grouped_top_k switch_at=3", "switch_from = grouped_top_k", "switch_at = 3"},
         {"switch_from=balanced switch_at=3", "switch_from = balanced", "top_k = 2"},
         {"switch_at=3 select=soft", "switch_at = 3", "select = soft"},
         {"switch_at=3 weight=sparsemixer", "switch_at = 3", "weight = sparsemixer"},
-        {"l1_controller=1", "l1_controller = 1", "select = positive"},
+        {"l1_controller=layer", "l1_controller = layer", "select = positive"},
         {"capacity_bound=every score=mlp", "capacity_bound = every", "score = mlp"},
         {"capacity_bound=first score=dselect", "capacity_bound = first", "score = dselect"},
         {"capacity_bound=first score=custom", "capacity_bound = first", "score = custom"},
@@ -410,7 +477,26 @@ static void test_clashes(void) {
         {"distill=mse", "distill = mse", "loss_distill"},
         {"select=soft loss_distill=1", "loss_distill = 1", "select = soft"},
         {"select=soft expert_temperature=2", "expert_temperature = 2", "select = soft"},
-        {"custom_batch=1", "custom_batch = 1", "custom"}};
+        {"custom_batch=1", "custom_batch = 1", "custom"},
+        {"n_zero=4", "n_zero = 4", "n_experts = 4"},
+        {"n_zero=1 n_copy=2 n_constant=1", "n_copy = 2", "n_experts = 4"},
+        {"n_zero=1 score=norm", "n_zero = 1", "score = norm"},
+        {"n_copy=1 score=attentive", "n_copy = 1", "score = attentive"},
+        {"n_constant=1 score=competition", "n_constant = 1", "score = competition"},
+        {"n_zero=1 select=soft", "n_zero = 1", "select = soft"},
+        {"n_copy=1 select=soft", "n_copy = 1", "select = soft"},
+        {"n_constant=1 select=soft", "n_constant = 1", "select = soft"},
+        {"router_residual=1 select=soft", "router_residual = 1", "select = soft"},
+        {"router_residual=1 score=dselect", "router_residual = 1", "score = dselect"},
+        {"weight_over=real", "weight_over = real", "n_zero"},
+        {"weight_over=nonzero n_copy=1", "weight_over = nonzero", "n_zero"},
+        {"weight_over=real n_copy=1 weight=raw", "weight_over = real", "weight = raw"},
+        {"zero_average=1 loss_balance=1", "zero_average = 1", "n_zero"},
+        {"zero_average=1 n_zero=1", "zero_average = 1", "loss_balance"},
+        {"zero_tau=0.5 loss_balance=1", "zero_tau", "n_zero"},
+        {"zero_tau=0.5 n_zero=1", "zero_tau = 0.5", "loss_balance"},
+        {"zero_tau=0.5 n_zero=1 capacity_factor=1 drop_capacity=2", "zero_tau = 0.5", "capacity_factor"},
+        {"zero_tau=0.5 n_zero=1 select=expert_choice", "zero_tau = 0.5", "capacity_factor"}};
     static const char *const fine[] = {"top_k=4",
                                        "n_experts=1 top_k=1",
                                        "weight=sparsemixer",
@@ -525,7 +611,8 @@ static void test_setting(void) {
         if (f->kind == MOE_FIELD_CHOICE) {
             expect_not_set(f->name, "bogus", MOE_ERR_CONFIG);
             expect_not_set(f->name, "", MOE_ERR_CONFIG);
-            expect_not_set(f->name, "0", MOE_ERR_CONFIG);
+            /* a flag of 0.1 takes 0 and 1 as well */
+            expect_not_set(f->name, strcmp(f->name, "l1_controller") == 0 ? "2" : "0", MOE_ERR_CONFIG);
         } else {
             for (i = 0; i < sizeof bad_numbers / sizeof bad_numbers[0]; i++)
                 expect_not_set(f->name, bad_numbers[i], MOE_ERR_CONFIG);
@@ -640,7 +727,9 @@ static void test_names(void) {
         "stochastic", "stateful",    "needs_given"};
     static const char *const losses[MOE_LOSS_COUNT] = {"balance",       "z",          "importance", "entropy",
                                                        "usage_entropy", "similarity", "locality",   "l1",
-                                                       "orthogonal",    "load",       "distill"};
+                                                       "orthogonal",    "load",       "distill",    "diversity",
+                                                       "simplicity",    "stable_balance", "selector_entropy",
+                                                       "selector_reach"};
     enum { CAUSAL = MOE_TRAIT_CAUSAL, BATCH = MOE_TRAIT_NEEDS_BATCH };
     static const struct {
         const char *settings;
@@ -657,6 +746,14 @@ static void test_names(void) {
         {"select=sample", CAUSAL | MOE_TRAIT_STOCHASTIC},
         {"select=hash table_size=3", CAUSAL | MOE_TRAIT_NEEDS_TOKEN_IDS},
         {"select=grouped_top_k groups=2", CAUSAL},
+        {"select=grouped_each groups=2", CAUSAL},
+        {"select=expert_threshold", CAUSAL | MOE_TRAIT_STATEFUL},
+        {"select=expert_threshold capacity_factor=2", CAUSAL | MOE_TRAIT_STATEFUL},
+        {"select=expert_threshold drop_capacity=2", BATCH | MOE_TRAIT_STATEFUL},
+        {"select=expert_threshold switch_at=3 switch_from=expert_choice", BATCH | MOE_TRAIT_STATEFUL},
+        {"weight=sparsemixer sparsemixer_sample=1", CAUSAL | MOE_TRAIT_STOCHASTIC},
+        {"expert_dropout=0.2", CAUSAL | MOE_TRAIT_STOCHASTIC},
+        {"logit_cap=3", CAUSAL},
         {"select=top_p", CAUSAL},
         {"select=threshold", CAUSAL},
         {"select=positive", CAUSAL},
@@ -824,6 +921,8 @@ static double ref_act(int act, double x) {
     case MOE_ACT_GELU: return 0.5 * x * (1.0 + erf(x / sqrt(2.0)));
     case MOE_ACT_TANH: return tanh(x);
     case MOE_ACT_SIGMOID: return 1.0 / (1.0 + exp(-x));
+    case MOE_ACT_GELU_TANH: return 0.5 * x * (1.0 + tanh(0.79788456080286535588 * (x + 0.044715 * x * x * x)));
+    case MOE_ACT_RELU2: return x > 0.0 ? x * x : 0.0;
     default: return x;
     }
 }
@@ -893,7 +992,7 @@ static void ref_gate(const moe_router_config *c, const double *z, double *p) {
             p[e] = 1.0 / (1.0 + exp(-z[e] / temperature));
             break;
         case MOE_GATE_SQRT_SOFTPLUS:
-            p[e] = sqrt(z[e] > 30.0 ? z[e] : log(1.0 + exp(z[e])));
+            p[e] = sqrt(z[e] > 30.0 ? z[e] : log1p(exp(z[e])));
             break;
         case MOE_GATE_RELU:
             p[e] = z[e] > 0.0 ? z[e] : 0.0;
@@ -1083,6 +1182,7 @@ static double ref_loss(const bench *b, int loss) {
 
 static void draw_config(moe_router_config *c) {
     memset(c, 0, sizeof *c);
+    c->preset = MOEI_OF_A_FILE; /* what has no effect is reset */
     c->d_model = 1 + below(20);
     c->n_experts = 1 + below(9);
     c->top_k = 1 + below(c->n_experts);
@@ -1178,7 +1278,7 @@ static moe_router_config effective(const bench *b, int *student) {
     int steps = c.schedule_steps, way = step < steps ? step : steps;
     /* rounded, in integers */
     if (c.k_end > 0) c.top_k = (2 * c.top_k * steps + 2 * (c.k_end - c.top_k) * way + steps) / (2 * steps);
-    if (step < c.switch_at) c.select = c.switch_from;
+    if (step < c.switch_at && (b->call.training || c.select != MOE_SELECT_EXPERT_THRESHOLD)) c.select = c.switch_from;
     *student = c.student && step >= c.freeze_at && b->call.given == NULL;
     if (*student) c.select = MOE_SELECT_TOP_K;
     if (b->call.given != NULL) c.select = MOE_SELECT_GIVEN; /* recorded choices stand before all else */
@@ -1234,7 +1334,7 @@ static void draw_selection(moe_router_config *c) {
     c->capacity = below(4);
     c->capacity_min = below(3);
     if (c->select == MOE_SELECT_SOFT) return;
-    c->selection_bias = chance(30);
+    c->selection_bias = c->select != MOE_SELECT_EXPERT_THRESHOLD && chance(30);
     c->expert_scale = chance(30);
     c->apply_to = below(2);
     c->renormalize = below(2);
@@ -1258,6 +1358,7 @@ static void draw_selection(moe_router_config *c) {
 
 static void draw_any(moe_router_config *c) {
     memset(c, 0, sizeof *c);
+    c->preset = MOEI_OF_A_FILE; /* what has no effect is reset */
     c->d_model = 4 * (1 + below(3));
     c->n_experts = 1 + below(8);
     c->top_k = 1 + below(c->n_experts);
@@ -1286,6 +1387,9 @@ static void draw_any(moe_router_config *c) {
         c->soft_normalise = below(2);
         c->soft_sequences = 3;
     }
+    if (c->select == MOE_SELECT_GROUPED_EACH) c->groups = 1 + below(3);
+    if (c->select == MOE_SELECT_EXPERT_THRESHOLD) c->threshold_rho = (moe_real)(0.25 * below(4));
+    c->logit_cap = (moe_real)(chance(20) && c->score != MOE_SCORE_DSELECT && c->select != MOE_SELECT_SOFT ? 1.5 : 0.0);
     if (c->select == MOE_SELECT_GROUPED_TOP_K) {
         c->groups = 1 + below(3);
         c->groups_kept = 1 + below(3);
@@ -1340,6 +1444,27 @@ static void naive_groups(const moe_router_config *c, const moe_real *score, size
     for (e = 0; e < experts; e++)
         open[e] = count_before(best, (size_t)c->groups, e / size, NULL) < (size_t)c->groups_kept;
     for (e = 0; e < experts; e++) want[e] = open[e] && count_before(score, experts, e, open) < (size_t)c->top_k;
+}
+
+/* The K/G best of each group. */
+static void naive_each(const moe_router_config *c, const moe_real *score, size_t experts, unsigned char *want) {
+    const size_t size = experts / (size_t)c->groups;
+    size_t e;
+    for (e = 0; e < experts; e++)
+        want[e] = count_before(score + e / size * size, size, e % size, NULL) < (size_t)(c->top_k / c->groups);
+}
+
+/* All experts with z at or above their cutoffs; 0 when rounding decides. */
+static int naive_cutoffs(const bench *b, const moe_real *z, unsigned char *want) {
+    const double updates = (double)b->tensors[MOE_ROUTER_CUTOFF_UPDATES][0];
+    const double share = updates > 0 ? 1.0 - pow((double)b->router.config.threshold_rho, updates) : 1.0;
+    size_t e;
+    for (e = 0; e < b->routing.n_experts; e++) {
+        const double cutoff = (double)b->tensors[MOE_ROUTER_CUTOFF][e] / share;
+        if (fabs((double)z[e] - cutoff) < 1e-5 * (1.0 + fabs(cutoff))) return 0;
+        want[e] = (double)z[e] > cutoff;
+    }
+    return 1;
 }
 
 static void naive_threshold(const bench *b, const moe_router_config *c, const moe_real *p, size_t experts,
@@ -1399,6 +1524,10 @@ static int naive_choice(const bench *b, size_t t, unsigned char *want) {
     case MOE_SELECT_GROUPED_TOP_K:
         naive_groups(c, score, experts, want);
         return 1;
+    case MOE_SELECT_GROUPED_EACH:
+        naive_each(c, rises && bias == NULL && c->refine == MOE_REFINE_NONE ? z : score, experts, want);
+        return 1;
+    case MOE_SELECT_EXPERT_THRESHOLD: return naive_cutoffs(b, z, want);
     case MOE_SELECT_TOP_P:
         for (taken = 0; taken < experts; taken++) { /* the taken-th best */
             for (e = 0; e < experts && count_before(p, experts, e, NULL) != taken; e++) {
@@ -1807,6 +1936,78 @@ static void test_noise(void) {
     }
 }
 
+/* Runs b without dropout, with the pairs of `dropped`, and drawn: nothing dropped is selected, gate
+   values stay, what is left is chosen as without it, and evaluation knows of nothing. */
+static void check_dropout(bench *b, const char *settings) {
+    const size_t n = b->call.n_tokens, experts = b->routing.n_experts;
+    const int by_call = b->router.config.expert_dropout_scope == MOE_DROPOUT_SCOPE_CALL;
+    unsigned char *dropped = (unsigned char *)grab(n * experts, 1);
+    moe_real *p = (moe_real *)grab(n * experts, sizeof *p);
+    size_t i, wrong = 0, changed = 0;
+    size_t none = 0, free_pairs = 0;
+    for (i = 0; i < n * experts; i++) dropped[i] = (unsigned char)(i / experts < 3 || below(3) == 0);
+    if (by_call)
+        for (i = 0; i < experts; i++) dropped[i] = i % 2 == 1;
+    b->call.training = 0;
+    bench_route(b);
+    memcpy(p, b->routing.probabilities, n * experts * sizeof *p);
+    b->call.training = 1;
+    b->call.dropped = dropped;
+    bench_route(b);
+    for (i = 0; i < n * experts; i++) {
+        const int out = dropped[by_call ? i % experts : i] != 0;
+        wrong += out && b->routing.selected[i];
+        free_pairs += !out && b->routing.selected[i];
+        changed += !same_bits(&p[i], &b->routing.probabilities[i], sizeof *p);
+    }
+    for (i = 0; i < n; i++) none += b->routing.n_choices[i] == 0;
+    CHECK(wrong == 0 && changed == 0 && free_pairs > 0, settings);
+    CHECK(by_call || none >= 3, settings);
+    check_consistent(b);
+    b->call.dropped = NULL;
+    bench_route(b);
+    check_consistent(b);
+    b->call.rng = NULL;
+    expect_call_refused(b, MOE_ERR_ARGUMENT, "dropout wants random numbers");
+    free(dropped);
+    free(p);
+}
+
+static void test_expert_dropout(void) {
+    static const char *const settings[] = {"", "selection_bias=1", "select=grouped_each groups=2",
+                                           "select=threshold threshold=0.2 threshold_fallback=never weight=raw",
+                                           "select=positive gate=relu weight=raw", "select=dense",
+                                           "select=expert_choice weight=raw"};
+    size_t i, k, n = 2000, open;
+    int scope;
+    for (i = 0; i < sizeof settings / sizeof *settings; i++)
+        for (scope = 0; scope < 2; scope++) {
+            moe_router_config c = config_of(settings[i]);
+            bench b;
+            c.expert_dropout = (moe_real)0.25;
+            c.expert_dropout_scope = scope;
+            if (!CHECK(bench_start(&b, &c, NULL, 40, 1.0), settings[i])) return;
+            check_dropout(&b, settings[i]);
+            bench_end(&b);
+        }
+    for (scope = 0; scope < 2; scope++) {
+        moe_router_config c = config_of("select=dense expert_dropout=0.25");
+        bench b;
+        c.expert_dropout_scope = scope;
+        if (!CHECK(bench_start(&b, &c, NULL, n, 1.0), "routes")) return;
+        for (k = 0, open = 0; k < n * 4; k++) open += b.routing.selected[k];
+        if (scope == MOE_DROPOUT_SCOPE_TOKEN)
+            CHECK(fabs((double)open / (double)(n * 4) - 0.75) <= 5.0 * sqrt(0.1875 / (double)(n * 4)), "its share");
+        for (k = 4; k < n * 4 && scope == MOE_DROPOUT_SCOPE_CALL; k++)
+            CHECK(b.routing.selected[k] == b.routing.selected[k % 4], "one draw for the call");
+        b.call.training = 0;
+        bench_route(&b);
+        for (k = 0, open = 0; k < n * 4; k++) open += b.routing.selected[k];
+        CHECK(open == n * 4, "nothing is dropped outside training");
+        bench_end(&b);
+    }
+}
+
 /* Weak choices are dropped with the probability of the rule, the first never, and never outside
    training. */
 static void test_drop_rules(void) {
@@ -2010,6 +2211,7 @@ static void test_presets(void) {
         CHECK(moe_router_check(&c, NULL, NULL) == MOE_OK, preset->name);
         CHECK(moe_router_check_training(&c, NULL) == MOE_OK, preset->name);
         if (c.n_experts > 8) c.n_experts = 8;
+        TEST_FEW_ZERO_EXPERTS(c);
         if (c.top_k > c.n_experts) c.top_k = c.n_experts;
         if (c.select == MOE_SELECT_GROUPED_TOP_K) {
             c.groups = 4;
@@ -2177,6 +2379,26 @@ static void test_importance_gradient(void) {
                 }
 }
 
+/* One expert has nearly everything, the first one or another: the importance keeps its digits. */
+static void test_importance_of_one(void) {
+    int most, e;
+    for (most = 0; most < 64; most += 21) {
+        moe_router_config c = small_config();
+        bench b;
+        double want, got;
+        c.n_experts = 64;
+        c.loss_importance = 1;
+        if (!CHECK(bench_start(&b, &c, NULL, 1, 0.0), "routes")) continue;
+        b.x[0] = 1;
+        for (e = 0; e < 64; e++) b.tensors[MOE_ROUTER_WEIGHT][e * 8] = (moe_real)(e == most ? 9 : e % 3);
+        bench_route(&b);
+        want = ref_loss(&b, MOE_LOSS_IMPORTANCE);
+        got = (double)b.routing.loss[MOE_LOSS_IMPORTANCE];
+        CHECKF(fabs(got - want) < 2e-6 * want, "expert %d: %.9g, not %.9g", most, got, want);
+        bench_end(&b);
+    }
+}
+
 /* Equal scores: the lower index comes first, for every gate, with and without a bias that is equal
    for all. */
 static void test_ties(void) {
@@ -2187,6 +2409,7 @@ static void test_ties(void) {
             for (biased = 0; biased < 2; biased++) {
                 moe_router_config c = small_config();
                 bench b;
+                if (biased && select == MOE_SELECT_DENSE) continue;
                 c.n_experts = 9;
                 c.top_k = 4;
                 c.gate = gate;
@@ -2281,6 +2504,7 @@ static void test_sizes(void) {
 static void test_nonfinite(void) {
     int score;
     size_t i;
+    moe_rng_seed(&rng, 78); /* hidden units of both signs, whatever ran before */
     for (score = 0; score < MOE_SCORE_COUNT; score++)
         for (i = 0; i < 4; i++) {
             double values[4];
@@ -2717,7 +2941,7 @@ static void test_few_and_many(void) {
                 c.weight = weights[below(3)];
                 c.untrained = 1;
                 c.selection_bias = round == 2 && c.weight != MOE_WEIGHT_SPARSEMIXER;
-                if (round == 1) c.gate_temperature = (moe_real)0.7;
+                if (round == 1 && c.gate != MOE_GATE_RELU) c.gate_temperature = (moe_real)0.7;
                 if (!CHECK(bench_start(&b, &c, moe_kernels_select(table), 11,
                                        round == 0 ? 0.0 : 1.0 / sqrt((double)c.d_model)),
                            "routes"))
@@ -3103,6 +3327,7 @@ int main(int argc, char **argv) {
     CASE(test_bad_given());
     CASE(test_uniform());
     CASE(test_importance_gradient());
+    CASE(test_importance_of_one());
     CASE(test_ties());
     CASE(test_sizes());
     CASE(test_nonfinite());
@@ -3126,6 +3351,7 @@ int main(int argc, char **argv) {
     CASE(test_sinkhorn());
     CASE(test_affinity());
     CASE(test_noise());
+    CASE(test_expert_dropout());
     CASE(test_drop_rules());
     CASE(test_drop_rule_and_capacity());
     CASE(test_sampling());

@@ -595,6 +595,118 @@ static void test_groups(void) {
     adamw_groups(&s);
 }
 
+/* The group of a row under row_groups; 3: none. */
+static int row_group(const moe_tensor *t, size_t row) {
+    if (strstr(t->name, ".experts.") == NULL) return 3;
+    return row == 1 ? 2 : row < 2 || strcmp(t->name, "2.experts.down") == 0 ? 1 : 0;
+}
+
+static const moe_param_group row_groups[] = {
+    {"experts.*[1]", 5, 0, 0}, {"experts.*", (moe_real)0.5, 0, 0}, {"2.experts.down[0:4]", 2, -1, 0},
+    {"*.experts.*[0:2]", 2, -1, 0}, {"experts.*[1]", 0, 0, 1}};
+
+/* One step of every row against the formula. */
+static void check_rows(const samples *s, int optimizer) {
+    static const double rate_of[] = {0.5, 2, 0, 1};
+    moe_train_config c = descent(24);
+    moe_net net = net_of(SPARSE, 7, NULL), before = net_of(SPARSE, 7, NULL);
+    moe_net plain = net_of(SPARSE, 7, NULL);
+    moe_trainer t, whole;
+    moe_step seen;
+    double norm = 0.0;
+    size_t n_of[4] = {0, 0, 0, 0}, i, j;
+    c.optimizer = optimizer;
+    c.decay = (moe_real)0.25;
+    whole = trainer_of(&plain, &c);
+    step(&whole, &s->data, NULL);
+    c.groups = row_groups;
+    c.n_groups = (int)(sizeof row_groups / sizeof row_groups[0]);
+    t = trainer_of(&net, &c);
+    step(&t, &s->data, &seen);
+    for (i = 0; i < net.n_tensors; i++)
+        for (j = 0; j < net.tensors[i].count; j++) {
+            const moe_tensor *n = &net.tensors[i];
+            double g = (double)n->gradient[j], was = (double)before.tensors[i].data[j];
+            int group = row_group(n, j / (n->count / n->shape[0]));
+            /* what decay moved is no part of a row of group 1 */
+            double moved = (double)plain.tensors[i].data[j] - was, decayed = n->flags & MOE_PARAM_NO_DECAY ? 0 : was;
+            if (group == 1) moved += 0.25 * (double)c.rate * decayed;
+            n_of[group]++;
+            if (group != 2) norm += g * g;
+            CHECK(near_to((double)n->data[j] - was, rate_of[group] * moved, NEAR), n->name);
+            CHECK(group != 2 || same_bits(&n->data[j], &before.tensors[i].data[j], sizeof n->data[j]), "frozen");
+        }
+    CHECK(n_of[0] > 0 && n_of[1] > 0 && n_of[2] > 0 && n_of[3] > 0, "every group has rows");
+    CHECK(near_to((double)seen.gradient_norm, sqrt(norm), NEAR), "frozen rows take no part in the norm");
+    moe_trainer_free(&t);
+    moe_trainer_free(&whole);
+    moe_net_free(&net);
+    moe_net_free(&before);
+    moe_net_free(&plain);
+}
+
+/* Frozen rows and their moments keep their bits over steps, and a training that is saved and
+   continued ends as one that is not. */
+static void check_rows_resumed(const samples *s, int optimizer) {
+    moe_train_config c = descent(24);
+    moe_net net = net_of(SPARSE, 7, NULL), start = net_of(SPARSE, 7, NULL);
+    moe_net other = net_of(SPARSE, 8, NULL);
+    moe_trainer t, first, resumed;
+    moe_buffer file;
+    moe_stream stream;
+    size_t moments = optimizer == MOE_OPTIMIZER_ADAMW ? 2 : 1, numbers = moe_net_parameter_count(&net, NULL);
+    size_t i, k;
+    memset(&file, 0, sizeof file);
+    stream = moe_buffer_stream(&file);
+    c.optimizer = optimizer;
+    c.momentum = (moe_real)0.5;
+    c.rate = (moe_real)0.01;
+    c.decay = (moe_real)0.25;
+    c.clip = (moe_real)0.5;
+    first = trainer_of(&start, &c);
+    for (i = 0; i < 2; i++) step(&first, &s->data, NULL);
+    CHECK_STATUS(moe_trainer_write(&first, &stream, NULL), MOE_OK, "a training without groups");
+    c.groups = row_groups;
+    c.n_groups = (int)(sizeof row_groups / sizeof row_groups[0]);
+    t = trainer_of(&net, &c);
+    CHECK_STATUS(moe_trainer_read(&t, file.data, file.size, NULL), MOE_OK, "continued with groups");
+    moe_buffer_free(&file);
+    stream = moe_buffer_stream(&file);
+    for (i = 0; i < 2; i++) step(&t, &s->data, NULL);
+    CHECK_STATUS(moe_trainer_write(&t, &stream, NULL), MOE_OK, "and saved");
+    for (i = 0; i < 2; i++) step(&t, &s->data, NULL);
+    for (i = 0; i < net.n_tensors; i++) {
+        const moe_tensor *n = &net.tensors[i];
+        size_t row = n->count / n->shape[0], at = (size_t)(n->data - net.memory) + row;
+        if (n->shape[0] < 2 || row_group(n, 1) != 2) continue;
+        CHECK(same_bits(n->data + row, start.tensors[i].data + row, row * sizeof(moe_real)), "a frozen row");
+        for (k = 0; k < moments; k++)
+            CHECK(same_bits(t.memory + k * numbers + at, first.memory + k * numbers + at, row * sizeof(moe_real)),
+                  "its moments");
+    }
+    resumed = trainer_of(&other, &c);
+    CHECK_STATUS(moe_trainer_read(&resumed, file.data, file.size, NULL), MOE_OK, "read");
+    for (i = 0; i < 2; i++) step(&resumed, &s->data, NULL);
+    CHECK(trainer_print(&resumed) == trainer_print(&t), "the same bits");
+    moe_buffer_free(&file);
+    moe_trainer_free(&t);
+    moe_trainer_free(&first);
+    moe_trainer_free(&resumed);
+    moe_net_free(&net);
+    moe_net_free(&start);
+    moe_net_free(&other);
+}
+
+/* Learning rates of single experts. */
+static void test_rows(void) {
+    samples s = samples_of(24, 6);
+    place(&s);
+    check_rows(&s, MOE_OPTIMIZER_SGD);
+    check_rows(&s, MOE_OPTIMIZER_ADAMW);
+    check_rows_resumed(&s, MOE_OPTIMIZER_SGD);
+    check_rows_resumed(&s, MOE_OPTIMIZER_ADAMW);
+}
+
 /* ---- settings that are refused ---- */
 
 static void expect_refused(const moe_train_config *c, moe_status wanted, const char *words, int line) {
@@ -662,6 +774,22 @@ static void test_refused_settings(void) {
     c.groups = groups;
     c.n_groups = 2;
     REFUSED("groups[1]: pattern = '*.weigth' fits the name of no tensor");
+}
+
+static void test_refused_rows(void) {
+    static const char *const rows[] = {"experts.*[", "experts.*[3", "experts.*[-1]", "experts.*[2:2]",
+                                       "experts.*[:2]", "experts.*[1:]", "experts.*[1]x", "experts.*[01]",
+                                       "experts.*[18446744073709551615]", "experts.*[2:5]"};
+    moe_train_config c = descent(8);
+    moe_param_group group;
+    size_t i, n = sizeof rows / sizeof rows[0];
+    memset(&group, 0, sizeof group);
+    for (i = 0; i < n; i++) {
+        group.pattern = rows[i];
+        c.groups = &group;
+        c.n_groups = 1;
+        REFUSED(i + 1 < n ? "[ begins rows, as [3] or" : "'experts.*[2:5]' fits the name of no tensor with these rows");
+    }
 }
 
 /* ---- rows without a label ---- */
@@ -1242,7 +1370,7 @@ static void test_refused_checkpoints(void) {
     char text[1200];
     size_t i;
     file = forged(&t, good, 2, NULL, 0);
-    CHECK_STATUS(moe_trainer_read(&t, file.data, file.size, &error), MOE_OK, "a good one");
+    CHECK_STATUS(moe_trainer_read(&t, file.data, file.size, &error), MOE_OK, "a valid file");
     CHECK(t.steps == 4 && t.rng.state == 9 && near_to((double)t.rate, 0.01, NEAR) && t.position[1] == 2,
           "what it says");
     expect_unread(&second, &file, MOE_ERR_CONFIG, "other modules", __LINE__);
@@ -1785,8 +1913,10 @@ int main(int count, char **words) {
     CASE(test_accumulation());
     CASE(test_accumulated_state());
     CASE(test_groups());
+    CASE(test_rows());
     CASE(test_failed_step());
     CASE(test_refused_settings());
+    CASE(test_refused_rows());
     CASE(test_unlabelled());
     CASE(test_sequences());
     CASE(test_needs());

@@ -1,0 +1,374 @@
+/* presets.c - rules that published routers bring along, against numbers worked out by hand: the
+   averaged capacity and the affinity sum of LocMoE+, the L1 factor that a network's layers share
+   (ReMoE), draws outside training (THOR), schedules that follow the trainer's steps (SMoE-dropout),
+   the raw input of Gemma 4, and the width at which factorised experts equal swiglu ones.
+
+     cc -std=c99 -O2 -I. tests/unit/presets.c -o presets -lm && ./presets */
+
+#define MOE_IMPLEMENTATION
+#include "../all.h"
+#include "../test.h"
+
+static const double bound = sizeof(moe_real) > 4 ? 1e-12 : 2e-5;
+
+/* A trainable layer of a preset and further settings. */
+static int layer_of(moe_layer *layer, const char *preset, int d, const char *settings) {
+    moe_layer_config c;
+    moe_error error;
+    memset(&c, 0, sizeof c);
+    error.message[0] = '\0';
+    CHECK(moe_layer_preset(preset, &c, &error) == MOE_OK, error.message);
+    c.router.d_model = d;
+    c.d_ff = 4;
+    CHECK(moe_fields_apply(moe_layer_fields(), &c, settings, &error) == MOE_OK, error.message);
+    return CHECK(moe_layer_create(layer, &c, 1, 5, NULL, &error) == MOE_OK, error.message);
+}
+
+/* One call of n tokens; its memory is the caller's to free. */
+static void *run_layer(moe_layer *layer, size_t n, const moe_real *x, moe_rng *rng, int training,
+                       moe_layer_pass *pass) {
+    moe_call call;
+    moe_error error;
+    size_t bytes = 0, y = n * (size_t)layer->config.d_out * sizeof(moe_real);
+    char *work;
+    memset(&call, 0, sizeof call);
+    error.message[0] = '\0';
+    call.n_tokens = n;
+    call.x = x;
+    call.rng = rng;
+    call.training = training;
+    call.error = &error;
+    CHECK_STATUS(moe_layer_work_size(layer, n, training, &bytes), MOE_OK);
+    work = (char *)grab(bytes + y, 1);
+    CHECK(moe_layer_forward(layer, &call, (moe_real *)(void *)work, work + y, bytes, pass) == MOE_OK, error.message);
+    return work;
+}
+
+/* LocMoE+: what is averaged was limited to [1,N]. d 64, E 8, rho 0.9; all tokens at one angle. */
+static void test_capacity_average(void) {
+    static const struct {
+        double delta;
+        size_t n;
+        double after;
+        size_t capacity;
+        int clamped;
+    } calls[] = {{0.3, 512, 2.550438396533301, 3, 0},
+                 {0.5, 512, 53.49539455687996, 54, 1},
+                 {0.2, 256, 48.245855101191964, 49, 0},
+                 {0.9, 512, 94.62126959107276, 95, 1}};
+    moe_layer layer;
+    moe_tensor weight, capacity;
+    moe_layer_pass pass;
+    size_t i, t;
+    if (!layer_of(&layer, "glam", 64, "n_experts=8 capacity_bound=every capacity_rho=0.9")) return;
+    CHECK(moe_layer_find(&layer, "router.weight", &weight) == MOE_OK &&
+          moe_layer_find(&layer, "router.capacity", &capacity) == MOE_OK);
+    for (i = 0; i < weight.count; i++) weight.data[i] = i / 64 == i % 64;
+    for (i = 0; i < sizeof calls / sizeof calls[0]; i++) {
+        moe_real *x = reals(calls[i].n * 64);
+        void *work;
+        for (t = 0; t < calls[i].n; t++) {
+            x[t * 64] = (moe_real)calls[i].delta;
+            x[t * 64 + 20] = (moe_real)sqrt(1 - calls[i].delta * calls[i].delta);
+        }
+        work = run_layer(&layer, calls[i].n, x, NULL, 1, &pass);
+        CHECK(pass.routing.capacity == calls[i].capacity && pass.routing.capacity_clamped == calls[i].clamped);
+        CHECK_STATUS(moe_layer_observe(&layer, &pass), MOE_OK);
+        CHECK_NEAR(capacity.data[0], calls[i].after, 20 * bound * calls[i].after);
+        free(work);
+        free(x);
+    }
+    moe_layer_free(&layer);
+}
+
+/* LocMoE+: 0.6 of the mean summed affinity of the first training call stays, whatever later calls
+   bring; without one it is that of the call. */
+static void test_affinity_sum(void) {
+    enum { N = 24, D = 16 };
+    moe_rng rng;
+    moe_real *x, *other;
+    moe_layer layer;
+    moe_layer_pass pass;
+    moe_tensor sum;
+    double wanted = 0, kept;
+    void *work;
+    size_t t, e, served;
+    moe_rng_seed(&rng, 3);
+    x = normals_of(&rng, N * D, 1);
+    other = normals_of(&rng, N * D, 1);
+    if (!layer_of(&layer, "locmoe_plus", D, "switch_share=0")) return;
+    CHECK(moe_layer_find(&layer, "router.affinity_sum", &sum) == MOE_OK && !(sum.data[0] > 0));
+    work = run_layer(&layer, N, x, NULL, 1, &pass);
+    for (t = 0; t < N; t++) {
+        double best = 0;
+        for (e = 0; e < 8; e++)
+            if ((double)pass.routing.logits[t * 8 + e] > best) best = (double)pass.routing.logits[t * 8 + e];
+        wanted += best;
+    }
+    wanted *= 0.6 / 8;
+    CHECK_STATUS(moe_layer_observe(&layer, &pass), MOE_OK);
+    CHECK_NEAR(sum.data[0], wanted, bound * 10);
+    free(work);
+    work = run_layer(&layer, N, other, NULL, 1, &pass);
+    CHECK_STATUS(moe_layer_observe(&layer, &pass), MOE_OK);
+    CHECK_NEAR(sum.data[0], wanted, bound * 10);
+    for (e = 0; e < 8; e++) { /* the shortest prefix that reaches the sum */
+        double least = 1e9;
+        for (t = 0, served = 0, kept = 0; t < N; t++)
+            if (pass.routing.selected[t * 8 + e]) {
+                double z = (double)pass.routing.logits[t * 8 + e];
+                kept += z;
+                served++;
+                if (z < least) least = z;
+            }
+        CHECK(served <= 1 || kept - least < wanted + 1e-4);
+    }
+    free(work);
+    free(x);
+    free(other);
+    moe_layer_free(&layer);
+}
+
+/* THOR: outside training a token draws by the seed and by itself alone; in training one expert is
+   drawn per call. */
+static void test_draws(void) {
+    enum { N = 64, D = 8, E = 16 };
+    moe_rng rng;
+    moe_real *x;
+    moe_layer layer, other;
+    moe_layer_pass pass, again;
+    void *work, *more;
+    size_t t, e, differ = 0, from_largest = 0;
+    size_t used[E] = {0}, experts = 0;
+    moe_rng_seed(&rng, 8);
+    x = normals_of(&rng, N * D, 1);
+    if (!layer_of(&layer, "thor", D, "") || !layer_of(&other, "thor", D, "sample_seed=9")) return;
+    work = run_layer(&layer, N, x, NULL, 0, &pass);
+    more = run_layer(&other, N, x, NULL, 0, &again);
+    for (t = 0; t < N; t++) {
+        size_t best = 0;
+        for (e = 0; e < E; e++)
+            if (pass.routing.logits[t * E + e] > pass.routing.logits[t * E + best]) best = e;
+        differ += pass.routing.choices[t] != again.routing.choices[t];
+        from_largest += (size_t)pass.routing.choices[t] != best;
+        used[pass.routing.choices[t]]++;
+    }
+    for (e = 0; e < E; e++) experts += used[e] > 0;
+    CHECK(differ > N / 2 && from_largest > N / 2 && experts > E / 2, "random experts, other ones by another seed");
+    free(more);
+    for (t = 0; t < N; t++) {
+        more = run_layer(&layer, 1, x + t * D, NULL, 0, &again);
+        CHECK(again.routing.choices[0] == pass.routing.choices[t], "alone as among others");
+        free(more);
+    }
+    free(work);
+    work = run_layer(&layer, N, x, &rng, 1, &pass);
+    for (t = 1; t < N; t++)
+        CHECK(pass.routing.choices[t] == pass.routing.choices[0], "one expert per call");
+    free(work);
+    free(x);
+    moe_layer_free(&layer);
+    moe_layer_free(&other);
+}
+
+static moe_status net_of(moe_net *net, const char *preset, const char *settings, int layers, moe_error *error) {
+    moe_layer_config c;
+    moe_status status = moe_layer_preset(preset, &c, error);
+    if (status == MOE_OK) status = moe_fields_apply(moe_layer_fields(), &c, settings, error);
+    moe_net_init(net, 8, MOE_KERNELS_C, NULL);
+    for (; layers > 0 && status == MOE_OK; layers--) {
+        moe_net_rms_norm(net);
+        status = moe_net_mixture(net, &c);
+    }
+    if (status == MOE_OK) moe_net_linear(net, 3);
+    return status == MOE_OK ? moe_net_build(net, 1, 4, error) : status;
+}
+
+static moe_real *values(moe_net *net, const char *name) {
+    moe_tensor tensor;
+    return CHECK(moe_net_find(net, name, &tensor) == MOE_OK, name) ? tensor.data : NULL;
+}
+
+/* ReMoE: two layers, 16 tokens, K 2 of E 8. */
+static void test_shared_l1(void) {
+    static const struct {
+        double pairs[2], net, layer[2];
+    } steps[] = {{{60, 90}, 1.2e-8, {1.2e-8, 1.2e-8}},
+                 {{30, 31}, 1e-8, {1e-8, 1e-8}},
+                 {{10, 60}, 1.2e-8, {8.333333333333334e-09, 1.2e-8}}};
+    int alone, i;
+    for (alone = 0; alone < 2; alone++) {
+        moe_net net;
+        moe_error error;
+        moe_real *load[2], *l1[2];
+        int m;
+        if (!CHECK(net_of(&net, "remoe", alone ? "n_experts=8 d_ff=4 l1_controller=layer" : "n_experts=8 d_ff=4", 2,
+                          &error) == MOE_OK, error.message))
+            return;
+        load[0] = values(&net, "1.router.load");
+        load[1] = values(&net, "3.router.load");
+        l1[0] = values(&net, "1.router.l1");
+        l1[1] = values(&net, "3.router.l1");
+        for (i = 0; i < 3; i++) {
+            for (m = 0; m < 2; m++) {
+                load[m][3] = (moe_real)steps[i].pairs[m];
+                load[m][8] = 16;
+            }
+            CHECK_STATUS(moe_net_advance(&net), MOE_OK);
+            for (m = 0; m < 2; m++) {
+                const double wanted = alone ? steps[i].layer[m] : steps[i].net;
+                CHECK_NEAR(l1[m][0], wanted, bound * wanted);
+                CHECK(!(load[m][3] > 0), "counted anew");
+            }
+        }
+        moe_net_free(&net);
+    }
+}
+
+/* A schedule without steps of its own follows those of moe_fit, and stays so in the file. */
+static void test_trainer_steps(void) {
+    enum { N = 32 };
+    moe_net net;
+    moe_error error;
+    moe_data data;
+    moe_train_config training;
+    moe_rng rng;
+    moe_layer_pass pass;
+    int32_t labels[N];
+    moe_real *x;
+    void *work;
+    size_t i;
+    moe_rng_seed(&rng, 6);
+    x = normals_of(&rng, N * 8, 1);
+    for (i = 0; i < N; i++) labels[i] = (int32_t)(i % 3);
+    memset(&data, 0, sizeof data);
+    memset(&training, 0, sizeof training);
+    data.n = N;
+    data.x = x;
+    data.labels = labels;
+    training.epochs = 5;
+    training.batch = 8;
+    if (!CHECK(net_of(&net, "smoe_dropout", "n_experts=6 d_ff=4", 1, &error) == MOE_OK, error.message)) return;
+    CHECK(net.modules[1].layer.config.router.k_end == 6 && net.modules[1].layer.config.router.schedule_steps == 0);
+    work = run_layer(&net.modules[1].layer, N, x, NULL, 0, &pass);
+    CHECK(pass.routing.top_k == 2, "K at the start");
+    free(work);
+    CHECK(moe_fit(&net, &data, NULL, &training, &error) == MOE_OK, error.message);
+    CHECK(net.modules[1].layer.config.router.schedule_steps == 20);
+    work = run_layer(&net.modules[1].layer, N, x, NULL, 0, &pass);
+    CHECK(pass.routing.top_k == 6, "K at the end");
+    free(work);
+    free(x);
+    moe_net_free(&net);
+}
+
+static double net_loss(moe_net *net, const moe_real *x, const moe_real *dy, void *work, size_t bytes,
+                       moe_net_pass *pass) {
+    moe_call call;
+    double sum = 0;
+    size_t i;
+    memset(&call, 0, sizeof call);
+    call.n_tokens = 5;
+    call.x = x;
+    call.training = 1;
+    CHECK_STATUS(moe_net_forward(net, &call, work, bytes, pass), MOE_OK);
+    for (i = 0; i < 15; i++) sum += (double)pass->y[i] * (double)dy[i];
+    return sum;
+}
+
+/* Gemma 4: in a network the router reads what enters the norm before its layer, and passes its
+   gradient there. */
+static void test_raw_input(void) {
+    moe_net net;
+    moe_error error;
+    moe_net_pass pass;
+    moe_rng rng;
+    moe_real *x, *dy, *dx = reals(40);
+    size_t bytes = 0, i;
+    void *work;
+    const double h = sizeof(moe_real) > 4 ? 1e-5 : 2e-3, most = sizeof(moe_real) > 4 ? 1e-7 : 5e-2;
+    moe_rng_seed(&rng, 16);
+    x = normals_of(&rng, 40, 1);
+    dy = normals_of(&rng, 15, 1);
+    if (!CHECK(net_of(&net, "gemma4", "n_experts=4 top_k=4 d_ff=5", 2, &error) == MOE_OK, error.message)) return;
+    CHECK_STATUS(moe_net_work_size(&net, 5, 1, &bytes), MOE_OK);
+    work = grab(bytes, 1);
+    (void)net_loss(&net, x, dy, work, bytes, &pass);
+    for (i = 0; i < 5; i++) {
+        const moe_real *u = moe_net_routing(&net, &pass, 1)->u + i * 8, *row = x + i * 8;
+        double square = 0, size;
+        size_t q;
+        for (q = 0; q < 8; q++) square += (double)row[q] * (double)row[q] / 8;
+        size = sqrt(square + 1e-6) * sqrt(8.0);
+        for (q = 0; q < 8; q++) CHECK_NEAR(u[q], (double)row[q] / size, bound * 10);
+    }
+    CHECK_STATUS(moe_net_backward(&net, dy, dx, &pass), MOE_OK);
+    for (i = 0; i < 40; i++) {
+        const moe_real old = x[i];
+        double up, down;
+        x[i] = old + (moe_real)h;
+        up = net_loss(&net, x, dy, work, bytes, &pass);
+        x[i] = old - (moe_real)h;
+        down = net_loss(&net, x, dy, work, bytes, &pass);
+        x[i] = old;
+        CHECK_NEAR(dx[i], (up - down) / (2 * h), most * (1 + fabs((double)dx[i])));
+    }
+    free(work);
+    free(x);
+    free(dy);
+    free(dx);
+    moe_net_free(&net);
+}
+
+/* AoE: as many parameters as swiglu experts of width 4 d, within one row. */
+static void test_parity(void) {
+    static const int widths[] = {1, 2, 5, 16, 64, 300};
+    size_t i;
+    for (i = 0; i < sizeof widths / sizeof widths[0]; i++) {
+        moe_layer_config c;
+        moe_error error;
+        double d = widths[i], low, f, all;
+        CHECK_STATUS(moe_layer_preset("aoe", &c, &error), MOE_OK);
+        c.router.d_model = widths[i];
+        CHECK_STATUS(moe_layer_check(&c, &c, &error), MOE_OK);
+        low = c.d_low;
+        f = c.d_ff;
+        all = low * d + f * (low + 2 * d);
+        CHECK(all <= 12 * d * d && all > 12 * d * d - (low + 2 * d));
+    }
+}
+
+/* A field without effect is refused, unless a preset or a file has set it: then it is reset. */
+static void test_reset(void) {
+    static const char *const text = "gate_temperature=0.2 gate=relu affinity_mass=0.5";
+    moe_router_config c, out;
+    moe_error error;
+    CHECK_STATUS(moe_router_preset("locmoe_plus", &c, &error), MOE_OK);
+    c.d_model = 8;
+    CHECK_STATUS(moe_fields_apply(moe_router_fields(), &c, "select=top_k switch_share=0 gate=identity", NULL), MOE_OK);
+    CHECK(moe_router_check(&c, &out, &error) == MOE_OK, error.message);
+    CHECK(!(out.affinity_sum_auto > 0) && near_to((double)out.gate_temperature, 1, 0) && out.nodes == 2);
+    c.gate_temperature = 3; /* not the preset's any more */
+    CHECK(moe_router_check(&c, &out, &error) == MOE_ERR_CONFIG, "refused");
+    CHECK(strstr(error.message, "gate_temperature = 3") && strstr(error.message, "gate = identity"), error.message);
+    memset(&c, 0, sizeof c);
+    c.d_model = 8;
+    CHECK_STATUS(moe_fields_apply(moe_router_fields(), &c, text, &error), MOE_OK);
+    CHECK_STATUS(moe_router_check(&c, &out, &error), MOE_ERR_CONFIG);
+    c.preset = MOEI_OF_A_FILE;
+    CHECK_STATUS(moe_router_check(&c, &out, &error), MOE_OK);
+    CHECK(strstr(error.message, "gate_temperature, affinity_mass") != NULL, error.message);
+    CHECK(near_to((double)out.gate_temperature, 1, 0) && near_to((double)out.affinity_mass, 1, 0) && out.preset == 0);
+}
+
+int main(void) {
+    CASE(test_reset());
+    CASE(test_capacity_average());
+    CASE(test_affinity_sum());
+    CASE(test_draws());
+    CASE(test_shared_l1());
+    CASE(test_trainer_steps());
+    CASE(test_raw_input());
+    CASE(test_parity());
+    return test_end();
+}
