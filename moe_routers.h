@@ -2349,52 +2349,56 @@ static int moei_noise_is_read(const moe_router_config *c) {
     return !(blind >> c->select & 1u) || !counts || moei_switches(c) MOE_LOSSES(MOEI_ANY_LOSS);
 }
 
+#define MOEI_CLUSTERS MOEI_BIT(MOE_INPUT_ADAPTIVE_CLUSTERING)
+#define MOEI_NORM MOEI_BIT(MOE_SCORE_NORM)
+#define MOEI_HIDDEN (MOEI_BIT(MOE_SCORE_MLP) | MOEI_BIT(MOE_SCORE_ATTENTIVE))
+#define MOEI_TEMPERED (MOEI_BIT(MOE_GATE_SOFTMAX) | MOEI_BIT(MOE_GATE_SIGMOID))
+#define MOEI_SIMILARITY MOEI_BIT(MOE_REFINE_SIMILARITY)
+#define MOEI_ATTENTION MOEI_BIT(MOE_REFINE_ATTENTION)
+#define MOEI_GROUPED MOEI_BIT(MOE_SELECT_GROUPED_TOP_K)
+#define MOEI_AFFINITY MOEI_BIT(MOE_SELECT_AFFINITY)
+#define MOEI_BIASED                                                                                                    \
+    (MOEI_BIT(MOE_SELECT_TOP_K) | MOEI_GROUPED | MOEI_BIT(MOE_SELECT_GROUPED_EACH) | MOEI_BIT(MOE_SELECT_CUSTOM) |     \
+     MOEI_BIT(MOE_SELECT_GIVEN) | MOEI_BIT(MOE_SELECT_HASH) | MOEI_BIT(MOE_SELECT_SAMPLE) |                            \
+     MOEI_BIT(MOE_SELECT_BALANCED) | MOEI_AFFINITY)
+
 /* Settings without effect. */
 static moe_status moei_idle_fields(moe_router_config *c, moe_error *error) {
-    const uint32_t clusters = MOEI_BIT(MOE_INPUT_ADAPTIVE_CLUSTERING), norm = MOEI_BIT(MOE_SCORE_NORM);
-    const uint32_t hidden = MOEI_BIT(MOE_SCORE_MLP) | MOEI_BIT(MOE_SCORE_ATTENTIVE);
-    const uint32_t similarity = MOEI_BIT(MOE_REFINE_SIMILARITY), attention = MOEI_BIT(MOE_REFINE_ATTENTION);
-    const uint32_t grouped = MOEI_BIT(MOE_SELECT_GROUPED_TOP_K), affinity = MOEI_BIT(MOE_SELECT_AFFINITY);
-    const uint32_t tempered = MOEI_BIT(MOE_GATE_SOFTMAX) | MOEI_BIT(MOE_GATE_SIGMOID);
-    const uint32_t biased = MOEI_BIT(MOE_SELECT_TOP_K) | grouped | MOEI_BIT(MOE_SELECT_GROUPED_EACH) |
-                            MOEI_BIT(MOE_SELECT_CUSTOM) | MOEI_BIT(MOE_SELECT_GIVEN) | MOEI_BIT(MOE_SELECT_HASH) |
-                            MOEI_BIT(MOE_SELECT_SAMPLE) | MOEI_BIT(MOE_SELECT_BALANCED) | affinity;
-    const char *const no_bias = "it ignores the bias";
-    const moei_rule rules[] = {
+    static const moei_rule rules[] = {
         MOEI_RULE(sparsemixer_sample, 0, weight, MOEI_BIT(MOE_WEIGHT_SPARSEMIXER), NULL),
         MOEI_RULE(jitter_eps, 0, input, MOEI_BIT(MOE_INPUT_JITTER), NULL),
-        MOEI_RULE(ac_mode, 0, input, clusters, NULL),
-        MOEI_RULE(ac_spread, 0, input, clusters, NULL),
-        MOEI_RULE(ac_mix, 0, input, clusters, NULL),
-        MOEI_RULE(ac_lambda, 0, input, clusters, NULL),
+        MOEI_RULE(ac_mode, 0, input, MOEI_CLUSTERS, NULL),
+        MOEI_RULE(ac_spread, 0, input, MOEI_CLUSTERS, NULL),
+        MOEI_RULE(ac_mix, 0, input, MOEI_CLUSTERS, NULL),
+        MOEI_RULE(ac_lambda, 0, input, MOEI_CLUSTERS, NULL),
         MOEI_RULE(ac_spread, 0, ac_mode, MOEI_BUT(MOE_AC_RANDOM), NULL),
         MOEI_RULE(ac_lambda, 0, ac_mode, MOEI_BUT(MOE_AC_RANDOM), NULL),
         MOEI_RULE(cosine_tau, 0, score, MOEI_BIT(MOE_SCORE_COSINE), NULL),
-        MOEI_RULE(norm_node, 0, score, norm, NULL),
-        MOEI_RULE(norm_order, 0, score, norm, NULL),
-        MOEI_RULE(router_hidden, 0, score, hidden, NULL),
-        MOEI_RULE(router_act, 0, score, hidden, NULL),
+        MOEI_RULE(norm_node, 0, score, MOEI_NORM, NULL),
+        MOEI_RULE(norm_order, 0, score, MOEI_NORM, NULL),
+        MOEI_RULE(router_hidden, 0, score, MOEI_HIDDEN, NULL),
+        MOEI_RULE(router_act, 0, score, MOEI_HIDDEN, NULL),
         MOEI_RULE(noise_floor, 0, noise, MOEI_BIT(MOE_NOISE_NOISY_TOPK), NULL),
         MOEI_RULE(noise_sigma, 0, noise, MOEI_BIT(MOE_NOISE_GAUSSIAN), NULL),
-        MOEI_RULE(gate_temperature, 0, gate, tempered, NULL),
-        MOEI_RULE(expert_temperature, 0, gate, tempered, NULL),
-        MOEI_RULE(similarity_tau, 0, refine, similarity, NULL),
-        MOEI_RULE(similarity_scale, 0, refine, similarity, NULL),
-        MOEI_RULE(heads, 0, refine, attention, NULL),
-        MOEI_RULE(attention_heads, 0, refine, attention, NULL),
+        MOEI_RULE(gate_temperature, 0, gate, MOEI_TEMPERED, NULL),
+        MOEI_RULE(expert_temperature, 0, gate, MOEI_TEMPERED, NULL),
+        MOEI_RULE(similarity_tau, 0, refine, MOEI_SIMILARITY, NULL),
+        MOEI_RULE(similarity_scale, 0, refine, MOEI_SIMILARITY, NULL),
+        MOEI_RULE(heads, 0, refine, MOEI_ATTENTION, NULL),
+        MOEI_RULE(attention_heads, 0, refine, MOEI_ATTENTION, NULL),
         MOEI_RULE(attention_head, 0, attention_heads, MOEI_BIT(MOE_HEADS_FIXED), NULL),
-        MOEI_RULE(attention_sigma, 0, refine, attention, NULL),
-        MOEI_RULE(attention_u, 0, refine, attention, NULL),
-        MOEI_RULE(groups_kept, 0, select, grouped, NULL),
-        MOEI_RULE(group_score, 0, select, grouped, NULL),
+        MOEI_RULE(attention_sigma, 0, refine, MOEI_ATTENTION, NULL),
+        MOEI_RULE(attention_u, 0, refine, MOEI_ATTENTION, NULL),
+        MOEI_RULE(groups_kept, 0, select, MOEI_GROUPED, NULL),
+        MOEI_RULE(group_score, 0, select, MOEI_GROUPED, NULL),
         MOEI_RULE(top_p, 0, select, MOEI_BIT(MOE_SELECT_TOP_P), NULL),
         MOEI_RULE(threshold, 0, select, MOEI_BIT(MOE_SELECT_THRESHOLD), NULL),
         MOEI_RULE(threshold_fallback, 0, select, MOEI_BIT(MOE_SELECT_THRESHOLD), NULL),
         MOEI_RULE(expert_choice_score, 0, select, MOEI_BIT(MOE_SELECT_EXPERT_CHOICE), NULL),
-        MOEI_RULE(affinity_mass, 0, select, affinity, NULL),
-        MOEI_RULE(affinity_sum, 0, select, affinity, NULL),
-        MOEI_RULE(affinity_sum_auto, 0, select, affinity, NULL),
-        MOEI_RULE(capacity, 0, select, affinity, NULL),
+        MOEI_RULE(affinity_mass, 0, select, MOEI_AFFINITY, NULL),
+        MOEI_RULE(affinity_sum, 0, select, MOEI_AFFINITY, NULL),
+        MOEI_RULE(affinity_sum_auto, 0, select, MOEI_AFFINITY, NULL),
+        MOEI_RULE(capacity, 0, select, MOEI_AFFINITY, NULL),
         MOEI_RULE(sample_at, 0, select, MOEI_BIT(MOE_SELECT_SAMPLE), NULL),
         MOEI_RULE(sample_scope, 0, select, MOEI_BIT(MOE_SELECT_SAMPLE), NULL),
         MOEI_RULE(sample_seed, 0, sample_at, MOEI_BIT(MOE_SAMPLE_ALWAYS), NULL),
@@ -2403,7 +2407,7 @@ static moe_status moei_idle_fields(moe_router_config *c, moe_error *error) {
         MOEI_RULE(balance_over, 0, loss_balance, 0, NULL),
         MOEI_RULE(balance_scope, 0, loss_balance, 0, NULL),
         MOEI_RULE(importance_over, 0, loss_importance, 0, NULL),
-        MOEI_RULE(selection_bias, 0, select, biased, no_bias)};
+        MOEI_RULE(selection_bias, 0, select, MOEI_BIASED, "it ignores the bias")};
     return moei_rules_use(c, rules, sizeof rules / sizeof rules[0], error);
 }
 
