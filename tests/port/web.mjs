@@ -29,9 +29,9 @@ async function addUp(page, check, rule) {
 }
 
 // What the page says of its points against its map, which other calls made: answers and first
-// experts at the places of the points.
+// experts at the places of the points. After a pause the next frame brings the numbers up to date.
 async function agrees(page, check) {
-    await page.waitForFunction('!dirty');
+    await page.waitForFunction('!dirty && !waiting');
     const seen = await page.evaluate(() => {
         const cells = side * side, first = view(Uint8Array, library.web_map_first(), cells);
         const answer = view(Uint8Array, library.web_map_class(), cells);

@@ -726,6 +726,20 @@ static void draw_tensor(const moe_layer *layer, const moe_tensor *t) {
 /* |v| is small beside what it is the sum of: a denominator in which nothing is left. */
 static int cancels(double v, double size) { return fabs(v) > 0.0 && fabs(v) < 0.1 * size; }
 
+/* Whether two tokens score every expert alike, as those do for which a router's hidden units are all
+   0: rounding decides which of them goes where when all tokens are assigned together. */
+static int has_twins(const layer_case *c) {
+    const moe_routing *r = &c->pass.routing;
+    size_t t, u;
+    for (t = 0; t < r->n_tokens; t++)
+        for (u = 0; u < t; u++)
+            if (is_real(c, t) && is_real(c, u) &&
+                memcmp(r->logits + t * r->n_experts, r->logits + u * r->n_experts,
+                       r->n_experts * sizeof *r->logits) == 0)
+                return 1;
+    return 0;
+}
+
 /* Sums that stand in a denominator must not be nearly 0, or no finite step measures a slope. */
 static int is_well_placed(layer_case *c) {
     const moe_routing *r = &c->pass.routing;
@@ -733,6 +747,7 @@ static int is_well_placed(layer_case *c) {
     const moei_scratch m = scratch_of(c);
     double importance = 0.0, importance_size = 0.0;
     size_t t, e, i;
+    if (config->select == MOE_SELECT_BALANCED && has_twins(c)) return 0;
     if ((config->gate != MOE_GATE_IDENTITY && config->gate != MOE_GATE_RELU) || config->select == MOE_SELECT_SOFT)
         return 1;
     for (t = 0; t < r->n_tokens; t++) {
