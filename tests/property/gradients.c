@@ -726,8 +726,8 @@ static void draw_tensor(const moe_layer *layer, const moe_tensor *t) {
 /* |v| is small beside what it is the sum of: a denominator in which nothing is left. */
 static int cancels(double v, double size) { return fabs(v) > 0.0 && fabs(v) < 0.1 * size; }
 
-/* Whether two tokens score every expert alike, as those do for which a router's hidden units are all
-   0: rounding decides which of them goes where when all tokens are assigned together. */
+/* Whether two tokens score every expert alike, as those do for which a router's hidden units are
+   all 0: rounding decides which of them goes where when all tokens are assigned together. */
 static int has_twins(const layer_case *c) {
     const moe_routing *r = &c->pass.routing;
     size_t t, u;
