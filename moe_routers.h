@@ -2988,6 +2988,11 @@ static const moe_preset moei_presets[] = {
          "expert_choice in the first tenth of the training",
      "n_experts=16 gate=sigmoid select=expert_threshold capacity_factor=1 weight=raw switch_from=expert_choice "
          "switch_share=0.1", ""},
+    {"moge", "pangu",
+     "Tang et al. 2025, Pangu Pro MoE: mixture of grouped experts for efficient sparsity",
+     "w = s_e p of the best expert in each of 8 groups of 8, so that devices with a group each do the same work; four "
+         "shared experts",
+     "n_experts=64 top_k=8 select=grouped_each groups=8 weight=raw expert_scale=1", "n_shared=4"},
     {"grok2", "",
      "Grok-2 as shipped",
      "w = p of the top 2 of 8, z = 30 tanh(z / 30)",

@@ -107,7 +107,8 @@ static moe_status configure(const char *name, moe_layer_config *c, moe_error *er
     c->router.n_experts = EXPERTS;
     c->d_ff = HIDDEN;
     if (c->router.top_k > 2) c->router.top_k = 2;
-    if (c->router.groups > 1) {
+    if (c->router.select == MOE_SELECT_GROUPED_EACH) c->router.groups = c->router.top_k;
+    if (c->router.select == MOE_SELECT_GROUPED_TOP_K) {
         c->router.groups = 3;
         c->router.groups_kept = 2;
     }

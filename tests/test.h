@@ -182,13 +182,16 @@ static inline moe_allocator test_allocator(test_heap *heap, long fail_at) {
 }
 #endif
 
-/* Of each kind of experts without matrices at most one, where a preset gets fewer experts. */
-#define TEST_FEW_ZERO_EXPERTS(router) \
+/* What else gets smaller where a preset gets fewer experts: of each kind without matrices at most
+   one, two groups with one choice each or, if the experts are an odd number, one. */
+#define TEST_FEWER_EXPERTS(router) \
     do { \
         (router).n_zero = (router).n_zero > 0; \
         (router).n_copy = (router).n_copy > 0; \
         (router).n_constant = (router).n_constant > 0; \
         if ((router).bias_real > 0) (router).bias_real = 1; \
+        if ((router).select == MOE_SELECT_GROUPED_EACH) \
+            (router).groups = (router).top_k = (router).n_experts % 2 == 0 ? 2 : 1; \
     } while (0)
 
 #endif

@@ -99,6 +99,7 @@ static const row rows[] = {
     {"preset adamoe", UINT64_C(0xa0e6e88fb65019e6), NULL},
     {"preset longcat_flash", UINT64_C(0x8ec33fff3be5f336), NULL},
     {"preset expert_threshold", UINT64_C(0x917acb10eefd2197), NULL},
+    {"preset moge", UINT64_C(0x0057c10fdd8b30f1), NULL},
     {"preset grok2", UINT64_C(0xabb38bfe13a2234c), NULL},
     {"preset trinity", UINT64_C(0x3188e1b0af5d8280), NULL},
     {"net language model", UINT64_C(0x3e76ed6bbd77579b), NULL},

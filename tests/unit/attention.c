@@ -1439,7 +1439,7 @@ static void reduce(moe_layer_config *c, int smooth) {
     c->d_ff = 6;
     c->d_low = c->expert == MOE_EXPERT_FACTORISED ? 3 : 0;
     if (r->n_experts > 8) r->n_experts = 8;
-    TEST_FEW_ZERO_EXPERTS(*r);
+    TEST_FEWER_EXPERTS(*r);
     if (r->top_k > 3) r->top_k = 3;
     if (r->groups > 4) r->groups = 4;
     if (r->groups_kept > 2) r->groups_kept = 2;

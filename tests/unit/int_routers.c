@@ -12,7 +12,7 @@
      importance_gate dual_temperature attentive_gate similarity_gate hash base stablemoe (before
      freeze_at) dselect_k sinkhorn top_p dynmoe competesmoe remoe mixtral qwen2_moe qwen3_moe
      olmoe deepseek_v2 deepseek_v3 deepseek_v4 llama4 gpt_oss dbrx grok1 phi35_moe granite_moe
-     gemma4 minimax_m2 sigma_moe expert_threshold trinity
+     gemma4 minimax_m2 sigma_moe expert_threshold moge trinity
    and switch, gshard, vmoe, locmoe with a capacity that drops nothing, and thor with sample_at =
    training. Without one: refining,
    adaptive clustering by batch, expert_choice, affinity, soft, and more than 256 experts
@@ -587,7 +587,7 @@ static const char *const with_integers =
     " smoe glam noisy_topk xmoe xmoe_code smoe_dropout aoe aoe_code aoe_top_p norm_routing importance_gate "
     "dual_temperature attentive_gate similarity_gate hash base stablemoe dselect_k sinkhorn top_p dynmoe "
     "competesmoe remoe mixtral qwen2_moe qwen3_moe olmoe deepseek_v2 deepseek_v3 deepseek_v4 llama4 gpt_oss dbrx grok1 "
-    "phi35_moe granite_moe gemma4 minimax_m2 sigma_moe expert_threshold trinity ";
+    "phi35_moe granite_moe gemma4 minimax_m2 sigma_moe expert_threshold moge trinity ";
 
 static int is_listed(const char *name) {
     char word[40];

@@ -408,8 +408,8 @@ static void preset_trial(const char *name, int weights, int plain) {
     t.d = 32;
     t.weights = weights;
     if (t.layer[0].router.n_experts > 32) t.layer[0].router.n_experts = 32;
-    TEST_FEW_ZERO_EXPERTS(t.layer[0].router);
-    if (t.layer[0].router.groups > 0) t.layer[0].router.groups = 8;
+    TEST_FEWER_EXPERTS(t.layer[0].router);
+    if (t.layer[0].router.select == MOE_SELECT_GROUPED_TOP_K) t.layer[0].router.groups = 8;
     t.layer[0].d_ff = 24;
     if (t.layer[0].expert == MOE_EXPERT_FACTORISED) t.layer[0].d_low = 12;
     if (t.layer[0].router.input == MOE_INPUT_ADAPTIVE_CLUSTERING) {

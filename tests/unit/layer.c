@@ -2006,7 +2006,7 @@ static void test_presets(void) {
             printf("  %s\n", error.message);
         if (c.router.n_experts > 12) c.router.n_experts = 12;
         if (c.router.top_k > 12) c.router.top_k = 12;
-        TEST_FEW_ZERO_EXPERTS(c.router);
+        TEST_FEWER_EXPERTS(c.router);
         if (c.router.select == MOE_SELECT_GROUPED_TOP_K) {
             c.router.groups = 4;
             c.router.groups_kept = 3;

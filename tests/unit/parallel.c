@@ -284,7 +284,7 @@ static void test_presets(void) {
         c.router.d_model = 24;
         c.d_ff = 20;
         if (c.router.n_experts == 0 || c.router.n_experts > 8) c.router.n_experts = 8;
-        TEST_FEW_ZERO_EXPERTS(c.router);
+        TEST_FEWER_EXPERTS(c.router);
         if (c.router.top_k > 8) c.router.top_k = 8;
         if (c.router.select == MOE_SELECT_HASH) c.router.table_size = 8;
         if (c.router.heads > 1) c.router.heads = 1;

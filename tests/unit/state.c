@@ -3571,7 +3571,7 @@ static void shrink(moe_layer_config *c) {
     c->router.d_model = TD;
     c->d_ff = 8;
     if (c->router.n_experts == 0 || c->router.n_experts > 8) c->router.n_experts = 8;
-    TEST_FEW_ZERO_EXPERTS(c->router);
+    TEST_FEWER_EXPERTS(c->router);
     if (c->router.top_k > 3) c->router.top_k = 3;
     if (c->router.select == MOE_SELECT_GROUPED_TOP_K) {
         c->router.groups = 4;
