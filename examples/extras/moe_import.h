@@ -166,15 +166,20 @@ extern "C" {
      prefix   what the layer's tensor names start with: "model.layers.3.mlp", in GGUF "blk.3". The
               last part may be any of mlp, block_sparse_moe and feed_forward, or left out. At most
               180 bytes
-     preset   a name of moe_presets, or NULL: the family is detected
+     preset   a name of moe_presets, settings of moe_layer_fields, or both ("deepseek_v3",
+              "deepseek_v3 gate=softmax scale=1", "gate=softmax"); NULL, or without a name: the
+              family is detected. They hold where the file says nothing; numbers of the file
+              replace those of a preset
      allocator   NULL: the standard heap
    The layer owns its tensors and has no gradients. On failure *layer is untouched.
      MOE_ERR_NOT_FOUND    no MoE layer at this prefix (the message lists those of the file), a
-                          tensor that the family needs is missing, no such preset
+                          tensor that the family needs is missing, no such preset or setting
      MOE_ERR_UNSUPPORTED  an element type, a tensor that the family or the preset does not have, a
                           setting that would change the result; named in the message
      MOE_ERR_SHAPE        a tensor whose shape does not fit the others
-     MOE_ERR_CONFIG       settings that do not fit each other or the tensors
+     MOE_ERR_CONFIG       settings that do not fit each other or the tensors; a file of another
+                          family than the preset's, one whose gate or weights are others than the
+                          preset's, one that gives another value to a setting of `preset`
      MOE_ERR_FORMAT       a malformed file; a tensor that occurs twice, or shares bytes with another
      MOE_ERR_ARGUMENT     layer, path or prefix is NULL; prefix or path is too long
      MOE_ERR_IO, MOE_ERR_MEMORY, MOE_ERR_OVERFLOW
@@ -614,6 +619,8 @@ typedef struct moei_importer {
     /* arrays of moei_import_tensor; listed: entries of the index (only suffix and shard are set) */
     moe_buffer found, listed;
     const moei_family *family;
+    const moe_preset *preset;   /* of the caller, or NULL */
+    const char *changes;        /* settings of the caller, after the preset's name; "": none */
     int by_type;                /* 1: model_type or general.architecture chose the family */
     size_t sizes[4];            /* E, H, I, S; 0: not known yet */
     moe_layer_config settings;
@@ -1731,37 +1738,36 @@ static moe_status moei_family_refuse(const moei_importer *r, const moei_family *
 
 /* The families that the preset, model_type or general.architecture leaves, as a bit mask.
    *by_names: nothing but the tensor names identifies the family. */
-static moe_status moei_family_candidates(moei_importer *r, const moe_preset *preset, uint32_t *candidates,
-                                         int *by_names) {
+static moe_status moei_family_candidates(moei_importer *r, uint32_t *candidates, int *by_names) {
+    const char *const key = r->kind == MOEI_IMPORT_GGUF ? "general.architecture" : "config.json: model_type";
     char type[MOEI_IMPORT_VALUE];
     const moei_family *family;
-    uint32_t bit = 1, named = 0;
-    uint32_t exact = 0;
-    int kind = MOEI_VALUE_NONE;
-    *by_names = 0;
+    uint32_t bit = 1, typed = 0;
+    uint32_t named = 0, exact = 0;
+    int kind = MOEI_VALUE_TEXT;
     type[0] = '\0';
-    if (preset == NULL && r->kind == MOEI_IMPORT_GGUF) {
-        memcpy(type, r->gguf.arch, sizeof type);
-        kind = MOEI_VALUE_TEXT;
-    } else if (preset == NULL) kind = moei_import_value(r, "model_type", type);
+    if (r->kind == MOEI_IMPORT_GGUF) memcpy(type, r->gguf.arch, sizeof type);
+    else kind = moei_import_value(r, "model_type", type);
     for (family = moei_families; family->name != NULL; family++, bit <<= 1) {
-        if (preset != NULL && moei_strcmp(family->preset, preset->name) == 0) named |= bit;
-        if (preset != NULL && moei_strcmp(family->name, preset->name) == 0) exact |= bit;
-        if (preset == NULL && moei_is_word_of(type, r->kind == MOEI_IMPORT_GGUF ? family->archs : family->types))
-            named |= bit;
+        if (moei_is_word_of(type, r->kind == MOEI_IMPORT_GGUF ? family->archs : family->types)) typed |= bit;
+        if (r->preset != NULL && moei_strcmp(family->preset, r->preset->name) == 0) named |= bit;
+        if (r->preset != NULL && moei_strcmp(family->name, r->preset->name) == 0) exact |= bit;
     }
-    r->by_type = preset == NULL && named != 0;
-    if (exact != 0) named = exact;
-    if (preset == NULL && named == 0 && kind != MOEI_VALUE_NONE)
+    if (r->preset != NULL && typed != 0 && !(typed & named))
+        return moei_error(r->error, MOE_ERR_CONFIG, "preset = %s contradicts %s = '%s'; without a preset the family "
+                          "is detected", r->preset->name, key, type);
+    if (r->preset == NULL && typed == 0 && kind != MOEI_VALUE_NONE)
         return moei_error(r->error, MOE_ERR_UNSUPPORTED,
-                          "%s = '%s': unknown family; set preset to one that computes the same",
-                          r->kind == MOEI_IMPORT_GGUF ? "general.architecture" : "config.json: model_type", type);
+                          "%s = '%s': unknown family; set preset to one that computes the same", key, type);
+    r->by_type = r->preset == NULL && typed != 0;
+    if (r->preset == NULL) named = typed;
+    if (exact != 0) named = exact;
     *by_names = named == 0;
     *candidates = named != 0 ? named : bit - 1;
     return MOE_OK;
 }
 
-static moe_status moei_family_find(moei_importer *r, const moe_preset *preset) {
+static moe_status moei_family_find(moei_importer *r) {
     const moei_family *family, *fitting = NULL, *candidate = NULL;
     const moei_family *second = NULL;
     uint32_t candidates = 0, bit = 1;
@@ -1769,7 +1775,7 @@ static moe_status moei_family_find(moei_importer *r, const moe_preset *preset) {
     char text[MOEI_IMPORT_VALUE];
     /* norm_topk_prob in the settings makes equal names unambiguous */
     const int normed = moei_import_value(r, "norm_topk_prob", text) != MOEI_VALUE_NONE;
-    moe_status status = moei_family_candidates(r, preset, &candidates, &by_names);
+    moe_status status = moei_family_candidates(r, &candidates, &by_names);
     if (status != MOE_OK) return status;
     for (family = moei_families; family->name != NULL; family++, bit <<= 1) {
         if (!(candidates & bit)) continue;
@@ -1780,7 +1786,7 @@ static moe_status moei_family_find(moei_importer *r, const moe_preset *preset) {
         if (n++ == 0) fitting = family;
         else second = family;
     }
-    if (n > 1 && preset == NULL && !normed)
+    if (n > 1 && r->preset == NULL && !normed)
         return moei_error(r->error, MOE_ERR_UNSUPPORTED,
                           "'%s': the tensors fit %s and %s; set preset, or add the config.json of the model",
                           r->prefix, fitting->name, second->name);
@@ -1942,7 +1948,7 @@ static moe_status moei_setting_size(const moei_importer *r, const char *what, in
     return MOE_OK;
 }
 
-/* Resolves settings that depend on each other and clears those that only training uses. */
+/* Resolves settings that depend on each other. */
 static void moei_settings_settle(moei_importer *r) {
     moe_router_config *c = &r->settings.router;
     if (c->select == MOE_SELECT_GROUPED_TOP_K && c->groups <= 1) c->select = MOE_SELECT_TOP_K;
@@ -1950,7 +1956,6 @@ static void moei_settings_settle(moei_importer *r) {
     if (r->kind != MOEI_IMPORT_GGUF && moei_strcmp(r->family->name, "deepseek_v2") == 0 &&
         c->weight == MOE_WEIGHT_SUM)
         c->scale = MOEI_R(1.0);
-    c->bias_rate = c->loss_balance = c->loss_z = MOEI_R(0.0);
 }
 
 /* The tensors decide which parameters the layer has, and its widths. */
@@ -1977,22 +1982,61 @@ static moe_status moei_settings_sizes(moei_importer *r) {
     return MOE_OK;
 }
 
-static moe_status moei_settings_make(moei_importer *r, const moe_preset *preset) {
-    moe_layer_config *c = &r->settings;
-    moe_status status = moe_layer_preset(preset != NULL ? preset->name : r->family->preset, c, r->error);
+/* The gate or the weights that a preset of the caller is known for, where the file says others. */
+static moe_status moei_preset_check(const moei_importer *r, const moe_layer_config *before) {
+    static const char *const names[] = {"gate", "weight"};
+    char said[52], found[52];
+    size_t i;
+    for (i = 0; i < sizeof names / sizeof names[0] && r->preset != NULL; i++) {
+        const moe_field *field = moe_field_find(moei_layer_fields, names[i]);
+        moe_field_text(field, before, said, sizeof said);
+        moe_field_text(field, &r->settings, found, sizeof found);
+        if (moei_strcmp(said, found) != 0)
+            return moei_error(r->error, MOE_ERR_CONFIG,
+                              "preset = %s has %s = %s, but %s says %s; \"%s %s=%s\" is a preset with a change",
+                              r->preset->name, names[i], said, moei_settings_source(r), found, r->preset->name,
+                              names[i], found);
+    }
+    return MOE_OK;
+}
+
+/* Whether the file leaves all settings of the caller as they are. */
+static moe_status moei_changes_check(const moei_importer *r) {
+    moe_layer_config wanted = r->settings;
+    const moe_field *field;
+    char said[52], found[52];
+    moe_status status = moe_fields_apply(moei_layer_fields, &wanted, r->changes, r->error);
+    for (field = moei_layer_fields; field->name != NULL && status == MOE_OK; field++) {
+        moe_field_text(field, &wanted, said, sizeof said);
+        moe_field_text(field, &r->settings, found, sizeof found);
+        if (moei_strcmp(said, found) != 0)
+            status = moei_error(r->error, MOE_ERR_CONFIG, "preset: %s = %s, but by the file's settings and tensors it "
+                                "is %s", field->name, said, found);
+    }
+    return status;
+}
+
+static moe_status moei_settings_make(moei_importer *r) {
+    moe_layer_config *c = &r->settings, before;
+    moe_status status = moe_layer_preset(r->preset != NULL ? r->preset->name : r->family->preset, c, r->error);
     if (status != MOE_OK) return status;
     c->router.n_experts = c->n_shared = 0;
+    c->router.bias_rate = c->router.loss_balance = c->router.loss_z = MOEI_R(0.0); /* only training uses them */
     if (r->by_type)
         status = moe_fields_apply(moei_layer_fields, c,
                                   r->kind == MOEI_IMPORT_GGUF ? r->family->gguf_defaults : r->family->defaults,
                                   r->error);
+    if (status == MOE_OK) status = moe_fields_apply(moei_layer_fields, c, r->changes, r->error);
     if (status == MOE_OK) status = moei_settings_required(r);
+    before = *c;
     if (status == MOE_OK) status = moei_settings_read(r);
+    if (status == MOE_OK) status = moei_preset_check(r, &before);
     if (status != MOE_OK) return status;
     /* GGUF does not store the group score */
     if (r->kind == MOEI_IMPORT_GGUF && c->router.groups > 1) c->router.select = MOE_SELECT_GROUPED_TOP_K;
     moei_settings_settle(r);
-    return moei_settings_sizes(r);
+    status = moei_settings_sizes(r);
+    return status == MOE_OK ? moei_changes_check(r) : status;
 }
 
 /* ---- >>values ---- */
@@ -2247,24 +2291,39 @@ static void moei_import_clean(char *text) {
     }
 }
 
+/* "NAME field=value ...", "NAME" or "field=value ...". */
+static moe_status moei_import_asked(moei_importer *r, const char *text, moe_error *error) {
+    char name[52];
+    size_t n = 0;
+    r->changes = "";
+    if (text == NULL) return MOE_OK;
+    while (text[n] != '\0' && text[n] != ' ' && text[n] != '=') n++;
+    r->changes = text[n] == '=' ? text : text + n;
+    if (text[n] == '=') return MOE_OK;
+    if (n < sizeof name) {
+        memcpy(name, text, n);
+        name[n] = '\0';
+        r->preset = moe_preset_find(name);
+    }
+    if (r->preset != NULL) return MOE_OK;
+    return moei_error(error, MOE_ERR_NOT_FOUND, "preset = %s: unknown preset; moe_presets lists them",
+                      moei_span_text(moei_span_of(text, n), name));
+}
+
 static moe_status moei_import_run(moe_layer *layer, const moei_import_folder *folder, const char *name,
-                                  const char *prefix, const char *preset_name, const moe_allocator *allocator,
+                                  const char *prefix, const char *preset, const moe_allocator *allocator,
                                   moe_error *error) {
-    const moe_preset *preset = preset_name != NULL ? moe_preset_find(preset_name) : NULL;
-    char shown[52];
     moei_importer r;
     moe_layer made;
     moe_error own;
     moe_status status;
-    if (preset_name != NULL && preset == NULL)
-        return moei_error(error, MOE_ERR_NOT_FOUND,
-                          "preset = %s: unknown preset; moe_presets lists them",
-                          moei_span_text(moei_span_of(preset_name, moei_strlen(preset_name)), shown));
+    memset(&r, 0, sizeof r);
+    status = moei_import_asked(&r, preset, error);
+    if (status != MOE_OK) return status;
     if (moei_strlen(prefix) > MOEI_IMPORT_PREFIX)
         return moei_error(error, MOE_ERR_ARGUMENT, "prefix: longer than %d bytes", (int)MOEI_IMPORT_PREFIX);
     if (!moei_can_allocate(allocator))
         return moei_error(error, MOE_ERR_ARGUMENT, "allocator is required with MOE_NO_MALLOC");
-    memset(&r, 0, sizeof r);
     memset(&made, 0, sizeof made);
     own.message[0] = '\0';
     r.folder = folder;
@@ -2273,9 +2332,9 @@ static moe_status moei_import_run(moe_layer *layer, const moei_import_folder *fo
     status = moei_import_open(&r, name);
     if (status == MOE_OK) status = moei_import_prefix_find(&r, prefix);
     if (status == MOE_OK) status = moei_import_collect(&r);
-    if (status == MOE_OK) status = moei_family_find(&r, preset);
+    if (status == MOE_OK) status = moei_family_find(&r);
     if (status == MOE_OK) status = moei_import_match(&r);
-    if (status == MOE_OK) status = moei_settings_make(&r, preset);
+    if (status == MOE_OK) status = moei_settings_make(&r);
     if (status == MOE_OK) status = moei_import_fill(&r, &made);
     moei_importer_close(&r);
     moei_import_clean(own.message);

@@ -365,7 +365,24 @@ static const row rows[] = {
     {qwen3, NULL, NULL, "{\"model_type\":\"qwen3_moe\",\"num_experts_per_tok\":2}", AT, NULL, MOE_OK, "weight=raw"},
     {qwen3, NULL, NULL, "{\"num_experts_per_tok\":2}", AT, "qwen3_moe", MOE_OK, "weight=sum"},
     {qwen3, NULL, NULL, "{\"model_type\":\"olmoe\",\"num_experts_per_tok\":1,\"hidden_act\":\"swish\"}", AT,
+     "qwen3_moe", MOE_ERR_CONFIG, "preset = qwen3_moe contradicts config.json: model_type = 'olmoe'"},
+    {qwen3, NULL, NULL, "{\"model_type\":\"mine\",\"num_experts_per_tok\":1,\"hidden_act\":\"swish\"}", AT,
      "qwen3_moe", MOE_OK, "weight=sum top_k=1"},
+    {qwen3, NULL, NULL, "{\"num_experts_per_tok\":2,\"norm_topk_prob\":false}", AT, "qwen3_moe", MOE_ERR_CONFIG,
+     "has weight = sum, but config.json says raw; \"qwen3_moe weight=raw\""},
+    {qwen3, NULL, NULL, "{\"num_experts_per_tok\":2,\"norm_topk_prob\":false}", AT, "qwen3_moe weight=raw", MOE_OK,
+     "weight=raw top_k=2"},
+    {qwen3, NULL, NULL, NULL, AT, "  qwen3_moe", MOE_ERR_NOT_FOUND, "preset = : unknown"},
+    {qwen3, NULL, NULL, NULL, AT, "qwen3_moe  top_k=2 gate=sigmoid scale=1.5", MOE_OK,
+     "top_k=2 gate=sigmoid scale=1.5"},
+    {qwen3, NULL, NULL, NULL, AT, "qwen3_moe top_k=2 n_experts=5", MOE_ERR_CONFIG,
+     "number of experts = 5, but the tensors have"},
+    {qwen3, NULL, NULL, NULL, AT, "qwen3_moe top_k=2 expert_bias=1", MOE_ERR_CONFIG,
+     "preset: expert_bias = 1, but by the file's settings and tensors it is 0"},
+    {qwen3, NULL, NULL, NULL, AT, "qwen3_moe top_x=2", MOE_ERR_NOT_FOUND, "top_x: unknown field"},
+    {qwen3, NULL, NULL, "{\"num_experts_per_tok\":2}", AT, "qwen3_moe top_k=1", MOE_ERR_CONFIG, "preset: top_k = 1"},
+    {qwen3, NULL, NULL, "{\"model_type\":\"qwen3_moe\",\"num_experts_per_tok\":2}", AT, "weight=sum scale=2", MOE_OK,
+     "weight=sum top_k=2 scale=2"},
     {qwen3, NULL, NULL, "{\"model_type\":\"olmoe\",\"num_experts_per_tok\":null, \"num_experts_per_tok\" : 3 }", AT,
      NULL, MOE_OK, "weight=raw top_k=3"},
     {qwen3, NULL, NULL, NULL, AT, "qwen3_moe", MOE_ERR_CONFIG, "qwen3_moe, top_k = 8"},
@@ -419,7 +436,7 @@ static const row rows[] = {
     {mixtral, NULL, NULL, NULL, "", NULL, MOE_ERR_NOT_FOUND, "no router at ''"},
     {mixtral, NULL, NULL, NULL, "...", NULL, MOE_ERR_NOT_FOUND, "no router at '...'"},
     {mixtral, NULL, NULL, NULL, "mlp", NULL, MOE_ERR_NOT_FOUND, "no router at 'mlp'"},
-    {mixtral, NULL, NULL, NULL, AT, "no such", MOE_ERR_NOT_FOUND, "preset = no such"},
+    {mixtral, NULL, NULL, NULL, AT, "nothing such", MOE_ERR_NOT_FOUND, "preset = nothing: unknown"},
     {mixtral, NULL, "experts.2.w3.weight", NULL, AT, NULL, MOE_ERR_NOT_FOUND,
      "'model.layers.3.mlp.experts.2.w3.weight': missing in the file"},
     {fused, NULL, "experts.down_proj", NULL, AT, "mixtral", MOE_ERR_NOT_FOUND,
@@ -1010,7 +1027,7 @@ static void of_gguf_parts(void) {
         s[i] = source(names[i], &files[i]);
     }
     for (i = 0; i < 2; i++) {
-        if (!CHECK(try_read(&layer, s, 3, "blk.3", i == 0 ? NULL : "granite_moe", &error) == MOE_OK)) continue;
+        if (!CHECK(try_read(&layer, s, 3, "blk.3", i == 0 ? NULL : "mixtral", &error) == MOE_OK)) continue;
         CHECK(has_settings(&layer.config, "top_k=3 n_experts=4 d_ff=32"));
         moe_layer_free(&layer);
     }
@@ -1099,7 +1116,7 @@ static void of_gguf_biases(void) {
         for (k = 2; k >= 0; k--)
             if (!(there >> k & 1) && !(there > 7 && k < 2)) missing = k;
         sprintf(says, "'blk.3.ffn_%s.bias': missing in the file", names[missing]);
-        g.arch = "llama";
+        g.arch = "gpt-oss";
         g.version = 3;
         g.tensors = tensors;
         if (all) gguf_says(&g, "blk.3", "gpt_oss", MOE_OK, "expert_bias=1", __LINE__);
