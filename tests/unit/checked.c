@@ -729,6 +729,29 @@ static void test_places(void) {
     }
 }
 
+/* What an operation runs for each expert may read the numbers that it wrote for earlier ones. */
+static void test_overlap(void) {
+    made m;
+    copy c;
+    moe_rng rng;
+    size_t i, recipe = 0, found = 0;
+    while (strstr(recipes[recipe].settings, "score=attentive") == NULL) recipe++;
+    if (!made_begin(&m, recipe, MOE_WEIGHTS_INT8, 0)) return;
+    moe_rng_seed(&rng, recipe);
+    copy_begin(&c, &m.built);
+    for (i = 0; i < c.model.n_ops; i++) {
+        if (c.ops[i].run != moei_int_op_match) continue;
+        c.ops[i].out = c.ops[i].other; /* where small numbers lie before the first expert */
+        c.mixtures[c.ops[i].index].z = c.ops[i].out;
+        c.ops[i].factor2 = 14;
+        CHECK_STATUS(copy_try(&c, &rng, "match"), MOE_ERR_OVERFLOW, "products of numbers of any size do not fit");
+        found++;
+    }
+    CHECK(found == 1, "the score has one operation for the experts");
+    copy_end(&c);
+    made_end(&m);
+}
+
 /* ---- float models ---- */
 
 typedef struct floating {
@@ -860,6 +883,7 @@ int main(int argc, char **argv) {
     CASE(test_single_attention());
     CASE(test_shares());
     CASE(test_places());
+    CASE(test_overlap());
     if (!MOE_REAL_IS_DOUBLE) {
         CASE(test_floats());
         CASE(test_float_modules());
