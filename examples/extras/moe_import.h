@@ -1771,7 +1771,7 @@ static moe_status moei_family_find(moei_importer *r) {
     const moei_family *family, *fitting = NULL, *candidate = NULL;
     const moei_family *second = NULL;
     uint32_t candidates = 0, bit = 1;
-    int by_names, n = 0;
+    int by_names = 0, n = 0;
     char text[MOEI_IMPORT_VALUE];
     /* norm_topk_prob in the settings makes equal names unambiguous */
     const int normed = moei_import_value(r, "norm_topk_prob", text) != MOEI_VALUE_NONE;

@@ -167,8 +167,7 @@ static int make(size_t i, moe_net *net, char *name, char *about) {
         strcpy(about, preset->name);
         if (moe_layer_preset(preset->name, &c, &error) != MOE_OK) return 0;
         if (c.router.n_experts > 16) c.router.n_experts = 16;
-        if (c.router.n_copy > 4) c.router.n_copy = 4;
-        if (c.router.bias_real > 1) c.router.bias_real = 1;
+        TEST_FEWER_EXPERTS(c.router);
         if (c.router.groups > 4) c.router.groups = 4;
         if (c.router.groups_kept > 2) c.router.groups_kept = 2;
         if (c.router.top_k > 6) c.router.top_k = 6;
