@@ -81,7 +81,8 @@ int main(void) {
     data.x = x;
     data.targets = target;
     failed = train(&net[0], "n_experts=4 top_k=2 router_bias=1 expert=linear", &data, &error) ||
-             train(&net[1], "n_experts=4 score=custom custom_parameters=8 select=custom expert=linear", &data, &error) ||
+             train(&net[1], "n_experts=4 score=custom custom_parameters=8 select=custom expert=linear", &data,
+                   &error) ||
              moe_net_save(&net[1], path, &error) ||
              moe_net_load(&net[2], path, 0, MOE_KERNELS_AUTO, NULL, &error);
     if (!failed) net[2].modules[0].layer.router.custom = own; /* a file holds no functions */
