@@ -474,6 +474,9 @@ static moe_status configure(const settings *s, const variant *v, moe_layer_confi
     if ((status = moe_fields_apply(moe_layer_fields(), c, text, error)) != MOE_OK) return status;
     if (c->d_ff == 0) c->d_ff = fair_width(c, int_of(s, WIDTH), int_of(s, D_FF));
     if (wants_balance(&c->router)) c->router.loss_balance = (moe_real)s->value[BALANCE];
+    /* shares of the tokens sum to K, those of the choices to 1: equal weights for both */
+    if (c->router.loss_balance > 0 && c->router.balance_over == MOE_BALANCE_TOKENS)
+        c->router.loss_balance /= (moe_real)c->router.top_k;
     return MOE_OK;
 }
 
