@@ -8272,7 +8272,7 @@ static size_t moei_token_ids_end(const moe_net *net) {
     if (net->modules[0].kind == MOE_MODULE_EMBEDDING) end = net->tensors[net->modules[0].first_tensor].shape[0];
     for (i = 0; i < net->n_modules; i++) {
         const moe_router_config *c = &net->modules[i].layer.config.router;
-        if (net->modules[i].kind == MOE_MODULE_MIXTURE && c->select == MOE_SELECT_HASH && (size_t)c->table_size < end)
+        if (net->modules[i].kind == MOE_MODULE_MIXTURE && c->table_size > 0 && (size_t)c->table_size < end)
             end = (size_t)c->table_size;
     }
     return end;

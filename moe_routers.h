@@ -639,7 +639,10 @@ enum {
     X(MOE_LOSS_SELECTOR_ENTROPY, "selector_entropy", moei_loss_selector_entropy, loss_selector_entropy) \
     /* omega mean_t sum_i 1 / max(sum_e q_tie, 1e-6): codes stay at experts that exist, where E is \
        not a power of 2 (Hazimeh et al. 2021) */ \
-    X(MOE_LOSS_SELECTOR_REACH, "selector_reach", moei_loss_selector_reach, loss_selector_reach)
+    X(MOE_LOSS_SELECTOR_REACH, "selector_reach", moei_loss_selector_reach, loss_selector_reach) \
+    /* w mean_t sum_e of the binary cross-entropy of sigmoid(predictor u) to what was chosen (Raposo \
+       et al. 2024) */ \
+    X(MOE_LOSS_PREDICTOR, "predictor", moei_loss_predictor, loss_predictor)
 /* The distance from a teacher, which gets no gradient. */
 #define MOE_DISTILLS(X) \
     X(MOE_DISTILL_CE_HARD, "ce_hard") /* -ln softmax(z) at the teacher's best expert */ \
@@ -810,13 +813,18 @@ enum { MOE_MAX_EXPERTS = sizeof(int) > 2 ? 65536 : 32767, MOE_MAX_WIDTH = sizeof
     FLAG(threshold_sigmoid, "theta is the sigmoid of that parameter (DynMoE)") \
     CHOICE(threshold_fallback, MOE_FALLBACK, moei_fallback_names, "when no expert is above theta") \
     CHOICE(expert_choice_score, MOE_EXPERT_CHOICE, moei_expert_choice_names, "what experts choose by") \
+    CHOICE(expert_choice_scope, MOE_SCOPE, moei_scope_names, "among the tokens of the batch or of each sequence") \
+    /* Raposo et al. 2024, Mixture-of-depths: dynamically allocating compute in transformer-based \
+       language models */ \
+    FLAG(predictor, \
+        "a linear router.predictor learns what experts choose and decides in decoding, by sigmoid > 0.5") \
     REAL(threshold_rho, 0, 1e-6, 0.999999, "rho of expert_threshold, of the mean that its cutoffs are [0.99]") \
     REAL(affinity_mass, 1, 1e-6, 1, "fraction of an expert's affinity that it keeps") \
     REAL(affinity_sum, 0, 0, 1e9, "> 0: the sum itself, instead of affinity_mass") \
     REAL(affinity_sum_auto, 0, 1e-6, 1e6, \
         "> 0: affinity_sum is this times the mean sum of the first training call (LocMoE+)") \
     INT(capacity, 0, 1, MOE_MAX_WIDTH, "most tokens per expert in affinity; 0: no limit") \
-    INT(table_size, 0, 1, MOE_MAX_WIDTH, "number of token ids of hash; required there") \
+    INT(table_size, 0, 1, MOE_MAX_WIDTH, "number of token ids; hash and student_dim require it") \
     CHOICE(sample_at, MOE_SAMPLE_AT, moei_sample_at_names, "when sample draws (THOR: always)") \
     CHOICE(sample_scope, MOE_SAMPLE_SCOPE, moei_sample_scope_names, "which tokens share a draw") \
     INT(sample_seed, 0, 1, MOE_MAX_WIDTH, "seed of the draws outside training") \
@@ -878,6 +886,9 @@ enum { MOE_MAX_EXPERTS = sizeof(int) > 2 ? 65536 : 32767, MOE_MAX_WIDTH = sizeof
     CHOICE(distill, MOE_DISTILL, moei_distill_names, "that distance") \
     FLAG(student, \
         "a linear router router.student learns to choose as this one, and chooses from freeze_at on (StableMoE)") \
+    INT(student_dim, 0, 1, MOE_MAX_WIDTH, \
+        "> 0: it reads an embedding of the token id, this wide, instead of the router's input") \
+    REAL(loss_predictor, 0, 0, 1e6, "factor of the predictor's cross-entropy; reaches the predictor alone") \
     REAL(expert_temperature, 0, 1, 1e6, \
         "T > 1 of the experts' own loss in a classical mixture (dual temperature) [that of the gate]") \
     /* state and schedules; steps are those of the optimizer, counted by moe_router_advance from \
@@ -1018,7 +1029,12 @@ enum {
     X(MOE_ROUTER_CODES, "router.codes", dselect, TABLE(K * m, d, MOE_PARAM_TRAINED, 0, \
         MOEI_R(0.01) / MOEI_F(sqrt)((moe_real)d))) \
     X(MOE_ROUTER_MIX, "router.mix", dselect, MATRIX(K, d, MOE_PARAM_TRAINED)) \
-    X(MOE_ROUTER_STUDENT, "router.student", c->student, MATRIX(E, d, MOE_PARAM_TRAINED)) \
+    X(MOE_ROUTER_STUDENT, "router.student", c->student && c->student_dim == 0, MATRIX(E, d, MOE_PARAM_TRAINED)) \
+    X(MOE_ROUTER_STUDENT_EMBEDDING, "router.student.embedding", c->student_dim > 0, \
+        MATRIX((size_t)c->table_size, (size_t)c->student_dim, MOE_PARAM_TRAINED)) \
+    X(MOE_ROUTER_STUDENT_WEIGHT, "router.student.weight", c->student_dim > 0, \
+        MATRIX(E, (size_t)c->student_dim, MOE_PARAM_TRAINED)) \
+    X(MOE_ROUTER_PREDICTOR, "router.predictor", c->predictor, MATRIX(E, d, MOE_PARAM_TRAINED)) \
     /* Steps of the optimizer, at most 2^24. This and the next three may be NULL in moe_route: \
        then they are as at the start */ \
     X(MOE_ROUTER_STEP, "router.step", moei_has_schedule(c) || c->freeze_at > 0 || c->switch_at > 0, \
@@ -1115,7 +1131,7 @@ typedef struct moe_call {
        place of what select would choose; NULL: select chooses. max_choices is K, or E where a token
        may take more than K */
     const int32_t *given;
-    const int32_t *token_ids;   /* [N], select hash: rows of router.table */
+    const int32_t *token_ids;   /* [N], select hash and student_dim: less than table_size */
     /* [N,E] n of noisy_topk, else the whole additive noise; NULL: drawn from rng */
     const moe_real *noise;
     /* [N,d] adaptive_clustering: x of the previous MoE layer (mode paper) */
@@ -1206,6 +1222,7 @@ typedef struct moe_routing {
     /* [n,E] z without noise of the call's tokens, for router_residual of the next layer; soft:
        NULL */
     const moe_real *clean_logits;
+    const moe_real *predicted; /* [N,E] logits of the predictor, which takes those above 0; or NULL */
     moe_real *logits;        /* z [N,E]; soft: L [N,E slots] */
     moe_real *gate;          /* r [N,E]; soft: dispatch D [N,E slots] */
     moe_real *probabilities; /* p [N,E]; soft: combine C [N,E slots] */
@@ -1359,6 +1376,7 @@ typedef struct moe_metrics {
     double n_routed;           /* real tokens with at least one expert */
     double n_assignments;            /* assignments: sum of |S_t|, before capacity */
     double n_real_assignments;       /* those of real experts */
+    double n_predicted, n_agreed; /* pairs that a predictor judged; where it agrees with the choice */
     double n_dropped;          /* assignments that capacity dropped */
     double entropy;            /* sum_t H(p_t) */
     double entropy_normalized; /* sum_t H(p_t / sum p_t) */
@@ -1389,6 +1407,8 @@ typedef struct moe_report {
     double dropped_share;    /* n_dropped / n_assignments */
     double experts_per_token; /* mean |S_t|, before capacity; 0..E */
     double real_experts_per_token; /* the same of real experts; 0..R */
+    /* share of pairs of token and expert where the predictor agrees with the choice */
+    double predictor_agreement;
 
     /* The gate values p as they are: rows of sigmoid, relu and others need not sum to 1, and then
        the ranges do not hold. */
@@ -2160,6 +2180,12 @@ static moe_status moei_state_clashes(const moe_router_config *c, moe_error *erro
         MOEI_RULE(switch_share, 0, weight, MOEI_BUT(MOE_WEIGHT_SPARSEMIXER), NULL),
         MOEI_RULE(l1_controller, 0, select, MOEI_BIT(MOE_SELECT_POSITIVE), NULL),
         MOEI_RULE(custom_parameters, 0, score, MOEI_BIT(MOE_SCORE_CUSTOM), NULL),
+        MOEI_RULE(predictor, 0, select, MOEI_BIT(MOE_SELECT_EXPERT_CHOICE), NULL),
+        MOEI_RULE(predictor, 0, student, MOEI_BIT(0), "one router learns from this one"),
+        MOEI_RULE(predictor, 0, loss_predictor, 0, NULL),
+        MOEI_RULE(loss_predictor, 0, predictor, 0, NULL),
+        MOEI_RULE(student_dim, 0, student, 0, NULL),
+        MOEI_RULE(student_dim, 0, table_size, 0, "the number of token ids"),
         MOEI_RULE(student, 0, freeze_at, 0, NULL),
         MOEI_RULE(student, 0, loss_distill, 0, NULL),
         MOEI_RULE(student, 0, select, MOEI_BUT(MOE_SELECT_SOFT), NULL),
@@ -2178,29 +2204,36 @@ static moe_status moei_state_clashes(const moe_router_config *c, moe_error *erro
     return moei_rules_check(c, rules, sizeof rules / sizeof rules[0], error);
 }
 
+/* Whether name is one of the words of a list separated by spaces. */
+static int moei_is_word_of(const char *name, const char *list) {
+    size_t n = moei_strlen(name);
+    while (*list != '\0') {
+        size_t length = 0;
+        while (list[length] != '\0' && list[length] != ' ') length++;
+        if (length == n && n > 0 && moei_memcmp(list, name, n) == 0) return 1;
+        list += length + (list[length] == ' ');
+    }
+    return 0;
+}
+
 /* Soft MoE leaves the pipeline after u: later stages must keep their defaults. */
 static moe_status moei_soft_clashes(const moe_router_config *c, moe_error *error) {
-    static const unsigned char alone[] = {
-        MOEI_FIELD_score, MOEI_FIELD_router_bias, MOEI_FIELD_noise, MOEI_FIELD_gate, MOEI_FIELD_refine,
-            MOEI_FIELD_selection_bias, MOEI_FIELD_logit_cap,
-        MOEI_FIELD_n_zero, MOEI_FIELD_n_copy, MOEI_FIELD_n_constant, MOEI_FIELD_router_residual,
-        MOEI_FIELD_weight, MOEI_FIELD_expert_scale, MOEI_FIELD_scale, MOEI_FIELD_apply_to, MOEI_FIELD_drop_capacity,
-        MOEI_FIELD_capacity_factor, MOEI_FIELD_capacity_bound, MOEI_FIELD_loss_balance, MOEI_FIELD_loss_z,
-            MOEI_FIELD_loss_importance,
-        MOEI_FIELD_loss_entropy, MOEI_FIELD_loss_usage_entropy, MOEI_FIELD_loss_similarity_same,
-            MOEI_FIELD_loss_similarity_diff,
-        MOEI_FIELD_loss_locality, MOEI_FIELD_loss_l1, MOEI_FIELD_loss_load, MOEI_FIELD_loss_orthogonal,
-            MOEI_FIELD_loss_distill, MOEI_FIELD_loss_diversity, MOEI_FIELD_loss_simplicity,
-        MOEI_FIELD_loss_stable_balance, MOEI_FIELD_expert_temperature};
+    static const char alone[] =
+        "score router_bias noise gate refine selection_bias logit_cap n_zero n_copy n_constant"
+        " router_residual weight expert_scale scale apply_to drop_capacity capacity_factor capacity_bound"
+        " loss_balance loss_z loss_importance loss_entropy loss_usage_entropy loss_similarity_same"
+        " loss_similarity_diff loss_locality loss_l1 loss_load loss_orthogonal loss_distill loss_diversity"
+        " loss_simplicity loss_stable_balance expert_temperature";
     const uint32_t soft = MOEI_BIT(MOE_SELECT_SOFT);
     const moei_rule own[] = {MOEI_RULE(slots, 0, select, soft, NULL), MOEI_RULE(soft_normalise, 0, select, soft, NULL),
                              MOEI_RULE(soft_sequences, 0, select, soft, NULL)};
-    size_t i;
+    int i;
     if (c->select != MOE_SELECT_SOFT) return moei_rules_check(c, own, sizeof own / sizeof own[0], error);
-    for (i = 0; i < sizeof alone; i++) {
+    for (i = 0; moei_router_fields[i].name != NULL; i++) {
         moei_rule rule = MOEI_RULE(score, 0, select, 0xffffffffu - soft, "it has no effect there");
-        rule.field = alone[i];
-        if (moei_is_changed(c, moei_router_field(alone[i]))) return moei_rule_broken(c, &rule, error);
+        rule.field = i;
+        if (moei_is_word_of(moei_router_fields[i].name, alone) && moei_is_changed(c, moei_router_field(i)))
+            return moei_rule_broken(c, &rule, error);
     }
     return MOE_OK;
 }
@@ -2237,7 +2270,7 @@ static moe_status moei_stage_clashes(const moe_router_config *c, moe_error *erro
         MOEI_RULE(threshold_learned, 0, select, MOEI_BIT(MOE_SELECT_THRESHOLD), NULL),
         MOEI_RULE(threshold_learned, 0, weight, by_p, "theta would get no gradient"),
         MOEI_RULE(threshold_sigmoid, 0, threshold_learned, MOEI_BIT(1), NULL),
-        MOEI_RULE(table_size, 0, select, MOEI_BIT(MOE_SELECT_HASH), NULL),
+        MOEI_RULE(table_size, 0, select, c->student_dim > 0 ? 0xffffffffu : MOEI_BIT(MOE_SELECT_HASH), NULL),
         MOEI_RULE(expert_dropout, 0, select, leave_out, NULL),
         MOEI_RULE(expert_dropout, 0, switch_from, leave_out, NULL),
         MOEI_RULE(expert_dropout, 0, weight, MOEI_BUT(MOE_WEIGHT_SPARSEMIXER), "it picks by the logits alone"),
@@ -2395,6 +2428,7 @@ static moe_status moei_idle_fields(moe_router_config *c, moe_error *error) {
         MOEI_RULE(threshold, 0, select, MOEI_BIT(MOE_SELECT_THRESHOLD), NULL),
         MOEI_RULE(threshold_fallback, 0, select, MOEI_BIT(MOE_SELECT_THRESHOLD), NULL),
         MOEI_RULE(expert_choice_score, 0, select, MOEI_BIT(MOE_SELECT_EXPERT_CHOICE), NULL),
+        MOEI_RULE(expert_choice_scope, 0, select, MOEI_BIT(MOE_SELECT_EXPERT_CHOICE), NULL),
         MOEI_RULE(affinity_mass, 0, select, MOEI_AFFINITY, NULL),
         MOEI_RULE(affinity_sum, 0, select, MOEI_AFFINITY, NULL),
         MOEI_RULE(affinity_sum_auto, 0, select, MOEI_AFFINITY, NULL),
@@ -2537,7 +2571,8 @@ moe_status moe_router_check_training(const moe_router_config *config, moe_error 
     moe_status status = moe_router_check(config, &c, error);
     if (status != MOE_OK) return status;
     for (loss = 0; loss < MOE_LOSS_COUNT; loss++)
-        if (loss != MOE_LOSS_DISTILL || !c.student) reached |= moei_loss_factor(&c, loss) > MOEI_R(0.0);
+        if (loss != MOE_LOSS_PREDICTOR && (loss != MOE_LOSS_DISTILL || !c.student))
+            reached |= moei_loss_factor(&c, loss) > MOEI_R(0.0);
     if (c.untrained || reached) return MOE_OK;
     if (!(moei_score_flags[c.score] & MOEI_SCORE_TRAINED) && c.custom_parameters == 0) return MOE_OK;
     if (c.top_k == 1 && c.k_end < 2 && (moei_select_flags[c.select] & MOEI_SELECT_AT_MOST_K) &&
@@ -2576,6 +2611,7 @@ unsigned moe_router_traits(const moe_router_config *c) {
     if (moei_switches(c) && c->switch_from >= 0 && c->switch_from < MOE_SELECT_COUNT)
         traits |= moei_select_flags[c->switch_from];
     traits &= MOE_TRAIT_NEEDS_GIVEN * 2 - 1;
+    if (c->student_dim > 0) traits |= MOE_TRAIT_NEEDS_TOKEN_IDS;
     if (c->selection_bias || moei_has_schedule(c) || c->freeze_at > 0 || c->switch_at > 0 || c->l1_controller ||
         c->capacity_bound == MOE_BOUND_FIRST || c->capacity_rho > MOEI_R(0.0) || c->affinity_sum_auto > MOEI_R(0.0))
         traits |= MOE_TRAIT_STATEFUL;
@@ -2627,6 +2663,7 @@ static moe_real moei_even_share(const moe_router_config *c, int real) {
    that was rounded down still suffices. */
 static int moei_may_drop(const moe_router_config *c, int k) {
     if (c->drop_capacity > 0) return 1;
+    if (c->predictor && !moei_switches(c)) return 0; /* the factor is that of expert_choice */
     if (moei_factor_drops(c) && c->capacity_factor_eval > MOEI_R(0.0)) {
         const moe_real most = moei_even_share(c, c->zero_tau < MOEI_R(1.0)); /* of the larger share */
         return c->capacity_factor_eval * (moe_real)k < most * MOEI_R(0.999999);
@@ -2640,35 +2677,35 @@ static int moei_needs_others(int select) {
            MOE_TRAIT_NEEDS_BATCH;
 }
 
+static moei_obstacle moei_blocks(const char *field, const char *remedy) {
+    moei_obstacle o;
+    o.field = field;
+    o.remedy = remedy;
+    return o;
+}
+
 static moei_obstacle moei_decoding_obstacle(const moe_router_config *c) {
-    static const moei_obstacle select = {"select", "select = top_k, or another choice by tokens,"},
-                               from = {"switch_from", "switch_from = top_k, or another choice by tokens,"};
-    static const moei_obstacle custom = {"custom_batch",
-                                         "a custom stage that reads only its own token (custom_batch = 0)"},
-                               clustering = {"ac_mode", "ac_mode = running"};
-    static const moei_obstacle heads = {"attention_heads", "attention_heads = fixed with causal = 1"},
-                               refine = {"refine", "causal = 1"};
-    static const moei_obstacle
-        count = {"drop_capacity", "capacity_factor_eval = n_experts / top_k instead, which drops nothing,"},
-        factor = {"capacity_factor_eval", "capacity_factor_eval = n_experts / top_k, which drops nothing,"};
-    static const moei_obstacle
-        tau = {"capacity_factor_eval",
-               "capacity_factor_eval = (zero_tau R + Z) / (top_k min(1, zero_tau)), which drops nothing,"};
-    static const moei_obstacle least = {"k_end",
-                                        "capacity_factor_eval = n_experts / k_end, which drops nothing,"},
-                               bound = {"capacity_bound",
-                                        "capacity_factor_eval = n_experts / top_k, which drops nothing,"};
-    static const moei_obstacle none = {NULL, NULL}, draws = {"sample_scope", "sample_scope = token"};
-    if (moei_needs_others(c->select)) return select;
-    if (moei_switches_in(c, 0) && moei_needs_others(c->switch_from)) return from;
-    if (moei_shares_draws(c)) return draws;
-    if (c->custom_batch) return custom;
-    if (moei_clusters_call(c)) return clustering;
-    if (c->refine == MOE_REFINE_ATTENTION && c->attention_heads == MOE_HEADS_MIN_ENTROPY) return heads;
-    if (c->refine != MOE_REFINE_NONE && !c->causal) return refine;
-    if (!moei_may_drop(c, c->top_k)) return c->k_end > 0 && moei_may_drop(c, c->k_end) ? least : none;
-    if (c->drop_capacity > 0 || !moei_factor_drops(c)) return c->drop_capacity > 0 ? count : bound;
-    return c->zero_tau > MOEI_R(1.0) || (c->zero_tau > MOEI_R(0.0) && c->zero_tau < MOEI_R(1.0)) ? tau : factor;
+    if (moei_needs_others(c->select) && !c->predictor)
+        return moei_blocks("select", "select = top_k, or another choice by tokens,");
+    if (moei_switches_in(c, 0) && moei_needs_others(c->switch_from))
+        return moei_blocks("switch_from", "switch_from = top_k, or another choice by tokens,");
+    if (moei_shares_draws(c)) return moei_blocks("sample_scope", "sample_scope = token");
+    if (c->custom_batch)
+        return moei_blocks("custom_batch", "a custom stage that reads only its own token (custom_batch = 0)");
+    if (moei_clusters_call(c)) return moei_blocks("ac_mode", "ac_mode = running");
+    if (c->refine == MOE_REFINE_ATTENTION && c->attention_heads == MOE_HEADS_MIN_ENTROPY)
+        return moei_blocks("attention_heads", "attention_heads = fixed with causal = 1");
+    if (c->refine != MOE_REFINE_NONE && !c->causal) return moei_blocks("refine", "causal = 1");
+    if (!moei_may_drop(c, c->top_k) && c->k_end > 0 && moei_may_drop(c, c->k_end))
+        return moei_blocks("k_end", "capacity_factor_eval = n_experts / k_end, which drops nothing,");
+    if (!moei_may_drop(c, c->top_k)) return moei_blocks(NULL, NULL);
+    if (c->drop_capacity > 0)
+        return moei_blocks("drop_capacity", "capacity_factor_eval = n_experts / top_k instead, which drops nothing,");
+    if (moei_factor_drops(c) && (c->zero_tau > MOEI_R(1.0) || (c->zero_tau > MOEI_R(0.0) && c->zero_tau < MOEI_R(1.0))))
+        return moei_blocks("capacity_factor_eval", "capacity_factor_eval = (zero_tau R + Z) / (top_k min(1, "
+                                                   "zero_tau)), which drops nothing,");
+    return moei_blocks(moei_factor_drops(c) ? "capacity_factor_eval" : "capacity_bound",
+                       "capacity_factor_eval = n_experts / top_k, which drops nothing,");
 }
 
 moe_status moe_router_check_decoding(const moe_router_config *config, moe_error *error) {
@@ -2843,6 +2880,12 @@ static const moe_preset moei_presets[] = {
      "Zhou et al. 2022, Mixture-of-experts with expert choice routing",
      "each expert takes its best tokens, two per token on average",
      "n_experts=16 select=expert_choice capacity_factor=2 weight=raw", ""},
+    {"mixture_of_depths", "mod",
+     "Raposo et al. 2024, Mixture-of-depths: dynamically allocating compute in transformer-based language models",
+     "an expert that takes an eighth of each sequence, its best tokens by z; w = p; a linear predictor of its choice "
+         "decides in decoding",
+     "n_experts=1 top_k=1 gate=sigmoid select=expert_choice expert_choice_scope=sequences capacity_factor=0.125 "
+         "weight=raw predictor=1 loss_predictor=1", ""},
     {"hash", "hash_layers",
      "Roller et al. 2021, Hash layers for large sparse models",
      "experts by a table of token ids; set table_size and router.table",
@@ -2853,8 +2896,10 @@ static const moe_preset moei_presets[] = {
      "n_experts=16 top_k=1 gate=sigmoid select=balanced weight=raw", "expert=mlp act=relu add_input=1"},
     {"stablemoe", "",
      "Dai et al. 2022, StableMoE: stable routing strategy for mixture of experts",
-     "as base by the largest x . W_e; a linear student learns the choices and makes them from step freeze_at on",
-     "n_experts=16 top_k=1 gate=sigmoid weight=raw loss_stable_balance=0.3 loss_distill=1 student=1 freeze_at=6000",
+     "as base by the largest x . W_e; a student, which sees the token id alone, learns the choices and makes them from "
+         "step freeze_at on; set table_size",
+     "n_experts=16 top_k=1 gate=sigmoid weight=raw loss_stable_balance=0.3 loss_distill=1 student=1 student_dim=50 "
+         "freeze_at=6000",
          "expert=mlp act=relu add_input=1"},
     {"dselect_k", "",
      "Hazimeh et al. 2021, DSelect-k: differentiable selection in the mixture of experts",
@@ -3005,18 +3050,6 @@ static const moe_preset moei_presets[] = {
 
 const moe_preset *moe_presets(void) { return moei_presets; }
 
-/* Whether name is one of the words of a list separated by spaces. */
-static int moei_is_word_of(const char *name, const char *list) {
-    size_t n = moei_strlen(name);
-    while (*list != '\0') {
-        size_t length = 0;
-        while (list[length] != '\0' && list[length] != ' ') length++;
-        if (length == n && n > 0 && moei_memcmp(list, name, n) == 0) return 1;
-        list += length + (list[length] == ' ');
-    }
-    return 0;
-}
-
 const moe_preset *moe_preset_find(const char *name) {
     const moe_preset *preset;
     if (name == NULL) return NULL;
@@ -3145,6 +3178,9 @@ enum {
     MOEI_REFINE_STEP = 24
 };
 
+/* Whether a linear router learns from this one: a student or a predictor. */
+#define MOEI_TEACHES(c) ((c)->student || (c)->predictor)
+
 /* Arrays that only some configurations need: rows (type, name, when, rows, columns, elements per
    token). Elements per token 0: the array is for the call's own tokens or independent of tokens.
    Else it has rows for all tokens of a batch, and the own tokens start at their row. The names in
@@ -3183,13 +3219,15 @@ enum {
     /* read by later stages */ \
     X(moe_real, selectors, training && (c->loss_selector_entropy > 0 || c->loss_selector_reach > 0), all, 2, 2) \
     X(moe_real, cutoffs, cutoffs, experts + 1, 1, 0) \
-    X(moe_real, student_logits, c->student, all, experts, experts) \
+    X(moe_real, student_logits, MOEI_TEACHES(c), all, experts, experts) \
+    X(moe_real, student_input, c->student_dim > 0, n, (size_t)c->student_dim, 0) \
     X(moe_real, clean_logits, noisy, all, experts, experts) \
     X(moe_real, clean_gate, noisy, all, experts, experts) \
     X(moe_real, noise_raw, noisy, all, experts, experts) \
     X(moe_real, noise_value, noisy, all, experts, experts) \
     /* gradients */ \
-    X(moe_real, d_student, training && c->student, all, experts, experts) \
+    X(moe_real, d_student, training && MOEI_TEACHES(c), all, experts, experts) \
+    X(moe_real, d_student_input, training && c->student_dim > 0, n, (size_t)c->student_dim, 0) \
     X(moe_real, d_clean, noisy, all, experts, experts) \
     X(moe_real, d_clean_gate, noisy, all, experts, experts) \
     X(moe_real, d_noise, noisy, all, experts, experts) \
@@ -3380,7 +3418,7 @@ static void moei_route_layout(const moe_router *router, size_t n, size_t all, in
     r->n_real = r->n_dropped = r->capacity = r->capacity_zero = r->plan.rows = 0;
     r->capacity_bound = r->bound_now = r->affinity_now = MOEI_R(0.0);
     r->capacity_clamped = 0;
-    r->u = r->clean_logits = NULL;
+    r->u = r->clean_logits = r->predicted = NULL;
     r->d_weight_in = r->d_weight_out = NULL;
     memset(r->loss, 0, sizeof r->loss);
     moei_common_layout(&router->config, all, l, r, m);
@@ -3771,6 +3809,7 @@ static moe_status moei_supplies_check(const moe_router *router, const moe_call *
     if (c->select == MOE_SELECT_GIVEN && call->given == NULL) return moei_missing(call, "given", "select = given");
     if (c->select == MOE_SELECT_HASH && call->given == NULL && call->token_ids == NULL)
         return moei_missing(call, "token_ids", "select = hash");
+    if (c->student_dim > 0 && call->token_ids == NULL) return moei_missing(call, "token_ids", "student_dim");
     if (c->input == MOE_INPUT_ADAPTIVE_CLUSTERING) {
         moe_status status = moei_clustering_check(c, call);
         if (status != MOE_OK) return status;
@@ -4717,6 +4756,40 @@ static void moei_route_noise_backward(moei_pass *s) {
 }
 #endif
 
+static moe_status moei_check_token_id(const moei_pass *s, size_t t) {
+    const int32_t id = s->call->token_ids[t];
+    if (id >= 0 && id < s->c->table_size) return MOE_OK;
+    return moei_error(s->call->error, MOE_ERR_ARGUMENT, "call.token_ids[%z] = %d: must be 0 to %d", t, (int)id,
+                      s->c->table_size - 1);
+}
+
+/* The weight of the student or predictor, and what it reads. */
+static int moei_student_weight(const moei_pass *s, const moe_real **in, size_t *width) {
+    *in = s->c->student_dim > 0 ? s->m.student_input : s->r->u;
+    *width = s->c->student_dim > 0 ? (size_t)s->c->student_dim : s->d;
+    if (s->c->predictor) return MOE_ROUTER_PREDICTOR;
+    return s->c->student_dim > 0 ? MOE_ROUTER_STUDENT_WEIGHT : MOE_ROUTER_STUDENT;
+}
+
+static moe_status moei_route_student(moei_pass *s) {
+    const moe_real *table = moei_tensor(s, MOE_ROUTER_STUDENT_EMBEDDING), *in;
+    size_t t, width;
+    const int weight = moei_student_weight(s, &in, &width);
+    for (t = 0; t < s->n && table != NULL; t++) {
+        moe_real *row = s->m.student_input + t * width;
+        moe_status status = MOE_OK;
+        memset(row, 0, width * sizeof *row);
+        if (!moei_is_real(s->call, t)) continue;
+        status = moei_check_token_id(s, t);
+        if (status != MOE_OK) return status;
+        memcpy(row, table + (size_t)s->call->token_ids[t] * width, width * sizeof *row);
+    }
+    moei_affine(s->router->kernels, s->n, s->experts, width, in, moei_tensor(s, weight), NULL, s->m.student_logits);
+    if (s->c->predictor) s->r->predicted = s->m.student_logits;
+    return moei_expect_finite(s, s->m.student_logits, s->experts,
+                              s->c->student ? "a logit of the student" : "a logit of the predictor");
+}
+
 static moe_status moei_route_score(moei_pass *s) {
     moe_status status;
     moei_scores[s->c->score].forward(s);
@@ -4729,10 +4802,7 @@ static moe_status moei_route_score(moei_pass *s) {
     if (MOEI_IS_NOISY(s)) moei_route_noise(s);
     s->r->clean_logits = MOEI_IS_NOISY(s) ? s->m.clean_logits : s->r->logits;
     status = moei_expect_finite(s, s->r->logits, s->experts, "a logit");
-    if (status != MOE_OK || !s->c->student) return status;
-    moei_affine(s->router->kernels, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_STUDENT), NULL,
-                s->m.student_logits);
-    return moei_expect_finite(s, s->m.student_logits, s->experts, "a logit of the student");
+    return status == MOE_OK && MOEI_TEACHES(s->c) ? moei_route_student(s) : status;
 }
 
 /* ==== >>code_gate: z -> r ===================================================================== */
@@ -5458,10 +5528,10 @@ static moe_status moei_select_positive(moei_pass *s) {
     return MOE_OK;
 }
 
-/* round(factor N / E), N the real tokens, at least 1, at most N. */
-static size_t moei_expert_choice_capacity(const moei_pass *s) {
-    moe_real even = s->c->capacity_factor * (moe_real)s->r->n_real / (moe_real)s->experts + MOEI_R(0.5);
-    size_t capacity = even >= (moe_real)s->r->n_real ? s->r->n_real : (size_t)even;
+/* round(factor n / E), n the number of real tokens, at least 1, at most n. */
+static size_t moei_expert_choice_capacity(const moei_pass *s, size_t n) {
+    moe_real even = s->c->capacity_factor * (moe_real)n / (moe_real)s->experts + MOEI_R(0.5);
+    size_t capacity = even >= (moe_real)n ? n : (size_t)even;
     return capacity < 1 ? 1 : capacity;
 }
 
@@ -5485,17 +5555,32 @@ static size_t moei_transpose_columns(const moei_pass *s, const moe_real *z, size
     return at;
 }
 
+/* The choices of all experts among the tokens [from, to). */
+static void moei_choose_tokens(moei_pass *s, const moe_real *score, size_t from, size_t to) {
+    const size_t capacity = moei_expert_choice_capacity(s, moei_real_tokens(s->call, from, to));
+    size_t first, columns, c, i, found;
+    for (first = 0; first < s->experts; first += columns) {
+        columns = s->experts - first < MOEI_COLUMNS ? s->experts - first : (size_t)MOEI_COLUMNS;
+        (void)moei_transpose_columns(s, score, s->experts, first, columns, from, to, 1);
+        for (c = 0; c < columns; c++) {
+            found = moei_top_k(s, to - from, moei_transposed(s, c), capacity, s->m.order);
+            for (i = 0; i < found; i++) s->r->selected[(from + (size_t)s->m.order[i]) * s->experts + first + c] = 1;
+        }
+    }
+}
+
 static moe_status moei_select_expert_choice(moei_pass *s) {
     const moe_real *score =
         moei_selectable(s, s->c->expert_choice_score == MOE_EXPERT_CHOICE_Z ? s->r->logits : s->r->probabilities);
-    size_t capacity = moei_expert_choice_capacity(s), first, columns, c, i, found;
-    for (first = 0; first < s->experts; first += columns) {
-        columns = s->experts - first < MOEI_COLUMNS ? s->experts - first : (size_t)MOEI_COLUMNS;
-        (void)moei_transpose_columns(s, score, s->experts, first, columns, 0, s->n, 1);
-        for (c = 0; c < columns; c++) {
-            found = moei_top_k(s, s->n, moei_transposed(s, c), capacity, s->m.order);
-            for (i = 0; i < found; i++) s->r->selected[(size_t)s->m.order[i] * s->experts + first + c] = 1;
-        }
+    const size_t sequences = s->c->expert_choice_scope == MOE_SCOPE_SEQUENCES ? moei_sequence_count(s->call) : 0;
+    size_t i, from, to;
+    if (s->call->decoding) /* only with a predictor: the other tokens of the sequence are not here */
+        for (i = 0; i < s->n * s->experts; i++)
+            s->r->selected[i] = moei_is_real(s->call, i / s->experts) && s->m.student_logits[i] > MOEI_R(0.0);
+    else if (sequences == 0) moei_choose_tokens(s, score, 0, s->n);
+    for (i = 0; i < sequences && !s->call->decoding; i++) {
+        moei_sequence(s->call, i, &from, &to);
+        if (from < to) moei_choose_tokens(s, score, from, to);
     }
     return MOE_OK;
 }
@@ -5520,7 +5605,7 @@ static moe_status moei_select_expert_threshold(moei_pass *s) {
 /* What observe adds to the state: the C-th largest logit of each expert, and 1 call. */
 static void moei_route_cutoffs(const moei_pass *s) {
     moe_real *cutoff = s->m.cutoffs;
-    size_t capacity = moei_expert_choice_capacity(s), first, columns, c, n, found;
+    size_t capacity = moei_expert_choice_capacity(s, s->r->n_real), first, columns, c, n, found;
     moei_fill(cutoff, s->experts + 1, MOEI_R(0.0));
     if (s->r->n_real == 0) return;
     cutoff[s->experts] = MOEI_R(1.0);
@@ -5589,11 +5674,11 @@ static moe_status moei_select_affinity(moei_pass *s) {
 static moe_status moei_select_hash(moei_pass *s) {
     const moe_real *table = moei_tensor(s, MOE_ROUTER_TABLE);
     size_t t, i, k = (size_t)s->c->top_k;
+    moe_status status;
     for (t = 0; t < s->n; t++) {
         if (!moei_is_real(s->call, t)) continue;
-        if (s->call->token_ids[t] < 0 || s->call->token_ids[t] >= s->c->table_size)
-            return moei_error(s->call->error, MOE_ERR_ARGUMENT, "call.token_ids[%z] = %d: must be 0 to %d", t,
-                              (int)s->call->token_ids[t], s->c->table_size - 1);
+        status = moei_check_token_id(s, t);
+        if (status != MOE_OK) return status;
         for (i = 0; i < k; i++) {
             moe_real e = table[(size_t)s->call->token_ids[t] * k + i];
             if (!(e >= MOEI_R(0.0)) || !(e < (moe_real)s->experts) || e > (moe_real)(size_t)e ||
@@ -7243,6 +7328,26 @@ static moe_real moei_loss_selector_reach(moei_pass *s, moe_real factor, int back
     return moei_selector_loss(s, factor, 1);
 }
 
+/* Of a pair: ln(1 + e^v), less v if it was chosen. */
+static moe_real moei_loss_predictor(moei_pass *s, moe_real factor, int backward) {
+    const moe_real share = factor / (moe_real)s->r->n_real;
+    moe_real sum = MOEI_R(0.0);
+    size_t t, e, i, cell;
+    for (t = 0; t < s->n; t++) {
+        for (e = 0; e < s->experts && moei_is_real(s->call, t); e++) {
+            cell = t * s->experts + e;
+            sum += moei_softplus(s->r->predicted[cell]);
+            if (backward) s->m.d_student[cell] += share * moe_sigmoid(s->r->predicted[cell]);
+        }
+        for (i = 0; i < (size_t)s->r->n_choices[t]; i++) {
+            cell = t * s->experts + moei_chosen(s, t, i);
+            sum -= s->r->predicted[cell];
+            if (backward) s->m.d_student[cell] -= share;
+        }
+    }
+    return share * sum;
+}
+
 #define MOEI_LOSS_ROW(value, name, f, field) f,
 static moe_real (*const moei_losses[])(moei_pass *s, moe_real factor, int backward) = {MOE_LOSSES(MOEI_LOSS_ROW)};
 
@@ -7409,6 +7514,7 @@ static void moei_routing_advance(moe_routing *r, size_t first) {
     r->probabilities += cell;
     r->weights += cell;
     r->selected += cell;
+    if (r->predicted != NULL) r->predicted += cell;
     r->choices += choice;
     r->n_choices += first;
     r->kept += choice;
@@ -7449,7 +7555,8 @@ static moe_status moei_gather_tokens(const moei_pass *s, const moei_pass *own, m
     if (status == MOE_OK && MOEI_IS_NOISY(s)) status = moei_gather_from(call, status, row, NULL, s->m.clean_logits);
     if (status == MOE_OK && MOEI_IS_NOISY(s) && s->c->noise == MOE_NOISE_NOISY_TOPK)
         status = moei_gather_from(call, status, row, NULL, s->m.noise_raw);
-    if (status == MOE_OK && s->c->student) status = moei_gather_from(call, status, row, NULL, s->m.student_logits);
+    if (status == MOE_OK && MOEI_TEACHES(s->c))
+        status = moei_gather_from(call, status, row, NULL, s->m.student_logits);
     if (status == MOE_OK && s->m.selectors != NULL)
         status = moei_gather_from(call, status, 2 * sizeof(moe_real), NULL, s->m.selectors);
     if (status == MOE_OK && s->m.batch_teacher != NULL)
@@ -7493,6 +7600,7 @@ static moe_status moei_route_globally(const moei_pass *own_call, moe_status stat
         status = moei_missing(call, "distances", "that of other processes");
     s->r->u = own_r.u;
     s->r->clean_logits = own_r.clean_logits;
+    if (s->c->predictor) s->r->predicted = s->m.student_logits;
     status = moei_gather_tokens(s, &own, status, &delta);
     if (status != MOE_OK) return status;
     moei_route_gate(s, s->r->logits, s->r->gate);
@@ -7569,6 +7677,22 @@ moe_status moe_route(const moe_router *router, const moe_call *call, void *works
 /* ==== >>code_backward: moe_route_backward ===================================================== */
 
 #ifndef MOE_NO_TRAIN
+/* A predictor's loss does not reach what it reads. */
+static void moei_route_student_backward(moei_pass *s) {
+    moe_real *d_in = s->c->student_dim > 0 ? s->m.d_student_input : s->m.d_input;
+    moe_real *d_table = moei_gradient(s, MOE_ROUTER_STUDENT_EMBEDDING);
+    const moe_real *in;
+    size_t t, width;
+    const int weight = moei_student_weight(s, &in, &width);
+    if (s->c->student_dim > 0) memset(d_in, 0, s->n * width * sizeof *d_in);
+    moei_affine_backward(s->router->kernels, s->n, s->experts, width, in, moei_tensor(s, weight), s->m.d_student,
+                         s->c->predictor ? NULL : d_in, moei_gradient(s, weight), NULL);
+    for (t = 0; t < s->n && s->c->student_dim > 0 && d_table != NULL; t++)
+        if (moei_is_real(s->call, t))
+            moe_axpy(s->router->kernels, width, MOEI_R(1.0), d_in + t * width,
+                     d_table + (size_t)s->call->token_ids[t] * width);
+}
+
 /* The backward pass of the call's own tokens, from the gradients of the plan's assignments and of
    the losses. */
 static moe_status moei_route_tokens_backward(moei_pass *s, moe_real *dx) {
@@ -7579,9 +7703,7 @@ static moe_status moei_route_tokens_backward(moei_pass *s, moe_real *dx) {
     moei_route_noise_backward(s);
     moei_route_residual_backward(s);
     moei_scores[s->c->score].backward(s);
-    if (s->m.d_student != NULL && !s->frozen)
-        moei_affine_backward(s->router->kernels, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_STUDENT),
-                             s->m.d_student, s->m.d_input, moei_gradient(s, MOE_ROUTER_STUDENT), NULL);
+    if (s->m.d_student != NULL && !s->frozen) moei_route_student_backward(s);
     moei_route_input_backward(s, dx);
     return s->status;
 }
@@ -7965,6 +8087,16 @@ static void moei_metrics_add_choices(moe_metrics *m, size_t real_experts, const 
     for (i = 0; i < count; i++) m->classes[(size_t)choices[i] * m->n_classes + (size_t)label] += 1.0;
 }
 
+/* Of the pairs of a token: those chosen and predicted, and those neither. */
+static void moei_metrics_add_predicted(moe_metrics *m, const moe_routing *r, size_t t) {
+    const moe_real *v = r->predicted + t * m->n_experts;
+    const int32_t *choices = r->choices + t * r->max_choices;
+    size_t i;
+    for (i = 0; i < m->n_experts; i++) m->n_agreed += v[i] > MOEI_R(0.0) ? 0.0 : 1.0;
+    for (i = 0; i < (size_t)r->n_choices[t]; i++) m->n_agreed += v[choices[i]] > MOEI_R(0.0) ? 1.0 : -1.0;
+    m->n_predicted += (double)m->n_experts;
+}
+
 moe_status moe_metrics_add(moe_metrics *metrics, const moe_routing *routing, const unsigned char *mask,
                            const int32_t *classes) {
     moe_metrics *m = metrics;
@@ -7982,6 +8114,7 @@ moe_status moe_metrics_add(moe_metrics *metrics, const moe_routing *routing, con
         moei_metrics_add_gate(m, r->logits + t * m->n_experts, r->probabilities + t * m->n_experts);
         moei_metrics_add_choices(m, r->real_experts, r->choices + t * r->max_choices, (size_t)r->n_choices[t],
                                  classes != NULL ? classes[t] : -1);
+        if (r->predicted != NULL) moei_metrics_add_predicted(m, r, t);
     }
     for (e = 0; e < m->n_experts; e++) {
         m->importance[e] += m->row[e];
@@ -8149,6 +8282,7 @@ moe_status moe_metrics_report(moe_metrics *metrics, moe_report *report) {
     report->dropped_share = moei_share(metrics->n_dropped, metrics->n_assignments);
     report->experts_per_token = moei_share(metrics->n_assignments, metrics->n_tokens);
     report->real_experts_per_token = moei_share(metrics->n_real_assignments, metrics->n_tokens);
+    report->predictor_agreement = moei_share(metrics->n_agreed, metrics->n_predicted);
     moei_report_gate(metrics, report);
     moei_report_load(metrics, report);
     moei_report_classes(metrics, report);

@@ -131,7 +131,7 @@ static const variant variants[] = {
      "acmoe_running from the second layer on"},
     {"acmoe_only_2", "acmoe", "ac_mode=running router_bias=1", ".x.", "smoe", "",
      "acmoe_running in the second layer alone"},
-    {"stablemoe", "stablemoe", "freeze_at=@half_steps", ALL, "", "stablemoe, frozen after half of the steps"},
+    {"stablemoe", "stablemoe", "freeze_at=@half_steps table_size=@ids", ALL, "", "stablemoe, frozen after half of the steps"},
     {"hash", "hash", "table_size=@ids", ALL, "", "experts by a table of token ids"},
     {"soft_moe", "soft_moe", "soft_sequences=@batch", ALL, "", "soft mixtures of tokens"},
     {"locmoe_plus_all", "locmoe_plus", "affinity_sum_auto=0 affinity_mass=1", ALL,

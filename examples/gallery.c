@@ -469,7 +469,7 @@ static moe_status put_preset(moe_stream *stream, const moe_preset *p, const char
     moe_status status = moe_layer_preset(p->name, &c, &error), decodes;
     if (status != MOE_OK) return status;
     c.router.d_model = 512;
-    if (c.router.select == MOE_SELECT_HASH) c.router.table_size = 32000;
+    if (c.router.select == MOE_SELECT_HASH || c.router.student_dim > 0) c.router.table_size = 32000;
     if (*why == '\0') {
         sprintf(text, "| <img src=\"%s.svg\" width=\"180\" alt=\"regions of %s\"> | ", p->name, p->name);
         status = put(stream, text);

@@ -359,7 +359,7 @@ static void configure(const method *m, moe_layer_config *c) {
     r->n_experts = (int)set.experts;
     if (set.top_k > 0) r->top_k = (int)set.top_k;
     if (r->top_k > r->n_experts) r->top_k = r->n_experts;
-    if (r->select == MOE_SELECT_HASH) r->table_size = vocabulary.size;
+    if (r->select == MOE_SELECT_HASH || r->student_dim > 0) r->table_size = vocabulary.size;
     if (set.locality > 0) r->loss_locality = (moe_real)set.locality;
     must(moe_fields_apply(moe_layer_fields(), c, m->fields, &error), "fields of the layers", &error);
     must(moe_fields_apply(moe_layer_fields(), c, set.fields, &error), "--set", &error);

@@ -105,8 +105,9 @@ static const row rows[] = {
      "{threshold_fallback}"},
     {"select", "positive", "S = all with p_e > 0; may be empty"},
     {"select", "expert_choice",
-     "every expert takes the C tokens with its largest {expert_choice_score}, C = max(1, "
+     "every expert takes the C tokens{expert_choice_scope} with its largest {expert_choice_score}, C = max(1, "
      "round({capacity_factor} N / E))"},
+    {"predictor", "", "in decoding experts take a token if q_e > 1/2, q_e = sigmoid(V_e . u), V learned"},
     {"select", "affinity",
      "S = the expert with the largest z, if it keeps the token; it keeps the best, up to "
      "{affinity_sum_auto?{affinity_sum_auto} of the first call's mean sum for}"
@@ -178,7 +179,8 @@ static const row rows[] = {
     {"loss_selector_reach", "",
      "{loss_selector_reach} mean over tokens of the sum over codes of 1/(their mass on experts that exist)"},
     {"loss_distill", "",
-     "{loss_distill} {distill}, q = softmax({student!z}{student?V u}), teacher = {student!the caller's}{student?z}"},
+     "{loss_distill} {distill}, q = softmax({student!z}{student?V }{student_dim!{student?u}}{student_dim?h}), teacher = {student!the caller's}{student?z}"},
+    {"loss_predictor", "", "{loss_predictor} mean over tokens of the cross-entropy of q to S; reaches V alone"},
     {"expert_temperature", "",
      "the experts learn from p at T = {expert_temperature}, the gate from p at T = {gate_temperature}"},
     {"", "state", "no schedule"},
@@ -200,7 +202,9 @@ static const row rows[] = {
     {"switch_at", "", "before step {switch_at}: {switch_from}"},
     {"switch_share", "", "in the first {switch_share} of the steps: {switch_from}"},
     {"freeze_at", "",
-     "from step {freeze_at} on the router is fixed{student?; its student V chooses: S = the {top_k} largest V u}"},
+     "from step {freeze_at} on the router is fixed{student?; its student V chooses: S = the {top_k} largest V }"
+     "{student_dim!{student?u}}{student_dim?h, h one of {table_size} learned vectors of {student_dim} numbers, that of "
+     "the token's id}"},
     {"capacity_rho", "", "C is averaged over calls: {capacity_rho} C + (1 - {capacity_rho}) C of the call"},
     {"", "experts", ""},
     {"expert", "swiglu",
@@ -468,7 +472,7 @@ static moe_status configure(const char *name, int shown, moe_layer_config *c, mo
     if (status != MOE_OK) return status;
     r->d_model = shown ? WIDTH : D_MODEL;
     c->d_ff = shown ? HIDDEN : D_FF;
-    if (r->select == MOE_SELECT_HASH) r->table_size = shown ? IDS : 32000;
+    if (r->select == MOE_SELECT_HASH || r->student_dim > 0) r->table_size = shown ? IDS : 32000;
     if (!shown) return moe_layer_check(c, c, error);
     r->n_experts = EXPERTS;
     r->n_zero = r->n_zero > 0;
@@ -1006,7 +1010,7 @@ static void show_all(const char *name, const moe_layer *layer, const moe_call *c
     printf("%s: ", name);
     wrap(moe_preset_find(name)->formula, strlen(name) + 2, 2);
     printf("Token %lu of 0 to %d", token, (int)r->n_tokens - 1);
-    if (layer->config.router.select == MOE_SELECT_HASH) printf(", id %d", (int)call->token_ids[token]);
+    if (layer->config.router.table_size > 0) printf(", id %d", (int)call->token_ids[token]);
     printf(": %s. A training call; width %d, %d experts.\n", why, WIDTH, EXPERTS);
     printf("Made up are tokens, tensors, state, attention, the layer before, token ids and a teacher.\n\n");
     printf("%18d%8d%8d%8d   feature (x, u, y) or expert (all else)\n", 0, 1, 2, 3);

@@ -361,7 +361,7 @@ static moe_status configure(moe_layer_config *c, size_t vocabulary, moe_error *e
     r->n_experts = (int)set.experts;
     if (set.top_k > 0) r->top_k = (int)set.top_k;
     else if (r->top_k > 2) r->top_k = 2;
-    if (r->select == MOE_SELECT_HASH) r->table_size = (int)vocabulary;
+    if (r->select == MOE_SELECT_HASH || r->student_dim > 0) r->table_size = (int)vocabulary;
     c->d_ff = (int)(set.d_ff > 0 ? set.d_ff : 2 * set.width);
     return MOE_OK;
 }

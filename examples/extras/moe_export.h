@@ -2923,6 +2923,7 @@ static const char *moei_float_obstacle(const moe_net *net, size_t i) {
     if (c->select == MOE_SELECT_GIVEN) return "select = given: a model receives no recorded choices";
     if (net->d_in > 0 && (c->select == MOE_SELECT_HASH || (switches && c->switch_from == MOE_SELECT_HASH)))
         return "select = hash: a model with d_in > 0 receives no token ids";
+    if (net->d_in > 0 && c->student_dim > 0) return "student_dim: a model with d_in > 0 receives no token ids";
     if (c->refine == MOE_REFINE_ATTENTION && moei_attention_read(net, i) == i)
         return "refine = attention: there is no attention before it in the network";
     return NULL;

@@ -104,8 +104,8 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
     M(s, lower_entropy_only) M(s, causal) M(s, heads) M(s, attention_heads) M(s, attention_head) M(s, attention_sigma) \
     M(s, attention_u) M(s, select) M(s, selection_bias) M(s, groups) M(s, groups_kept) M(s, group_score) \
     M(s, custom_batch) M(s, custom_parameters) M(s, top_p) M(s, threshold) M(s, threshold_learned) \
-    M(s, threshold_sigmoid) M(s, threshold_fallback) M(s, expert_choice_score) M(s, threshold_rho) M(s, affinity_mass) \
-    M(s, affinity_sum) M(s, affinity_sum_auto) M(s, capacity) M(s, table_size) M(s, sample_at) M(s, sample_scope) \
+    M(s, threshold_sigmoid) M(s, threshold_fallback) M(s, expert_choice_score) M(s, expert_choice_scope) \
+    M(s, predictor) M(s, threshold_rho) M(s, affinity_mass) M(s, affinity_sum) M(s, affinity_sum_auto) M(s, capacity) M(s, table_size) M(s, sample_at) M(s, sample_scope) \
     M(s, sample_seed) M(s, expert_dropout) M(s, expert_dropout_scope) M(s, slots) M(s, soft_normalise) \
     M(s, soft_sequences) M(s, weight) M(s, weight_p) M(s, weight_over) M(s, sparsemixer_eps) M(s, sparsemixer_sample) \
     M(s, expert_scale) M(s, scale) M(s, apply_to) M(s, capacity_factor) M(s, capacity_factor_eval) M(s, drop_capacity) \
@@ -115,7 +115,7 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
     M(s, loss_similarity_same) M(s, loss_similarity_diff) M(s, loss_locality) M(s, nodes) M(s, loss_l1) \
     M(s, loss_load) M(s, loss_orthogonal) M(s, loss_diversity) M(s, loss_simplicity) M(s, loss_stable_balance) \
     M(s, loss_selector_entropy) M(s, loss_selector_reach) M(s, loss_distill) M(s, distill) M(s, student) \
-    M(s, expert_temperature) M(s, bias_rate) M(s, bias_rule) M(s, bias_real) M(s, bias_centre) M(s, bias_kappa) \
+    M(s, student_dim) M(s, loss_predictor) M(s, expert_temperature) M(s, bias_rate) M(s, bias_rule) M(s, bias_real) M(s, bias_centre) M(s, bias_kappa) \
     M(s, bias_beta) M(s, l1_controller) M(s, schedule_steps) M(s, k_end) M(s, tau_schedule) M(s, tau_end) \
     M(s, freeze_at) M(s, switch_at) M(s, switch_share) M(s, switch_from) M(s, untrained) M(s, preset)
 #define MOEI_OF_moe_preset(M, s) M(s, name) M(s, aliases) M(s, source) M(s, formula) M(s, router) M(s, layer)
@@ -133,19 +133,20 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
 #define MOEI_OF_moe_assignment(M, s) M(s, token) M(s, choice) M(s, weight_in) M(s, weight_out)
 #define MOEI_OF_moe_dispatch_plan(M, s) M(s, n_tokens) M(s, n_experts) M(s, offsets) M(s, assignments) M(s, rows)
 #define MOEI_OF_moe_routing(M, s) M(s, n_tokens) M(s, n_experts) M(s, first) M(s, n_real) M(s, real_experts) M(s, u) \
-    M(s, clean_logits) M(s, logits) M(s, gate) M(s, probabilities) M(s, choices) M(s, n_choices) M(s, kept) \
-    M(s, max_choices) M(s, choice_weights) M(s, weights) M(s, selected) M(s, counts) M(s, first_counts) \
+    M(s, clean_logits) M(s, predicted) M(s, logits) M(s, gate) M(s, probabilities) M(s, choices) M(s, n_choices) \
+    M(s, kept) M(s, max_choices) M(s, choice_weights) M(s, weights) M(s, selected) M(s, counts) M(s, first_counts) \
     M(s, n_dropped) M(s, capacity) M(s, capacity_zero) M(s, capacity_bound) M(s, capacity_clamped) M(s, top_k) \
     M(s, plan) M(s, loss) M(s, bound_now) M(s, affinity_now) M(s, d_weight_in) M(s, d_weight_out) M(s, memory)
 #define MOEI_OF_moe_custom(M, s) M(s, ctx) M(s, score) M(s, score_backward) M(s, select) M(s, n_parameters)
 #define MOEI_OF_moe_router(M, s) M(s, config) M(s, custom) M(s, kernels) M(s, present) M(s, parts) M(s, tensors)
 #define MOEI_OF_moe_metrics(M, s) M(s, n_experts) M(s, n_classes) M(s, n_calls) M(s, n_tokens) M(s, n_routed) \
-    M(s, n_assignments) M(s, n_real_assignments) M(s, n_dropped) M(s, entropy) M(s, entropy_normalized) \
-    M(s, entropy_calls) M(s, n_classified) M(s, choices) M(s, choices_squared) M(s, load) M(s, first) M(s, kept) \
-    M(s, importance) M(s, logits) M(s, mean_gate) M(s, mean_logit) M(s, row) M(s, classes) M(s, first_classes)
+    M(s, n_assignments) M(s, n_real_assignments) M(s, n_predicted) M(s, n_agreed) M(s, n_dropped) M(s, entropy) \
+    M(s, entropy_normalized) M(s, entropy_calls) M(s, n_classified) M(s, choices) M(s, choices_squared) M(s, load) \
+    M(s, first) M(s, kept) M(s, importance) M(s, logits) M(s, mean_gate) M(s, mean_logit) M(s, row) M(s, classes) M(s, first_classes)
 #define MOEI_OF_moe_report(M, s) M(s, n_experts) M(s, n_classes) M(s, n_calls) M(s, n_tokens) M(s, n_assignments) \
-    M(s, n_dropped) M(s, dropped_share) M(s, experts_per_token) M(s, real_experts_per_token) M(s, gate_entropy) \
-    M(s, usage_entropy) M(s, usage_entropy_calls) M(s, confidence_entropy) M(s, importance_cv2) M(s, load_entropy) \
+    M(s, n_dropped) M(s, dropped_share) M(s, experts_per_token) M(s, real_experts_per_token) \
+    M(s, predictor_agreement) M(s, gate_entropy) M(s, usage_entropy) M(s, usage_entropy_calls) M(s, confidence_entropy) \
+    M(s, importance_cv2) M(s, load_entropy) \
     M(s, load_balance_score) M(s, load_cv2) M(s, load_max_over_mean) M(s, load_max_minus_min) M(s, capacity_use) \
     M(s, first_share_max) M(s, trivial_gate) M(s, n_classified) M(s, information) M(s, information_chance) \
     M(s, information_first) M(s, information_first_chance) M(s, classes) M(s, first_classes) M(s, load) M(s, first) \

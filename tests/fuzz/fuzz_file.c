@@ -1069,7 +1069,7 @@ static moe_layer_config random_layer(maker *m, int d) {
     (void)moe_layer_preset(below(m, 16) == 0 ? "hash" : moe_presets()[below(m, presets)].name, &config, NULL);
     config.router.d_model = d;
     config.d_ff = 1 + (int)below(m, 5);
-    if (config.router.table_size > 0 || config.router.select == MOE_SELECT_HASH) config.router.table_size = 3;
+    if (config.router.student_dim > 0 || config.router.select == MOE_SELECT_HASH) config.router.table_size = 3;
     if (config.router.n_experts > 8) config.router.n_experts = 8;
     for (good = config, k = (int)below(m, 12); k > 0; k--) {
         const moe_field *f = random_field(m);

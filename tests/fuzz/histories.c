@@ -102,7 +102,7 @@ static void draw_mixture(moe_rng *rng, int width, moe_layer_config *c) {
     if (moe_rng_below(rng, 3) > 0) (void)moe_layer_preset(presets[moe_rng_below(rng, n)].name, c, NULL);
     c->router.d_model = width;
     c->d_ff = 1 + (int)moe_rng_below(rng, 12);
-    if (c->router.select == MOE_SELECT_HASH) c->router.table_size = IDS;
+    if (c->router.select == MOE_SELECT_HASH || c->router.student_dim > 0) c->router.table_size = IDS;
     smaller = *c;
     smaller.router.n_experts = 2 + (int)moe_rng_below(rng, 6);
     if (moe_layer_check(&smaller, NULL, NULL) == MOE_OK) *c = smaller;

@@ -67,9 +67,10 @@ static const row rows[] = {
     {"preset similarity_gate", UINT64_C(0xd8d8a8e2dc39b34b),
      "loss_similarity_same=0.01 loss_similarity_diff=0.1"},
     {"preset expert_choice", UINT64_C(0xfb4842b6d3b4a3d7), NULL},
+    {"preset mixture_of_depths", UINT64_C(0x9f259a6b89fe01d7), NULL},
     {"preset hash", UINT64_C(0x562ac7a7f5677064), NULL},
     {"preset base", UINT64_C(0xeabbe6f7363fc15a), NULL},
-    {"preset stablemoe", UINT64_C(0x12389f7dda6f0299), "loss_stable_balance=0 loss_balance=0.01"},
+    {"preset stablemoe", UINT64_C(0x12389f7dda6f0299), "loss_stable_balance=0 loss_balance=0.01 student_dim=0"},
     {"preset dselect_k", UINT64_C(0x380e7811134fc784), "loss_selector_entropy=0 loss_entropy=0.001"},
     {"preset thor", UINT64_C(0x2c26b0a8b0c199ac), "sample_at=training sample_scope=token"},
     {"preset sinkhorn", UINT64_C(0x874d57deac9a43f3), NULL},
@@ -236,7 +237,7 @@ static int run_preset(const char *name) {
     few_experts(&c.router);
     c.kernels = MOE_KERNELS_C;
     c.router.untrained = 1;
-    if (c.router.select == MOE_SELECT_HASH) c.router.table_size = 10;
+    if (c.router.select == MOE_SELECT_HASH || c.router.student_dim > 0) c.router.table_size = 10;
     if (c.router.select == MOE_SELECT_SOFT) c.router.soft_sequences = 2;
     if (c.router.score == MOE_SCORE_ATTENTIVE && c.router.router_hidden > 0) c.d_ff = c.router.router_hidden;
     if (c.router.top_k > 4) c.router.top_k = 4;

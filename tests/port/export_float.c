@@ -171,7 +171,7 @@ static int make(size_t i, moe_net *net, char *name, char *about) {
         if (c.router.groups > 4) c.router.groups = 4;
         if (c.router.groups_kept > 2) c.router.groups_kept = 2;
         if (c.router.top_k > 6) c.router.top_k = 6;
-        if (c.router.select == MOE_SELECT_HASH) c.router.table_size = 20;
+        if (c.router.select == MOE_SELECT_HASH || c.router.student_dim > 0) c.router.table_size = 20;
         if (c.router.input == MOE_INPUT_ADAPTIVE_CLUSTERING) c.router.ac_mode = MOE_AC_RUNNING;
         if (c.router.refine == MOE_REFINE_ATTENTION && c.router.attention_heads == MOE_HEADS_MIN_ENTROPY)
             c.router.attention_heads = MOE_HEADS_ALL;

@@ -468,7 +468,7 @@ static void test_preset(const char *name) {
         c.groups_kept = 2;
         c.top_k = 3;
     }
-    if (c.select == MOE_SELECT_HASH) c.table_size = 31;
+    if (c.select == MOE_SELECT_HASH || c.student_dim > 0) c.table_size = 31;
     if (!CHECK_STATUS(moe_router_init(&r, &c, moe_kernels_select(MOE_KERNELS_AUTO), &error), wanted(kept_router(&c))))
         return;
     router_tensors(&r);

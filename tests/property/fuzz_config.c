@@ -393,7 +393,7 @@ static const char *draw_preset(fuzz *f) {
 /* A width, and what a preset leaves open: token ids, a width that the experts divide. */
 static void complete(fuzz *f, moe_router_config *c, int width) {
     c->d_model = width > 0 ? width : 1 + (int)draw(f, one_in(f, 10) ? 130 : 24);
-    if (c->select == MOE_SELECT_HASH) c->table_size = 1 + (int)draw(f, 30);
+    if (c->select == MOE_SELECT_HASH || c->student_dim > 0) c->table_size = 1 + (int)draw(f, 30);
     if (c->score == MOE_SCORE_GRAP && width > 0) c->n_experts = width;
     else if (c->score == MOE_SCORE_GRAP) c->d_model = (c->n_experts > 0 ? c->n_experts : 8) * (1 + (int)draw(f, 3));
 }

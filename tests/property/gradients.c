@@ -405,6 +405,7 @@ typedef struct layer_case {
     double *attention[3], *d_attention[3];
     size_t attention_count[3];
     double *logits;        /* those of the start: what a student learns from */
+    double *u;             /* that of the start: what a predictor reads */
     /* a loss that reads the experts one by one: its coefficients of outputs and weights; NULL: L
        reads y */
     double *on_entries[2];
@@ -606,12 +607,45 @@ static void note_layer(layer_case *c) {
 
 /* ---- L of a layer ---- */
 
+/* The logit of a student or predictor; what a predictor reads is a constant for it. */
+static double student_logit(const layer_case *c, size_t t, size_t e) {
+    const moe_router_config *r = &c->layer.config.router;
+    const size_t width = (size_t)(r->student_dim > 0 ? r->student_dim : r->d_model);
+    const double *in = (r->predictor ? c->u : c->pass.routing.u) + t * (size_t)r->d_model;
+    const double *row = c->layer.tensors[r->predictor ? MOE_ROUTER_PREDICTOR : MOE_ROUTER_STUDENT];
+    double v = 0.0;
+    size_t q;
+    if (r->student_dim > 0) {
+        in = c->layer.tensors[MOE_ROUTER_STUDENT_EMBEDDING] + (size_t)c->token_ids[t] * width;
+        row = c->layer.tensors[MOE_ROUTER_STUDENT_WEIGHT];
+    }
+    for (q = 0; q < width; q++) v += row[e * width + q] * in[q];
+    return v;
+}
+
+/* The predictor's cross-entropy to the choices. */
+static double surprise_from_start(const layer_case *c) {
+    const moe_routing *r = &c->pass.routing;
+    double sum = 0.0;
+    size_t t, e, i, real = 0;
+    for (t = 0; t < c->call.n_tokens; t++) {
+        if (!is_real(c, t)) continue;
+        real++;
+        for (e = 0; e < r->n_experts; e++) {
+            double v = student_logit(c, t, e);
+            int chosen = 0;
+            for (i = 0; i < (size_t)r->n_choices[t]; i++) chosen |= r->choices[t * r->max_choices + i] == (int32_t)e;
+            sum += log1p(exp(chosen ? -v : v));
+        }
+    }
+    return real > 0 ? c->layer.config.router.loss_predictor * sum / (double)real : 0.0;
+}
+
 /* The distance of a student from the teacher at the start, which is a constant for it: L must not
    see it move. */
 static double distance_from_start(const layer_case *c) {
     const moe_router_config *r = &c->layer.config.router;
-    const double *student = c->layer.tensors[MOE_ROUTER_STUDENT], *u = c->pass.routing.u;
-    size_t experts = (size_t)r->n_experts, d = (size_t)r->d_model, t, e, q;
+    size_t experts = (size_t)r->n_experts, t, e;
     size_t real = 0, best;
     double sum = 0.0, v[64], own, theirs;
     for (t = 0; t < c->call.n_tokens; t++) {
@@ -620,7 +654,7 @@ static double distance_from_start(const layer_case *c) {
         if (!is_real(c, t)) continue;
         real++;
         for (e = 0, best = 0; e < experts; e++) {
-            for (q = 0, v[e] = 0.0; q < d; q++) v[e] += student[e * d + q] * u[t * d + q];
+            v[e] = student_logit(c, t, e);
             if (teacher[e] > teacher[best]) best = e;
         }
         own = moe_log_sum_exp(experts, v);
@@ -670,9 +704,9 @@ static double evaluate_layer(void *ctx) {
     else
         for (i = 0; i < c->call.n_tokens * (size_t)c->layer.config.d_out; i++) sum += c->y[i] * c->dy[i];
     for (loss = 0; loss < MOE_LOSS_COUNT; loss++)
-        sum += loss == MOE_LOSS_DISTILL && r->student && !is_frozen(r) && c->logits != NULL
-                   ? distance_from_start(c)
-                   : c->pass.routing.loss[loss];
+        sum += loss == MOE_LOSS_DISTILL && r->student && !is_frozen(r) && c->logits != NULL ? distance_from_start(c)
+               : loss == MOE_LOSS_PREDICTOR && !is_frozen(r) && c->u != NULL ? surprise_from_start(c)
+                                                                           : c->pass.routing.loss[loss];
     for (i = 0; c->on_logits != NULL && i < c->call.n_tokens * (size_t)r->n_experts; i++)
         if (is_real(c, i / (size_t)r->n_experts)) sum += c->on_logits[i] * c->pass.routing.clean_logits[i];
     note_layer(c);
@@ -844,7 +878,7 @@ static void supply(layer_case *c, int with) {
     c->layer.router.custom.n_parameters = (size_t)r->custom_parameters;
     if (r->select == MOE_SELECT_GIVEN || with & WITH_GIVEN)
         c->call.given = c->given = draw_given(n, most_choices(r), experts);
-    if (r->select == MOE_SELECT_HASH) c->call.token_ids = c->token_ids = draw_integers(n, r->table_size);
+    if (r->table_size > 0) c->call.token_ids = c->token_ids = draw_integers(n, r->table_size);
     if (r->noise != MOE_NOISE_NONE && chance(50)) c->call.noise = c->noise = normals(n * experts, 0.5);
     if (r->input == MOE_INPUT_JITTER && chance(50)) {
         c->call.jitter = c->jitter = normals(n * d, 0.1);
@@ -956,6 +990,7 @@ static void end_layer(layer_case *c) {
     free(c->expert_machine);
     free(c->teacher);
     free(c->logits);
+    free(c->u);
     free(c->mask);
     free(c->work);
     free(c->own.weight);
@@ -1001,6 +1036,13 @@ static void layer_backward(layer_case *c) {
         free(d_weights);
     } else c->status = moe_layer_backward(&c->layer, c->dy, c->dx, d_router_x, &c->pass);
     shift_gradients(c, -START);
+    if (r->predictor) {
+        free(c->u);
+        c->u = normals(c->call.n_tokens * (size_t)r->d_model, 0.0);
+        memcpy(c->u, c->pass.routing.u, c->call.n_tokens * (size_t)r->d_model * sizeof(double));
+        if (!is_frozen(r) && !(fabs(surprise_from_start(c) - c->pass.routing.loss[MOE_LOSS_PREDICTOR]) < 1e-12))
+            c->status = MOE_ERR_NONFINITE;
+    }
     if (!r->student) return;
     free(c->logits);
     c->logits = normals(count, 0.0);
@@ -1284,7 +1326,7 @@ static void fit(moe_layer_config *c) {
         c->router.router_hidden = 3;
         c->router.router_act = MOE_ACT_TANH;
     }
-    if (c->router.select == MOE_SELECT_HASH) c->router.table_size = 5;
+    if (c->router.select == MOE_SELECT_HASH || c->router.student_dim > 0) c->router.table_size = 5;
     if (c->router.select == MOE_SELECT_GROUPED_TOP_K) {
         c->router.n_experts = 4;
         c->router.groups = 2;
@@ -1583,6 +1625,11 @@ static void set_loss(moe_router_config *r, int loss, double factor) {
     switch (loss) {
     case MOE_LOSS_BALANCE:
         r->loss_balance = factor;
+        break;
+    case MOE_LOSS_PREDICTOR:
+        r->loss_predictor = factor;
+        r->predictor = 1;
+        r->select = MOE_SELECT_EXPERT_CHOICE;
         break;
     case MOE_LOSS_Z:
         r->loss_z = factor;
@@ -2169,6 +2216,10 @@ static const option_row option_rows[] = {
     {"loss_distill", "0.6", "", 0},
     {"distill", "ce_hard ce_soft mse", "loss_distill=0.6", 0},
     {"student", "1", "loss_distill=0.6 freeze_at=5", 0},
+    {"student_dim", "3", "loss_distill=0.6 freeze_at=5 student=1 table_size=5", 0},
+    {"predictor", "1", "select=expert_choice loss_predictor=0.4", 0},
+    {"loss_predictor", "0.3", "select=expert_choice predictor=1", 0},
+    {"expert_choice_scope", "batch sequences", "select=expert_choice", 0},
     {"expert_temperature", "2", "", 0},
     {"bias_rate", "0.1", "selection_bias=1", 0},
     {"bias_rule", "sign proportional smebu", "selection_bias=1 bias_rate=0.1", 0},
@@ -2447,7 +2498,6 @@ static void draw_selection(moe_router_config *r) {
         r->groups_kept = 1 + below(r->groups);
         r->group_score = below(2);
     }
-    if (r->select == MOE_SELECT_HASH) r->table_size = 4;
     r->top_p = 0.4 + 0.1 * below(5);
     r->threshold = 0.2 + 0.1 * below(3);
     r->threshold_fallback = below(3);
@@ -2476,6 +2526,13 @@ static void draw_selection(moe_router_config *r) {
         r->student = below(2);
     }
     if (r->student) r->freeze_at = 1 + below(3);
+    if (r->student && chance(40)) r->student_dim = 1 + below(4);
+    if (r->select == MOE_SELECT_HASH || r->student_dim > 0) r->table_size = 4;
+    if (r->select == MOE_SELECT_EXPERT_CHOICE) {
+        r->expert_choice_scope = below(2);
+        r->predictor = chance(50);
+    }
+    r->loss_predictor = r->predictor ? 0.4 : 0.0;
     draw_schedules(r);
 }
 

@@ -1200,7 +1200,7 @@ static moe_layer_config small_layer(void) {
 /* What a configuration with one unusual choice needs besides to be accepted. */
 static void complete(moe_layer_config *c) {
     moe_router_config *r = &c->router;
-    if (r->select == MOE_SELECT_HASH) r->table_size = 8;
+    if (r->select == MOE_SELECT_HASH || r->student_dim > 0) r->table_size = 8;
     if (r->select == MOE_SELECT_GROUPED_TOP_K) {
         r->groups = 4;
         r->groups_kept = 2;

@@ -1444,7 +1444,7 @@ static void reduce(moe_layer_config *c, int smooth) {
     if (r->groups > 4) r->groups = 4;
     if (r->groups_kept > 2) r->groups_kept = 2;
     if (r->cosine_dim > 4) r->cosine_dim = 4;
-    if (r->select == MOE_SELECT_HASH) r->table_size = WORDS;
+    if (r->select == MOE_SELECT_HASH || r->student_dim > 0) r->table_size = WORDS;
     if (r->select == MOE_SELECT_SOFT) r->soft_sequences = 5;
     if (!smooth) return;
     if (takes_act(c->expert)) c->act = MOE_ACT_GELU;

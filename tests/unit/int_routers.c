@@ -605,7 +605,7 @@ static void try_presets(int rounds, int quick) {
         moe_status status;
         pair q;
         CHECK(moe_router_preset(preset->name, &c, NULL) == MOE_OK, preset->name);
-        if (c.select == MOE_SELECT_HASH) c.table_size = 50;
+        if (c.select == MOE_SELECT_HASH || c.student_dim > 0) c.table_size = 50;
         c.loss_selector_entropy = 0; /* of a score that the pair replaces */
         status = pair_make(&q, &c, 12.0, 0.0, &error);
         CHECK(status == (is_listed(preset->name) ? MOE_OK : MOE_ERR_UNSUPPORTED), preset->name);

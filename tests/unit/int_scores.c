@@ -941,6 +941,7 @@ static void test_refusals(void) {
     refuses(&c, "swiglu_offset with norm_node = up");
     (void)moe_layer_preset("stablemoe", &c, NULL);
     c.router.freeze_at = 5;
+    c.router.table_size = 9;
     refuses(&c, "student");
 }
 

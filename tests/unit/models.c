@@ -470,7 +470,7 @@ static void random_router(moe_rng *rng, moe_router_config *r) {
         r->groups_kept = 2;
         r->top_k = 1 + one_of(rng, 4);
     }
-    if (r->select == MOE_SELECT_HASH) r->table_size = 9;
+    if (r->select == MOE_SELECT_HASH || r->student_dim > 0) r->table_size = 9;
     if (one_of(rng, 3) == 0) r->selection_bias = 1;
     if (one_of(rng, 3) == 0) r->expert_scale = 1;
     if (one_of(rng, 3) == 0) r->scale = (moe_real)1.7;
@@ -1735,6 +1735,7 @@ static void test_first_obstacle(void) {
     (void)moe_net_mixture(&net, &rms);
     CHECK(moe_layer_preset("stablemoe", &c, NULL) == MOE_OK);
     c.router.freeze_at = 5;
+    c.router.student_dim = 0;
     (void)moe_net_mixture(&net, &c);
     (void)moe_net_linear(&net, 65533);
     if (!CHECK_SAYS(moe_net_build(&net, 0, 1, &error), MOE_OK, "a net of obstacles", error)) return;

@@ -1651,7 +1651,7 @@ static void test_presets(void) {
         CHECK_STATUS(moe_layer_preset(preset->name, &c, &error), MOE_OK, "preset");
         c.router.d_model = WIDTH;
         c.d_ff = 8;
-        if (c.router.select == MOE_SELECT_HASH) c.router.table_size = 10;
+        if (c.router.select == MOE_SELECT_HASH || c.router.student_dim > 0) c.router.table_size = 10;
         CHECK_STATUS(add_preset(&net, WIDTH, &c), MOE_OK, "a preset's modules");
         status = moe_net_build(&net, 1, 1, &error);
         if (!CHECK_STATUS(status, MOE_OK, "a preset's net")) printf("        %s: %s\n", preset->name, error.message);

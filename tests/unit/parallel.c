@@ -286,7 +286,7 @@ static void test_presets(void) {
         if (c.router.n_experts == 0 || c.router.n_experts > 8) c.router.n_experts = 8;
         TEST_FEWER_EXPERTS(c.router);
         if (c.router.top_k > 8) c.router.top_k = 8;
-        if (c.router.select == MOE_SELECT_HASH) c.router.table_size = 8;
+        if (c.router.select == MOE_SELECT_HASH || c.router.student_dim > 0) c.router.table_size = 8;
         if (c.router.heads > 1) c.router.heads = 1;
         if (moe_router_check(&c.router, NULL, NULL) != MOE_OK || moe_router_check_training(&c.router, NULL) != MOE_OK)
             continue;

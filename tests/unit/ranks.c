@@ -1096,6 +1096,7 @@ static void weigh_losses(moe_layer *layer, const moe_router_config *c, moe_real 
     to->loss_stable_balance = c->loss_stable_balance * share;
     to->loss_selector_entropy = c->loss_selector_entropy * share;
     to->loss_selector_reach = c->loss_selector_reach * share;
+    to->loss_predictor = c->loss_predictor * share;
 }
 
 /* One rank's tokens in one process: forward, and in training backward. */
@@ -1793,7 +1794,7 @@ static void shrink(moe_layer_config *c, int ranks) {
         c->router.groups = experts == 8 ? 4 : 7;
         c->router.groups_kept = experts == 8 ? 2 : 4;
     }
-    if (c->router.select == MOE_SELECT_HASH) c->router.table_size = IDS;
+    if (c->router.select == MOE_SELECT_HASH || c->router.student_dim > 0) c->router.table_size = IDS;
     if (c->router.refine == MOE_REFINE_ATTENTION) c->router.heads = HEADS;
     if (c->router.select == MOE_SELECT_SOFT) c->router.soft_sequences = 3 * RANKS_MOST;
     c->router.untrained = 1;
@@ -2033,7 +2034,7 @@ static int draw_config(moe_layer_config *c, int ranks, char *text) {
             sprintf(text + strlen(text), " %s=%s", f->name, value);
     }
     if (c->router.refine == MOE_REFINE_ATTENTION) c->router.heads = HEADS;
-    if (c->router.select == MOE_SELECT_HASH) c->router.table_size = IDS;
+    if (c->router.select == MOE_SELECT_HASH || c->router.student_dim > 0) c->router.table_size = IDS;
     return moe_layer_check(c, c, &error) == MOE_OK;
 }
 

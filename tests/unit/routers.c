@@ -471,6 +471,14 @@ static void test_clashes(void) {
         {"capacity_bound=first select=expert_choice", "capacity_bound = first", "select = expert_choice"},
         {"capacity_rho=0.5 capacity_bound=first", "capacity_rho = 0.5", "capacity_bound = every"},
         {"student=1 loss_distill=1", "student = 1", "freeze_at"},
+        {"student_dim=3", "student_dim = 3", "student"},
+        {"student=1 loss_distill=1 freeze_at=3 student_dim=3", "student_dim = 3", "table_size"},
+        {"predictor=1 loss_predictor=1", "predictor = 1", "select = top_k"},
+        {"predictor=1 select=expert_choice", "predictor = 1", "loss_predictor"},
+        {"loss_predictor=1 select=expert_choice", "loss_predictor = 1", "predictor"},
+        {"predictor=1 loss_predictor=1 select=expert_choice student=1 freeze_at=3 loss_distill=1", "predictor = 1",
+         "student = 1"},
+        {"expert_choice_scope=sequences", "expert_choice_scope = sequences", "select = top_k"},
         {"student=1 freeze_at=9", "student = 1", "loss_distill"},
         {"student=1 freeze_at=9 loss_distill=1 select=soft", "student = 1", "select = soft"},
         {"student=1 freeze_at=9 loss_distill=1 weight=sparsemixer", "student = 1", "weight = sparsemixer"},
@@ -729,7 +737,7 @@ static void test_names(void) {
                                                        "usage_entropy", "similarity", "locality",   "l1",
                                                        "orthogonal",    "load",       "distill",    "diversity",
                                                        "simplicity",    "stable_balance", "selector_entropy",
-                                                       "selector_reach"};
+                                                       "selector_reach", "predictor"};
     enum { CAUSAL = MOE_TRAIT_CAUSAL, BATCH = MOE_TRAIT_NEEDS_BATCH };
     static const struct {
         const char *settings;
@@ -1323,7 +1331,7 @@ static void draw_state(moe_router_config *c) {
 }
 
 static void draw_selection(moe_router_config *c) {
-    if (c->select == MOE_SELECT_HASH) c->table_size = 5;
+    if (c->select == MOE_SELECT_HASH || c->student_dim > 0) c->table_size = 5;
     c->top_p = (moe_real)(0.2 * (1 + below(4)));
     c->threshold = (moe_real)(0.2 * below(4));
     c->threshold_fallback = below(3);
@@ -2207,7 +2215,7 @@ static void test_presets(void) {
         if (!CHECK(moe_router_preset(preset->name, &c, &error) == MOE_OK, preset->name)) continue;
         CHECK(c.d_model == 0, "the width is left to the caller");
         c.d_model = 16;
-        if (c.select == MOE_SELECT_HASH && c.table_size == 0) c.table_size = 5; /* a size, like d_model */
+        if ((c.select == MOE_SELECT_HASH || c.student_dim > 0) && c.table_size == 0) c.table_size = 5; /* a size, like d_model */
         CHECK(moe_router_check(&c, NULL, NULL) == MOE_OK, preset->name);
         CHECK(moe_router_check_training(&c, NULL) == MOE_OK, preset->name);
         if (c.n_experts > 8) c.n_experts = 8;

@@ -3491,7 +3491,7 @@ static int ahead_is_unseen(const moe_layer *layer, uint64_t seed, size_t last) {
     size_t t;
     int same = 1, own;
     text_start(&s, seed);
-    call = text_part(&s, 0, TN, 0);
+    call = text_part(&s, 0, TN, layer->config.router.predictor);
     run_start(&before, layer, &call);
     text_change(&s, last, seed + 100);
     run_start(&after, layer, &call);
@@ -3507,7 +3507,8 @@ static int ahead_is_unseen(const moe_layer *layer, uint64_t seed, size_t last) {
     return same;
 }
 
-/* Whether every token alone is what it is among the others. */
+/* Whether every token alone is what it is among the others; with a predictor among others that it
+   chooses from. */
 static int alone_is_the_same(const moe_layer *layer, uint64_t seed, int decoding) {
     text s;
     moe_call call;
@@ -3515,7 +3516,7 @@ static int alone_is_the_same(const moe_layer *layer, uint64_t seed, int decoding
     size_t t;
     int same = 1;
     text_start(&s, seed);
-    call = text_part(&s, 0, TN, 0);
+    call = text_part(&s, 0, TN, layer->config.router.predictor);
     run_start(&whole, layer, &call);
     for (t = 0; t < TN; t++) {
         call = text_part(&s, t, t + 1, decoding);
@@ -3536,10 +3537,10 @@ static void check_splits(const moe_layer *layer, uint64_t seed, const char *what
     size_t cut, t;
     int same = 1;
     text_start(&s, seed);
-    call = text_part(&s, 0, TN, 0);
+    call = text_part(&s, 0, TN, layer->config.router.predictor);
     run_start(&whole, layer, &call);
     for (cut = 0; cut <= TN; cut++) {
-        call = text_part(&s, 0, cut, 0);
+        call = text_part(&s, 0, cut, layer->config.router.predictor);
         run_start(&head, layer, &call);
         call = text_part(&s, cut, TN, 1);
         run_start(&tail, layer, &call);
@@ -3577,7 +3578,7 @@ static void shrink(moe_layer_config *c) {
         c->router.groups = 4;
         c->router.groups_kept = 2;
     }
-    if (c->router.select == MOE_SELECT_HASH) c->router.table_size = 11;
+    if (c->router.select == MOE_SELECT_HASH || c->router.student_dim > 0) c->router.table_size = 11;
     if (c->router.refine == MOE_REFINE_ATTENTION) c->router.heads = TH;
     if (c->router.switch_share > 0) c->router.schedule_steps = 10;
 }
