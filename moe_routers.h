@@ -2182,7 +2182,6 @@ static moe_status moei_state_clashes(const moe_router_config *c, moe_error *erro
         MOEI_RULE(custom_parameters, 0, score, MOEI_BIT(MOE_SCORE_CUSTOM), NULL),
         MOEI_RULE(predictor, 0, select, MOEI_BIT(MOE_SELECT_EXPERT_CHOICE), NULL),
         MOEI_RULE(predictor, 0, student, MOEI_BIT(0), "one router learns from this one"),
-        MOEI_RULE(predictor, 0, loss_predictor, 0, NULL),
         MOEI_RULE(loss_predictor, 0, predictor, 0, NULL),
         MOEI_RULE(student_dim, 0, student, 0, NULL),
         MOEI_RULE(student_dim, 0, table_size, 0, "the number of token ids"),

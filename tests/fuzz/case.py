@@ -45,6 +45,7 @@ DEFAULTS = dict(
     lower_entropy_only=0, causal=0, attention_heads="min_entropy", attention_head=0, attention_sigma=1.0,
     attention_u="input", select="top_k", groups=1, groups_kept=1, group_score="max", top_p=0.6, threshold=0.05,
     threshold_learned=0, threshold_sigmoid=0, threshold_fallback="always", expert_choice_score="p",
+    expert_choice_scope="batch", loss_predictor=0.0,
     affinity_mass=1.0, affinity_sum=0.0, capacity=0, capacity_min=1, slots=1, soft_normalise=0, weight="sum",
     weight_p=1.0, sparsemixer_eps=0.01, sparsemixer_sample=0, scale=1.0, apply_to="output", capacity_factor=0.0,
     drop_capacity=0, drop_factor=0.0, drop_factor_eval=0.0, drop_min=1, drop_order="position",

@@ -308,6 +308,9 @@ class Draw:
         if self.select == "expert_choice":
             self.put("capacity_factor", 0.5, 1.0, 1.5, 2.0)
             self.put("expert_choice_score", "p", "z")
+            self.put("expert_choice_scope", "batch", "sequences")
+            if self.chance(0.4):
+                self.normal("router.predictor", e, self.d)
         if self.select == "affinity":
             if self.chance(0.5):
                 self.put("affinity_sum", 0.3, 1.0, 2.5)
@@ -371,8 +374,9 @@ class Draw:
         losses += ["load"] if s.get("noise") in ("noisy_topk", "gaussian") else []
         losses += ["orthogonal"] if self.score in ("linear", "cosine") and self.d > 1 else []
         losses += ["distill"] if self.select != "given" else []
+        losses += ["predictor"] if "router.predictor" in self.shapes else []
         for name in losses:
-            if name not in self.WITHOUT and self.chance(0.15 if name != "load" else 0.5):
+            if name not in self.WITHOUT and self.chance(0.5 if name in ("load", "predictor") else 0.15):
                 self.put("loss." + name, 0.1, 0.5, 1.0)
         if "loss.balance" in s:
             self.put("balance_over", "pairs", "tokens", "first")

@@ -212,7 +212,7 @@ class Net:
 
 SWITCHES = {"router.bias": "router_bias", "router.temperature": "cosine_learn_tau",
             "router.selection_bias": "selection_bias", "router.expert_scale": "expert_scale",
-            "shared.sigmoid": "shared_sigmoid", "experts.gate_bias": "expert_bias"}
+            "shared.sigmoid": "shared_sigmoid", "experts.gate_bias": "expert_bias", "router.predictor": "predictor"}
 RENAMED = {"drop_factor": "capacity_factor", "drop_factor_eval": "capacity_factor_eval", "drop_min": "capacity_min",
            "shared": "d_shared"}
 NO_FIELDS = ("n_tokens", "case", "evaluation", "ties")

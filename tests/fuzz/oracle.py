@@ -20,8 +20,8 @@ import numpy as np
 
 sys.dont_write_bytecode = True  # the repository stays as it is
 from case import configure, read_case, write_case
-from tape import (ACTS, Var, absolute, assign, backward, clear, descending, entropy, exact_weights, length, lift, log,
-                  log_sum_exp, logistic, normal_cdf, ratio, relu, sigmoid, smooth_step, softmax, softplus, sqrt,
+from tape import (ACTS, Var, absolute, assign, backward, clear, constant, descending, entropy, exact_weights, length, lift,
+                  log, log_sum_exp, logistic, normal_cdf, ratio, relu, sigmoid, smooth_step, softmax, softplus, sqrt,
                   stack_columns, stack_rows, tanh, unit, where)
 
 # ---- the layer ----
@@ -400,7 +400,10 @@ class Layer:
             return self.select_threshold(hide(p.value))
         if c.select == "expert_choice":
             chosen_by = z.value if c.expert_choice_score == "z" else p.value
-            return self.first(hide(chosen_by).T, self.choice_capacity()).T
+            chosen = np.zeros(chosen_by.shape, bool)
+            for at in self.sequences if c.expert_choice_scope == "sequences" else [np.arange(self.n)]:
+                chosen[at] = self.first(hide(chosen_by)[at].T, self.choice_capacity(len(at))).T
+            return chosen
         if c.select == "grouped_each":
             return np.concatenate([self.first(part, c.top_k // c.groups)
                                    for part in np.split(hide(score), c.groups, 1)], 1)
@@ -422,11 +425,11 @@ class Layer:
             chosen[t, row[row >= 0]] = True
         return chosen
 
-    def choice_capacity(self):
+    def choice_capacity(self, n):
         c = self.c
-        exact = (c.capacity_factor or 1.0) * self.n / c.n_experts
+        exact = (c.capacity_factor or 1.0) * n / c.n_experts
         self.close(np.abs(exact + 0.5 - np.round(exact + 0.5)) or np.inf)
-        return min(max(1, math.floor(exact + 0.5)), self.n)
+        return min(max(1, math.floor(exact + 0.5)), n)
 
     def select_groups(self, score):
         c = self.c
@@ -682,6 +685,7 @@ class Layer:
             "stable_balance": lambda: self.loss_stable(z, chosen),
             "selector_entropy": lambda: sum(entropy(q).mean() for q in self.selectors),
             "selector_reach": self.loss_reach,
+            "predictor": lambda: self.loss_predictor(u, chosen),
         }
         found = {}
         for name, value in every.items():
@@ -788,6 +792,11 @@ class Layer:
         n = chosen.sum(0)
         mean = n.sum() / len(n)
         return (where(chosen, sigmoid(z), 0.0).sum(0) * ((n - mean) / mean)).sum() if mean > 0.0 else z.sum() * 0.0
+
+    def loss_predictor(self, u, chosen):
+        """14K: reaches the predictor alone"""
+        v = constant(u) @ self.leaf("router.predictor").T
+        return softplus(where(chosen, -v, v)).sum(-1).mean()
 
     def loss_reach(self):
         total = lift(0.0)

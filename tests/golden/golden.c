@@ -161,7 +161,6 @@ static const rule rules[] = {{"ac_lambda", "ac_lambda", NULL, NULL, NULL},
                              {"loss.selector_entropy", "loss_selector_entropy", NULL, NULL, "0"},
                              {"loss.selector_reach", "loss_selector_reach", NULL, NULL, "0"},
                              {"loss.predictor", "loss_predictor", NULL, NULL, "0"},
-                             {"predictor", "predictor", NULL, NULL, "0"},
                              {"expert_choice_scope", "expert_choice_scope", "select", "expert_choice", "batch"},
                              {"balance_over", "balance_over", "loss.balance", NULL, NULL},
                              {"importance_over", "importance_over", "loss.importance", NULL, NULL},
@@ -178,6 +177,7 @@ static const char *const tensor_switches[][2] = {{"router.bias", "router_bias"},
                                                  {"router.temperature", "cosine_learn_tau"},
                                                  {"router.selection_bias", "selection_bias"},
                                                  {"router.expert_scale", "expert_scale"},
+                                                 {"router.predictor", "predictor"},
                                                  {"shared.sigmoid", "shared_sigmoid"}};
 
 static const char *const inputs[] = {"x",
@@ -210,7 +210,7 @@ static const char *const parameters[] = {
     "experts.gate",       "experts.up",        "experts.down",        "experts.fc1.weight",    "experts.fc1.bias",
     "experts.fc2.weight", "experts.fc2.bias",  "experts.weight",      "experts.bias",          "experts.reduce",
     "experts.expand",     "shared.gate",       "shared.up",           "shared.down",           "shared.sigmoid",
-    "latent.in",          "latent.out"};
+    "latent.in",          "latent.out",        "router.predictor"};
 
 /* ---- a case ---- */
 
@@ -817,14 +817,19 @@ static double distance(const moe_real *got, const moe_real *want, size_t count) 
     return difference / (1e-6 + largest);
 }
 
-/* Decoding, where the router can: tokens one by one, each reading those before it. */
+/* Decoding, where the router can: tokens one by one, each reading those before it. A predictor
+   chooses only in decoding: then what they are in one call of it. */
 static void check_decoding(golden *g, const moe_layer *layer, const run *inferred) {
     const moe_router_config *c = &layer->config.router;
     size_t n = g->call.n_tokens, o = (size_t)layer->config.d_out, t;
     size_t first = 0, s = 0;
     moe_real *y = grab_reals(g, n * o);
-    run r;
+    moe_call together = g->call;
+    run r, chosen = *inferred;
     if (moe_router_check_decoding(c, NULL) != MOE_OK) return;
+    together.training = 0;
+    together.decoding = 1;
+    if (c->predictor && !forward(g, layer, &together, &chosen)) return;
     if (c->refine != MOE_REFINE_NONE && g->call.mask != NULL) return; /* a past has no padding */
     for (t = 0; t < n; t++) {
         moe_call one = token_call(g, layer, t);
@@ -835,7 +840,7 @@ static void check_decoding(golden *g, const moe_layer *layer, const run *inferre
         if (!forward(g, layer, &one, &r)) return;
         memcpy(y + t * o, r.y, o * sizeof(moe_real));
     }
-    if (!(distance(y, inferred->y, n * o) <= BOUND))
+    if (!(distance(y, chosen.y, n * o) <= BOUND))
         fail(g, "y of decoding is not y of the batch, kernels", g->kernels);
 }
 

@@ -474,7 +474,6 @@ static void test_clashes(void) {
         {"student_dim=3", "student_dim = 3", "student"},
         {"student=1 loss_distill=1 freeze_at=3 student_dim=3", "student_dim = 3", "table_size"},
         {"predictor=1 loss_predictor=1", "predictor = 1", "select = top_k"},
-        {"predictor=1 select=expert_choice", "predictor = 1", "loss_predictor"},
         {"loss_predictor=1 select=expert_choice", "loss_predictor = 1", "predictor"},
         {"predictor=1 loss_predictor=1 select=expert_choice student=1 freeze_at=3 loss_distill=1", "predictor = 1",
          "student = 1"},
