@@ -6,6 +6,7 @@
 #define MOE_IMPLEMENTATION
 #include "moe.h"
 #include <stdio.h>
+#include <string.h>
 
 enum { D = 2, E = 4, N = 512 };
 
@@ -64,7 +65,7 @@ static moe_status train(moe_net *net, const char *settings, const moe_data *data
     return moe_fit(net, data, NULL, &training, error);
 }
 
-int main(void) {
+int main(int argc, char *argv[]) {
     static moe_real x[N * D], target[N * D];
     static const char path[] = "own_router.safetensors";
     moe_net net[3] = {{0}};
@@ -73,6 +74,7 @@ int main(void) {
     moe_error error = {0};
     moe_rng rng = {7};
     int i, failed;
+    if (argc > 1) return puts("own_router: trains a router of one's own") < 0 || strcmp(argv[1], "-h") != 0;
     for (i = 0; i < N * D; i++) {
         x[i] = moe_rng_normal(&rng);
         target[i] = x[i] < 0 ? -x[i] : x[i]; /* linear in each quadrant */
