@@ -640,8 +640,8 @@ enum {
     /* omega mean_t sum_i 1 / max(sum_e q_tie, 1e-6): codes stay at experts that exist, where E is \
        not a power of 2 (Hazimeh et al. 2021) */ \
     X(MOE_LOSS_SELECTOR_REACH, "selector_reach", moei_loss_selector_reach, loss_selector_reach) \
-    /* w mean_t sum_e of the binary cross-entropy of sigmoid(predictor u) to what was chosen (Raposo \
-       et al. 2024) */ \
+    /* w mean_t sum_e of the cross-entropy of sigmoid(predictor u) to the choice (Raposo et al. \
+       2024) */ \
     X(MOE_LOSS_PREDICTOR, "predictor", moei_loss_predictor, loss_predictor)
 /* The distance from a teacher, which gets no gradient. */
 #define MOE_DISTILLS(X) \
@@ -817,7 +817,7 @@ enum { MOE_MAX_EXPERTS = sizeof(int) > 2 ? 65536 : 32767, MOE_MAX_WIDTH = sizeof
     /* Raposo et al. 2024, Mixture-of-depths: dynamically allocating compute in transformer-based \
        language models */ \
     FLAG(predictor, \
-        "a linear router.predictor learns what experts choose and decides in decoding, by sigmoid > 0.5") \
+        "a linear router.predictor learns what experts choose and decides in decoding") \
     REAL(threshold_rho, 0, 1e-6, 0.999999, "rho of expert_threshold, of the mean that its cutoffs are [0.99]") \
     REAL(affinity_mass, 1, 1e-6, 1, "fraction of an expert's affinity that it keeps") \
     REAL(affinity_sum, 0, 0, 1e9, "> 0: the sum itself, instead of affinity_mass") \
@@ -888,7 +888,7 @@ enum { MOE_MAX_EXPERTS = sizeof(int) > 2 ? 65536 : 32767, MOE_MAX_WIDTH = sizeof
         "a linear router router.student learns to choose as this one, and chooses from freeze_at on (StableMoE)") \
     INT(student_dim, 0, 1, MOE_MAX_WIDTH, \
         "> 0: it reads an embedding of the token id, this wide, instead of the router's input") \
-    REAL(loss_predictor, 0, 0, 1e6, "factor of the predictor's cross-entropy; reaches the predictor alone") \
+    REAL(loss_predictor, 0, 0, 1e6, "w of the predictor's cross-entropy; reaches it alone") \
     REAL(expert_temperature, 0, 1, 1e6, \
         "T > 1 of the experts' own loss in a classical mixture (dual temperature) [that of the gate]") \
     /* state and schedules; steps are those of the optimizer, counted by moe_router_advance from \
@@ -1844,6 +1844,18 @@ static size_t moei_edit_distance(const char *a, const char *b) {
     return row[n];
 }
 
+/* Whether name is one of the words of a list separated by spaces. */
+static int moei_is_word_of(const char *name, const char *list) {
+    size_t n = moei_strlen(name);
+    while (*list != '\0') {
+        size_t length = 0;
+        while (list[length] != '\0' && list[length] != ' ') length++;
+        if (length == n && n > 0 && moei_memcmp(list, name, n) == 0) return 1;
+        list += length + (list[length] == ' ');
+    }
+    return 0;
+}
+
 /* The error for an unknown field name; suggests the nearest name if one is close. */
 MOEI_TOOL moe_status moei_unknown_field(const moe_field *fields, const char *name, moe_error *error) {
     const char *nearest = NULL;
@@ -2201,18 +2213,6 @@ static moe_status moei_state_clashes(const moe_router_config *c, moe_error *erro
         c->switch_from != MOE_SELECT_CUSTOM)
         return moei_error(error, MOE_ERR_CONFIG, "custom_batch = 1 needs score or select = custom");
     return moei_rules_check(c, rules, sizeof rules / sizeof rules[0], error);
-}
-
-/* Whether name is one of the words of a list separated by spaces. */
-static int moei_is_word_of(const char *name, const char *list) {
-    size_t n = moei_strlen(name);
-    while (*list != '\0') {
-        size_t length = 0;
-        while (list[length] != '\0' && list[length] != ' ') length++;
-        if (length == n && n > 0 && moei_memcmp(list, name, n) == 0) return 1;
-        list += length + (list[length] == ' ');
-    }
-    return 0;
 }
 
 /* Soft MoE leaves the pipeline after u: later stages must keep their defaults. */
@@ -5573,7 +5573,7 @@ static moe_status moei_select_expert_choice(moei_pass *s) {
         moei_selectable(s, s->c->expert_choice_score == MOE_EXPERT_CHOICE_Z ? s->r->logits : s->r->probabilities);
     const size_t sequences = s->c->expert_choice_scope == MOE_SCOPE_SEQUENCES ? moei_sequence_count(s->call) : 0;
     size_t i, from, to;
-    if (s->call->decoding) /* only with a predictor: the other tokens of the sequence are not here */
+    if (s->call->decoding) /* only with a predictor */
         for (i = 0; i < s->n * s->experts; i++)
             s->r->selected[i] = moei_is_real(s->call, i / s->experts) && s->m.student_logits[i] > MOEI_R(0.0);
     else if (sequences == 0) moei_choose_tokens(s, score, 0, s->n);

@@ -118,6 +118,7 @@ static moe_status configure(const char *name, moe_layer_config *c, moe_error *er
     if (c->router.n_copy > 2) c->router.n_copy = 2;
     if (c->router.bias_real > 1) c->router.bias_real = 1;
     if (c->router.nodes > 1) c->router.nodes = 2;
+    c->router.student_dim = 0; /* points have no ids */
     if (c->router.freeze_at > 0) c->router.freeze_at = (int)(steps / 2) + 1;
     return MOE_OK;
 }

@@ -179,7 +179,8 @@ static const row rows[] = {
     {"loss_selector_reach", "",
      "{loss_selector_reach} mean over tokens of the sum over codes of 1/(their mass on experts that exist)"},
     {"loss_distill", "",
-     "{loss_distill} {distill}, q = softmax({student!z}{student?V }{student_dim!{student?u}}{student_dim?h}), teacher = {student!the caller's}{student?z}"},
+     "{loss_distill} {distill}, q = softmax({student!z}{student?V }{student_dim!{student?u}}{student_dim?h}), teacher "
+     "= {student!the caller's}{student?z}"},
     {"loss_predictor", "", "{loss_predictor} mean over tokens of the cross-entropy of q to S; reaches V alone"},
     {"expert_temperature", "",
      "the experts learn from p at T = {expert_temperature}, the gate from p at T = {gate_temperature}"},

@@ -99,25 +99,27 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
     M(s, n_constant) M(s, input) M(s, raw_input) M(s, jitter_eps) M(s, ac_mode) M(s, ac_spread) M(s, ac_mix) \
     M(s, ac_lambda) M(s, ac_rho) M(s, score) M(s, router_bias) M(s, cosine_dim) M(s, cosine_keep_length) \
     M(s, cosine_learn_tau) M(s, cosine_tau) M(s, norm_node) M(s, norm_order) M(s, router_hidden) M(s, router_act) \
-    M(s, grap_cosine) M(s, router_residual) M(s, logit_cap) M(s, noise) M(s, noise_floor) M(s, noise_sigma) M(s, gate) \
-    M(s, gate_temperature) M(s, refine) M(s, similarity_tau) M(s, similarity_scale) M(s, similarity_learned) \
-    M(s, lower_entropy_only) M(s, causal) M(s, heads) M(s, attention_heads) M(s, attention_head) M(s, attention_sigma) \
-    M(s, attention_u) M(s, select) M(s, selection_bias) M(s, groups) M(s, groups_kept) M(s, group_score) \
-    M(s, custom_batch) M(s, custom_parameters) M(s, top_p) M(s, threshold) M(s, threshold_learned) \
-    M(s, threshold_sigmoid) M(s, threshold_fallback) M(s, expert_choice_score) M(s, expert_choice_scope) \
-    M(s, predictor) M(s, threshold_rho) M(s, affinity_mass) M(s, affinity_sum) M(s, affinity_sum_auto) M(s, capacity) M(s, table_size) M(s, sample_at) M(s, sample_scope) \
-    M(s, sample_seed) M(s, expert_dropout) M(s, expert_dropout_scope) M(s, slots) M(s, soft_normalise) \
-    M(s, soft_sequences) M(s, weight) M(s, weight_p) M(s, weight_over) M(s, sparsemixer_eps) M(s, sparsemixer_sample) \
-    M(s, expert_scale) M(s, scale) M(s, apply_to) M(s, capacity_factor) M(s, capacity_factor_eval) M(s, drop_capacity) \
+    M(s, grap_cosine) M(s, router_residual) M(s, logit_cap) M(s, noise) M(s, noise_floor) M(s, noise_sigma) \
+    M(s, gate) M(s, gate_temperature) M(s, refine) M(s, similarity_tau) M(s, similarity_scale) \
+    M(s, similarity_learned) M(s, lower_entropy_only) M(s, causal) M(s, heads) M(s, attention_heads) \
+    M(s, attention_head) M(s, attention_sigma) M(s, attention_u) M(s, select) M(s, selection_bias) M(s, groups) \
+    M(s, groups_kept) M(s, group_score) M(s, custom_batch) M(s, custom_parameters) M(s, top_p) M(s, threshold) \
+    M(s, threshold_learned) M(s, threshold_sigmoid) M(s, threshold_fallback) M(s, expert_choice_score) \
+    M(s, expert_choice_scope) M(s, predictor) M(s, threshold_rho) M(s, affinity_mass) M(s, affinity_sum) \
+    M(s, affinity_sum_auto) M(s, capacity) M(s, table_size) M(s, sample_at) M(s, sample_scope) M(s, sample_seed) \
+    M(s, expert_dropout) M(s, expert_dropout_scope) M(s, slots) M(s, soft_normalise) M(s, soft_sequences) \
+    M(s, weight) M(s, weight_p) M(s, weight_over) M(s, sparsemixer_eps) M(s, sparsemixer_sample) M(s, expert_scale) \
+    M(s, scale) M(s, apply_to) M(s, capacity_factor) M(s, capacity_factor_eval) M(s, drop_capacity) \
     M(s, capacity_min) M(s, capacity_bound) M(s, capacity_rho) M(s, drop_order) M(s, drop_rule) M(s, renormalize) \
     M(s, loss_balance) M(s, balance_over) M(s, balance_scope) M(s, zero_tau) M(s, zero_average) M(s, loss_z) \
     M(s, loss_importance) M(s, importance_over) M(s, unbiased) M(s, loss_entropy) M(s, loss_usage_entropy) \
     M(s, loss_similarity_same) M(s, loss_similarity_diff) M(s, loss_locality) M(s, nodes) M(s, loss_l1) \
     M(s, loss_load) M(s, loss_orthogonal) M(s, loss_diversity) M(s, loss_simplicity) M(s, loss_stable_balance) \
     M(s, loss_selector_entropy) M(s, loss_selector_reach) M(s, loss_distill) M(s, distill) M(s, student) \
-    M(s, student_dim) M(s, loss_predictor) M(s, expert_temperature) M(s, bias_rate) M(s, bias_rule) M(s, bias_real) M(s, bias_centre) M(s, bias_kappa) \
-    M(s, bias_beta) M(s, l1_controller) M(s, schedule_steps) M(s, k_end) M(s, tau_schedule) M(s, tau_end) \
-    M(s, freeze_at) M(s, switch_at) M(s, switch_share) M(s, switch_from) M(s, untrained) M(s, preset)
+    M(s, student_dim) M(s, loss_predictor) M(s, expert_temperature) M(s, bias_rate) M(s, bias_rule) M(s, bias_real) \
+    M(s, bias_centre) M(s, bias_kappa) M(s, bias_beta) M(s, l1_controller) M(s, schedule_steps) M(s, k_end) \
+    M(s, tau_schedule) M(s, tau_end) M(s, freeze_at) M(s, switch_at) M(s, switch_share) M(s, switch_from) \
+    M(s, untrained) M(s, preset)
 #define MOEI_OF_moe_preset(M, s) M(s, name) M(s, aliases) M(s, source) M(s, formula) M(s, router) M(s, layer)
 #define MOEI_OF_moe_parameter(M, s) M(s, name) M(s, n_dims) M(s, shape) M(s, count) M(s, flags) M(s, init_value) \
     M(s, init_std)
@@ -142,15 +144,16 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
 #define MOEI_OF_moe_metrics(M, s) M(s, n_experts) M(s, n_classes) M(s, n_calls) M(s, n_tokens) M(s, n_routed) \
     M(s, n_assignments) M(s, n_real_assignments) M(s, n_predicted) M(s, n_agreed) M(s, n_dropped) M(s, entropy) \
     M(s, entropy_normalized) M(s, entropy_calls) M(s, n_classified) M(s, choices) M(s, choices_squared) M(s, load) \
-    M(s, first) M(s, kept) M(s, importance) M(s, logits) M(s, mean_gate) M(s, mean_logit) M(s, row) M(s, classes) M(s, first_classes)
+    M(s, first) M(s, kept) M(s, importance) M(s, logits) M(s, mean_gate) M(s, mean_logit) M(s, row) M(s, classes) \
+    M(s, first_classes)
 #define MOEI_OF_moe_report(M, s) M(s, n_experts) M(s, n_classes) M(s, n_calls) M(s, n_tokens) M(s, n_assignments) \
     M(s, n_dropped) M(s, dropped_share) M(s, experts_per_token) M(s, real_experts_per_token) \
-    M(s, predictor_agreement) M(s, gate_entropy) M(s, usage_entropy) M(s, usage_entropy_calls) M(s, confidence_entropy) \
-    M(s, importance_cv2) M(s, load_entropy) \
-    M(s, load_balance_score) M(s, load_cv2) M(s, load_max_over_mean) M(s, load_max_minus_min) M(s, capacity_use) \
-    M(s, first_share_max) M(s, trivial_gate) M(s, n_classified) M(s, information) M(s, information_chance) \
-    M(s, information_first) M(s, information_first_chance) M(s, classes) M(s, first_classes) M(s, load) M(s, first) \
-    M(s, kept) M(s, mean_gate) M(s, mean_logit)
+    M(s, predictor_agreement) M(s, gate_entropy) M(s, usage_entropy) M(s, usage_entropy_calls) \
+    M(s, confidence_entropy) M(s, importance_cv2) M(s, load_entropy) M(s, load_balance_score) M(s, load_cv2) \
+    M(s, load_max_over_mean) M(s, load_max_minus_min) M(s, capacity_use) M(s, first_share_max) M(s, trivial_gate) \
+    M(s, n_classified) M(s, information) M(s, information_chance) M(s, information_first) \
+    M(s, information_first_chance) M(s, classes) M(s, first_classes) M(s, load) M(s, first) M(s, kept) \
+    M(s, mean_gate) M(s, mean_logit)
 #define MOEI_OF_moe_instability_report(M, s) M(s, instability) M(s, chance) M(s, q1) M(s, q2)
 #define MOEI_OF_moe_error_shares(M, s) M(s, n_samples) M(s, error) M(s, gate_error) M(s, expert_error) M(s, n_trivial)
 #define MOEI_OF_moe_allocator(M, s) M(s, ctx) M(s, resize)

@@ -20,9 +20,9 @@ import numpy as np
 
 sys.dont_write_bytecode = True  # the repository stays as it is
 from case import configure, read_case, write_case
-from tape import (ACTS, Var, absolute, assign, backward, clear, constant, descending, entropy, exact_weights, length, lift,
-                  log, log_sum_exp, logistic, normal_cdf, ratio, relu, sigmoid, smooth_step, softmax, softplus, sqrt,
-                  stack_columns, stack_rows, tanh, unit, where)
+from tape import (ACTS, Var, absolute, assign, backward, clear, constant, descending, entropy, exact_weights, length,
+                  lift, log, log_sum_exp, logistic, normal_cdf, ratio, relu, sigmoid, smooth_step, softmax, softplus,
+                  sqrt, stack_columns, stack_rows, tanh, unit, where)
 
 # ---- the layer ----
 

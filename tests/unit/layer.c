@@ -1998,7 +1998,8 @@ static void test_presets(void) {
         if (!CHECK(moe_layer_preset(preset->name, &c, &error) == MOE_OK, preset->name)) continue;
         c.router.d_model = 48;
         c.d_ff = 7;
-        if ((c.router.select == MOE_SELECT_HASH || c.router.student_dim > 0) && c.router.table_size == 0) c.router.table_size = 300;
+        if ((c.router.select == MOE_SELECT_HASH || c.router.student_dim > 0) && c.router.table_size == 0)
+            c.router.table_size = 300;
         if (c.router.score == MOE_SCORE_ATTENTIVE && c.router.router_hidden > 0) c.d_ff = c.router.router_hidden;
         if (!CHECK(moe_layer_check(&c, NULL, &error) == MOE_OK &&
                        moe_router_check_training(&c.router, &error) == MOE_OK,

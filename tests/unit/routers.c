@@ -2214,7 +2214,8 @@ static void test_presets(void) {
         if (!CHECK(moe_router_preset(preset->name, &c, &error) == MOE_OK, preset->name)) continue;
         CHECK(c.d_model == 0, "the width is left to the caller");
         c.d_model = 16;
-        if ((c.select == MOE_SELECT_HASH || c.student_dim > 0) && c.table_size == 0) c.table_size = 5; /* a size, like d_model */
+        if ((c.select == MOE_SELECT_HASH || c.student_dim > 0) && c.table_size == 0)
+            c.table_size = 5; /* a size, like d_model */
         CHECK(moe_router_check(&c, NULL, NULL) == MOE_OK, preset->name);
         CHECK(moe_router_check_training(&c, NULL) == MOE_OK, preset->name);
         if (c.n_experts > 8) c.n_experts = 8;

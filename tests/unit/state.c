@@ -895,6 +895,113 @@ static int student_choice(const bench *b, size_t t, size_t k, unsigned char *wan
     return 1;
 }
 
+/* A student of token ids: past freeze_at equal ids have equal choices, those of the embedding. */
+static void test_student_of_ids(void) {
+    enum { N = 30, E = 6, V = 5, W = 3 };
+    size_t t, e, f, q, before;
+    int ids[V] = {0};
+    bench b;
+    if (!bench_of(&b, "d_model=7 n_experts=6 top_k=1 gate=sigmoid weight=raw loss_distill=1 student=1 student_dim=3 "
+                      "table_size=5 freeze_at=1", N))
+        return;
+    CHECK(moe_router_traits(&b.router.config) & MOE_TRAIT_NEEDS_TOKEN_IDS, "reads token ids");
+    CHECK(b.counts[MOE_ROUTER_STUDENT_EMBEDDING] == V * W && b.counts[MOE_ROUTER_STUDENT_WEIGHT] == E * W, "shapes");
+    CHECK_STATUS(bench_route(&b), MOE_OK, "routes");
+    CHECK_STATUS(bench_backward(&b, 0.0), MOE_OK, "backward");
+    CHECK(!all_zero(b.gradients[MOE_ROUTER_STUDENT_EMBEDDING], V * W) &&
+              !all_zero(b.gradients[MOE_ROUTER_STUDENT_WEIGHT], E * W), "the student learns");
+    CHECK(all_zero(b.gradients[MOE_ROUTER_WEIGHT], E * 7) && all_zero(b.dx, N * 7), "and nothing else of its loss");
+    CHECK_STATUS(bench_advance(&b), MOE_OK, "advance");
+    CHECK_STATUS(bench_route(&b), MOE_OK, "the student chooses");
+    for (t = 0; t < N; t++) {
+        const moe_real *row = b.tensors[MOE_ROUTER_STUDENT_EMBEDDING] + b.token_ids[t] * W;
+        double v[E];
+        for (e = 0; e < E; e++)
+            for (q = 0, v[e] = 0.0; q < W; q++)
+                v[e] += (double)row[q] * (double)b.tensors[MOE_ROUTER_STUDENT_WEIGHT][e * W + q];
+        for (e = 0; e < E; e++) {
+            for (f = 0, before = 0; f < E; f++) before += v[f] > v[e];
+            CHECK(b.routing.selected[t * E + e] == (before == 0), "the largest of the id's logits");
+        }
+        ids[b.token_ids[t]] = 1;
+    }
+    CHECK(ids[0] && ids[V - 1], "all ids");
+    b.token_ids[N - 1] = V;
+    CHECK_STATUS(bench_route(&b), MOE_ERR_ARGUMENT, "an id without a row");
+    b.call.token_ids = NULL;
+    CHECK_STATUS(bench_route(&b), MOE_ERR_ARGUMENT, "no ids");
+    bench_close(&b);
+}
+
+/* Each expert's share of each sequence: that many, and none better left out. */
+static void check_choice_per_sequence(const bench *b, const int32_t *offsets, size_t n_sequences, double factor) {
+    const moe_routing *r = &b->routing;
+    size_t s, e, t;
+    for (s = 0; s < n_sequences; s++)
+        for (e = 0; e < r->n_experts; e++) {
+            double least = HUGE_VAL, most = -HUGE_VAL, even;
+            size_t real = 0, taken = 0;
+            for (t = (size_t)offsets[s]; t < (size_t)offsets[s + 1]; t++) {
+                double p = (double)r->probabilities[t * r->n_experts + e];
+                if (!b->call.mask[t]) continue;
+                real++;
+                if (!r->selected[t * r->n_experts + e]) most = fmax(most, p);
+                else {
+                    least = fmin(least, p);
+                    taken++;
+                }
+            }
+            even = floor(factor * (double)real / (double)r->n_experts + 0.5);
+            CHECK((double)taken == (real == 0 ? 0.0 : even < 1.0 ? 1.0 : even) && least >= most, "the best tokens");
+        }
+}
+
+/* Mixture of depths: experts choose in each sequence, the predictor learns it and decides in
+   decoding. */
+static void test_predictor(void) {
+    enum { N = 40, E = 3, D = 5 };
+    static const int32_t offsets[] = {0, 7, 7, 23, 40};
+    unsigned char mask[N], whole[N * E];
+    double agreed = 0.0, memory[64];
+    moe_metrics metrics;
+    moe_report report;
+    bench b;
+    size_t t;
+    if (!bench_of(&b, "d_model=5 n_experts=3 gate=sigmoid weight=raw select=expert_choice capacity_factor=0.6 "
+                      "expert_choice_scope=sequences predictor=1 loss_predictor=0.5", N))
+        return;
+    for (t = 0; t < N; t++) mask[t] = t % 5 != 3;
+    b.call.sequences = offsets;
+    b.call.n_sequences = 4;
+    b.call.mask = mask;
+    CHECK_STATUS(bench_route(&b), MOE_OK, "routes");
+    check_choice_per_sequence(&b, offsets, 4, 0.6);
+    CHECK(b.routing.loss[MOE_LOSS_PREDICTOR] > 0, "a loss");
+    CHECK_STATUS(bench_backward(&b, 0.0), MOE_OK, "backward");
+    CHECK(!all_zero(b.gradients[MOE_ROUTER_PREDICTOR], E * D), "the predictor learns");
+    CHECK(all_zero(b.gradients[MOE_ROUTER_WEIGHT], E * D) && all_zero(b.dx, N * D), "and nothing else of its loss");
+    for (t = 0; t < N * E; t++)
+        agreed += mask[t / E] && (b.routing.predicted[t] > 0) == b.routing.selected[t] ? 1.0 : 0.0;
+    CHECK(moe_metrics_init(&metrics, E, 0, memory, sizeof memory) == MOE_OK, "metrics");
+    CHECK_STATUS(moe_metrics_add(&metrics, &b.routing, mask, NULL), MOE_OK, "added");
+    CHECK_STATUS(moe_metrics_report(&metrics, &report), MOE_OK, "reported");
+    NEARLY(report.predictor_agreement, agreed / (double)(b.routing.n_real * E), "the share of agreement");
+    b.call.training = 0;
+    b.call.decoding = 1;
+    CHECK_STATUS(bench_route(&b), MOE_OK, "decodes");
+    memcpy(whole, b.routing.selected, sizeof whole);
+    for (t = 0; t < N * E; t++)
+        CHECK(whole[t] == (mask[t / E] && b.routing.predicted[t] > 0), "what the predictor takes");
+    b.call.sequences = NULL;
+    b.call.mask = NULL;
+    b.call.n_tokens = 1;
+    for (t = 0; t < N; t++, b.call.x += D) {
+        CHECK_STATUS(bench_route(&b), MOE_OK, "one token");
+        CHECK(!mask[t] || same_bits(b.routing.selected, whole + t * E, E), "a token alone is the same");
+    }
+    bench_close(&b);
+}
+
 /* StableMoE: the router chooses and the student learns; from freeze_at on the student chooses and
    rests, and the router's gate goes on. */
 static void test_student(void) {
@@ -4232,6 +4339,8 @@ int main(void) {
     CASE(test_tau_schedule());
     CASE(test_freeze());
     CASE(test_student());
+    CASE(test_student_of_ids());
+    CASE(test_predictor());
     CASE(test_switch());
     CASE(test_combination());
     CASE(test_bound_value());
