@@ -258,8 +258,11 @@ static void decode_sequence(net_case *c, size_t first, size_t end) {
     }
 }
 
+/* A predictor chooses otherwise than the experts, so decoding is not forward. */
 static void decode(net_case *c) {
     size_t s;
+    for (s = 0; s < c->net.n_modules; s++)
+        if (c->net.modules[s].layer.config.router.predictor) return;
     if (c->call.mask != NULL || moe_net_decode_size(&c->net, 1, 1, NULL, NULL, NULL) != MOE_OK) return;
     if (c->call.sequences == NULL) decode_sequence(c, 0, c->call.n_tokens);
     for (s = 0; s < c->call.n_sequences; s++)

@@ -30,7 +30,7 @@ plan() {
     cat <<'PLAN'
 linked float classic
 linked float routers
-linked float fuzz_config 300 7
+linked float fuzz_config 500 7
 linked float histories quick
 inside float small -DMOE_NO_SIMD
 inside float failures -DMOE_NO_SIMD

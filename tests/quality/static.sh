@@ -83,7 +83,7 @@ gcc|-Wanalyzer-use-of-uninitialized-value|moe_kernels.h|if (taken == k && key[i]
     the first taken of index are filled, and taken is k
 gcc|-Wanalyzer-use-of-uninitialized-value|moe_routers.h|value[g] = own[best[0]];|
     moei_int_top_k of at least one number fills best[0]
-clang|core.CallAndMessage|moe_routers.h|if (moei_needs_others(c->select)) return select;|
+clang|core.CallAndMessage|moe_routers.h|if (moei_needs_others(c->select) && !c->predictor)|
     it does not look into functions of variable arguments: moei_error returns the code that it is given, so c is
     set when the status is MOE_OK
 clang|core.DivideZero|moe_routers.h|weights[i] = moei_ir_clip((int32_t)((((uint32_t)1 << 30) + sum / 2) / sum));|
