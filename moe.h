@@ -169,6 +169,7 @@
 #define moe_net_dropout moe_net_dropout_f64
 #define moe_net_feed_forward moe_net_feed_forward_f64
 #define moe_net_tied moe_net_tied_f64
+#define moe_net_append moe_net_append_f64
 #define moe_net_cache_init moe_net_cache_init_f64
 #define moe_net_decode_size moe_net_decode_size_f64
 #define moe_net_decode moe_net_decode_f64
@@ -863,45 +864,130 @@ MOE_API moe_status moe_layer_load(moe_layer *layer, const char *path, int traina
 
 /* Modules and the names of their parameters; I is the module's number, from 0, d the width of its
    input.
-     linear        y = W x + b                     "I.weight" [o,d], "I.bias" [o]
+     linear        y = W x + b                     "I.weight" [o,d], "I.bias" [o] unless no_bias
      activation    y = act(x)
-     layer_norm    y = (x - mean)/sqrt(var + 1e-5) * g + b    "I.weight" [d], "I.bias" [d]
+     layer_norm    y = (x - mean)/sqrt(var + eps) * g + b    "I.weight" [d], "I.bias" [d] unless
+                   no_bias
      mixture       a moe_layer                     "I.router.weight", "I.experts.gate", ...
      residual      y = x + the input of the module `span` before it; span = 1 adds the input of the
                    module just before
      embedding     y_t = W[token_ids[t]]           "I.weight" [V,d]; the first module, d_in = 0
      positions     y_t = x_t + P[position of t in its sequence]    "I.weight" [L,d]
-     attention     see moe_attention_config        "I.query", "I.key", "I.value" [h w,d],
-                                                   "I.output" [d,h w]
-     rms_norm      y = x / sqrt(mean x^2 + 1e-5) * g    "I.weight" [d]
+     attention     see moe_attention_config, which names its parameters
+     rms_norm      y = x / sqrt(mean x^2 + eps) * g    "I.weight" [d]; with bias: + b, "I.bias" [d]
                    (Zhang, Sennrich 2019, Root mean square layer normalization)
      dropout       y = x m / (1 - rate) in training, m = 0 with probability rate, else 1; else y = x
                    (Srivastava et al. 2014, Dropout)
      feed_forward  one expert for every token, without a router    "I.experts.gate" [1,f,d], ... as
                    in moe_layer_config
-     tied          y = E x + b, E the weight [V,d] of the network's embedding    "I.bias" [V] */
+     tied          y = E x + b, E the weight [V,d] of the network's embedding    "I.bias" [V]
+                   unless no_bias
+     scale         y = s x, or with a cap c: c tanh(s x / c)
+     convolution   [B|C|X] = W_in x; u = B X; z_t = sum over k < L of w[.,k] u_{t-L+1+k}; y = W_out
+                   (C z), products of vectors by element, u = 0 before the sequence
+                   "I.in" [3 d,d], "I.taps" [d,L], "I.out" [d,d]
+                   (Liquid AI 2025, LFM2: short convolutions) */
 enum {
     MOE_MODULE_LINEAR = 0, MOE_MODULE_ACTIVATION, MOE_MODULE_LAYER_NORM, MOE_MODULE_MIXTURE, MOE_MODULE_RESIDUAL,
         MOE_MODULE_EMBEDDING, MOE_MODULE_POSITIONS,
     MOE_MODULE_ATTENTION, MOE_MODULE_RMS_NORM, MOE_MODULE_DROPOUT, MOE_MODULE_FEED_FORWARD, MOE_MODULE_TIED,
+        MOE_MODULE_SCALE, MOE_MODULE_CONVOLUTION,
         MOE_MODULE_COUNT
 };
 enum { MOE_NET_MAX_MODULES = 4096 };
 
+/* How queries and keys are normalized (x / sqrt(mean x^2 + eps) * g) before the scores. */
+#define MOE_QK_NORMS(X) \
+    X(MOE_QK_NORM_NONE, "none") \
+    /* all heads of a token as one vector; g is as wide */ \
+    X(MOE_QK_NORM_WHOLE, "whole") \
+    /* each head by itself, the same g [w] for every head */ \
+    X(MOE_QK_NORM_HEAD, "head") \
+    /* each head by itself, without g */ \
+    X(MOE_QK_NORM_PLAIN, "plain")
+enum { MOE_QK_NORMS(MOEI_VALUE2) MOE_QK_NORM_COUNT };
+
+/* How the angles of rotary positions are scaled for sequences longer than in training. With n the
+   rotary_dims and a_i = position * base^(-2 i / n) the angle of pair i < n / 2, the angle is */
+#define MOE_ROTARY_SCALINGS(X) \
+    X(MOE_ROTARY_PLAIN, "none") \
+    /* a_i / factor (Chen et al. 2023, Extending context window via positional interpolation) */ \
+    X(MOE_ROTARY_LINEAR, "linear") \
+    /* a_i (1 - r) / factor + a_i r, r = 1 - clamp((i - low) / max(0.001, high - low), 0, 1), \
+       low = floor(c(beta_fast)) >= 0, high = ceil(c(beta_slow)) <= n - 1, \
+       c(b) = n ln(rotary_length / (2 pi b)) / (2 ln base); no_truncation: without floor and ceil. \
+       Magnitude 1 + 0.1 ln factor (Peng et al. 2023, YaRN) */ \
+    X(MOE_ROTARY_YARN, "yarn") \
+    /* a_i ((1 - s) / factor + s), s = (rotary_length / l_i - low_factor) / (high_factor - \
+       low_factor) clamped to 0..1, l_i the wavelength 2 pi base^(2 i / n) (Llama 3.1) */ \
+    X(MOE_ROTARY_LLAMA3, "llama3") \
+    /* a_i / f_i, f a parameter, "I.rotary_factors" [n / 2], which starts at 1 and is not trained \
+       (Ding et al. 2024, LongRoPE) */ \
+    X(MOE_ROTARY_FACTORS, "factors")
+enum { MOE_ROTARY_SCALINGS(MOEI_VALUE2) MOE_ROTARY_COUNT };
+
 /* Multi-head self-attention within each sequence (Vaswani et al. 2017, Attention is all you need).
-   With q, k, v = W x, and w the width of a head,
-     A_h[i,j] = softmax over j of q_hi . k_hj / sqrt(w)        y_i = output . (sum_j A_0[i,j] v_0j,
+   With q, k, v = W x, and w the width of a head of q and k,
+     A_h[i,j] = softmax over j of q_hi . k_gj * scale      y_i = output . (sum_j A_0[i,j] v_0j,
        sum_j A_1[i,j] v_1j, ...)
-   where j runs over the real tokens of i's sequence, j <= i unless full. Padding gets y = 0. {0} is
-   a valid default: causal. 0 means the value in brackets. */
+   where g = floor(h K / H) is the head of keys and values that head h of H reads, and j runs over
+   the real tokens of i's sequence, j <= i unless full. Padding gets y = 0. q, k and v are computed
+   in this order: product and bias, norm (unless norm_after), clamp, rotation, norm (if norm_after).
+   Parameters: "I.query" [H w,d], "I.key" [K w,d], "I.value" [K u,d], "I.output" [d,H u], then those
+   that fields name. {0} is a valid default: causal. 0 means the value in brackets. */
 typedef struct moe_attention_config {
-    int heads;            /* h [the largest divisor of d up to d/32, at least 1] */
+    int heads;            /* H [the largest divisor of d up to d/32, at least 1] */
     int d_head;           /* w [d / heads, which must be whole] */
     int full;             /* 1: a token attends to later tokens of its sequence too [0: causal] */
     /* 1: the halves of q and k are rotated by the angles position / base^(2 i / w) (Su et al. 2021,
-       RoFormer); w is even [0] */
+       RoFormer); rotary_dims is even [0] */
     int rotary;
     moe_real rotary_base; /* [10000] */
+    /* K, a divisor of heads (Ainslie et al. 2023, GQA: training generalized multi-query
+       transformers) [heads] */
+    int kv_heads;
+    int d_value;          /* u, width of a head of values [d_head] */
+    int bias;             /* 1: "I.query_bias" [H w], "I.key_bias" [K w], "I.value_bias" [K u] [0] */
+    int output_bias;      /* 1: "I.output_bias" [d] [0] */
+    int qk_norm;          /* MOE_QK_NORM_; "I.query_norm", "I.key_norm" [H w], [K w] or [w] [none] */
+    int norm_after;       /* 1: qk_norm comes after the rotation [0: before it] */
+    moe_real eps;         /* of qk_norm and of the norms of MLA [1e-5] */
+    moe_real scale;       /* of scores [1 / sqrt(w)] */
+    moe_real cap;         /* c: scores s become c tanh(s / c) [none] */
+    moe_real clamp;       /* q, k and v are clamped to +-clamp [none] */
+    /* 1: "I.sinks" [H]: exp(sink_h) is added to the softmax's sum and has no value (OpenAI 2025,
+       gpt-oss) [0] */
+    int sinks;
+    /* token i attends to the last `window` tokens, i included (Beltagy et al. 2020, Longformer)
+       [all]; needs full = 0 */
+    int window;
+    /* token i attends to tokens from i - i mod chunk on (Meta 2025, Llama 4) [all]; needs full =
+       0 */
+    int chunk;
+    /* q is multiplied by 1 + query_growth ln(floor((i + 1) / query_floor) + 1) at position i
+       [none]; Llama 4: 8192 and 0.1 */
+    int query_floor;
+    moe_real query_growth; /* [0.1 if query_floor is set] */
+    int rotary_dims;       /* how many dimensions of a head are rotated, the first ones (MLA: the
+                              last ones), even [w] */
+    int rotary_neighbours; /* 1: pairs are (0,1), (2,3), ... [0: the halves, (0,n/2), ...] */
+    int rotary_scaling;    /* MOE_ROTARY_ [none] */
+    moe_real rotary_factor; /* factor of linear, yarn and llama3 [1] */
+    int rotary_length;      /* yarn and llama3: the context length of training; required there */
+    moe_real beta_fast, beta_slow;    /* yarn [32, 1] */
+    int no_truncation;                /* yarn [0] */
+    moe_real low_factor, high_factor; /* llama3 [1, 4] */
+    moe_real rotary_magnitude; /* cos and sin are multiplied by it [yarn: as above; else 1] */
+    /* Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2) if kv_lora is not 0. With n = w -
+       rotary_dims, c = kv_lora:
+         q = query . x, or with q_lora: query . rms_norm(query_down . x); per head [n|rotary_dims]
+         [l|p] = latent . x;  l = rms_norm(l);  k_h = [K_h l | rotated p],  v_h = V_h l
+       "I.key" [H (n + u),c] has K_h [n,c] and then V_h [u,c] of every head, there is no "I.value";
+       "I.latent" [c + rotary_dims,d], "I.latent_norm" [c]; with q_lora "I.query" [H w,q_lora],
+       "I.query_down" [q_lora,d], "I.query_norm" [q_lora]. Computed in the absorbed form,
+       (K_h^T q_h) . l, so that the cache keeps l and p alone. Needs rotary and rotary_dims;
+       kv_heads, bias, qk_norm and clamp must be 0 [0: none] */
+    int kv_lora, q_lora;
 } moe_attention_config;
 
 /* Indices of the parameters of modules without a moe_layer. */
@@ -909,7 +995,12 @@ enum {
     MOE_MODULE_WEIGHT = 0, MOE_MODULE_BIAS = 1,
     /* attention */
     MOE_MODULE_QUERY = 0, MOE_MODULE_KEY = 1, MOE_MODULE_VALUE = 2, MOE_MODULE_OUTPUT = 3,
-    MOE_MODULE_SLOTS = 4
+    MOE_MODULE_QUERY_BIAS = 4, MOE_MODULE_KEY_BIAS = 5, MOE_MODULE_VALUE_BIAS = 6, MOE_MODULE_OUTPUT_BIAS = 7,
+    MOE_MODULE_QUERY_NORM = 8, MOE_MODULE_KEY_NORM = 9, MOE_MODULE_SINKS = 10, MOE_MODULE_ROTARY_FACTORS = 11,
+    MOE_MODULE_QUERY_DOWN = 12, MOE_MODULE_LATENT = 13, MOE_MODULE_LATENT_NORM = 14,
+    /* convolution */
+    MOE_MODULE_IN = 0, MOE_MODULE_TAPS = 1, MOE_MODULE_OUT = 2,
+    MOE_MODULE_SLOTS = 15
 };
 
 /* One module of a network; see the table above. Only the fields of its kind are set. */
@@ -919,6 +1010,12 @@ typedef struct moe_module {
     int act;         /* activation: MOE_ACT_ */
     int span;        /* residual */
     int n_rows;      /* embedding: V; positions: L */
+    int length;      /* convolution: L, 1..64 */
+    int no_bias;     /* linear, layer_norm, tied: 1: without "I.bias" */
+    int bias;        /* rms_norm: 1: with "I.bias" */
+    moe_real eps;    /* layer_norm, rms_norm: 1e-12..1 [1e-5] */
+    moe_real scale;  /* scale: s [1] */
+    moe_real cap;    /* scale: c [none] */
     moe_real rate;   /* dropout */
     moe_attention_config attention; /* with defaults filled in */
     moe_layer layer; /* mixture and feed_forward; its tensors lie in the network's memory */
@@ -926,6 +1023,11 @@ typedef struct moe_module {
        embedding's */
     moe_real *tensors[MOE_MODULE_SLOTS];
     moe_real *gradients[MOE_MODULE_SLOTS]; /* by index; NULL: not built trainable */
+    /* [MOE_MODULE_SLOTS] with net.external: matrices of other programs' types, the caller's, by
+       index; NULL (and one without type): tensors has it. Of MLA, KEY without VALUE is [H][n + u
+       rows of c]; with VALUE, KEY is [H][c rows of n], K_h transposed, and VALUE [H][u rows of
+       c] */
+    const struct moe_external *external;
     size_t first_tensor; /* private: where its tensors begin in the network's list */
 } moe_module;
 
@@ -948,6 +1050,14 @@ typedef struct moe_net {
     /* for criteria of the classical mixture: the caller's, set after init or loading [NULL:
        none] */
     const struct moe_mixture_losses *mixture_losses;
+    /* 1: the tensors' values are the caller's, in a mapped file for example: build gives them no
+       memory, and before the first call every modules[i].tensors (or external) and layer.tensors is
+       set; such a network infers, and is neither trained nor saved. Set after init [0] */
+    int external;
+    /* how a cache keeps keys and values: MOE_TYPE_REAL, F16, BF16 or Q8_BLOCK; the caller's, set
+       before moe_net_decode_size. Only MOE_TYPE_REAL decodes to the bits of moe_net_forward
+       [real] */
+    int cache_type;
     moe_allocator allocator;
     moe_real *memory;     /* owned: the tensors' values, then their gradients */
     size_t memory_size;   /* bytes */
@@ -961,14 +1071,14 @@ typedef struct moe_net {
    (MOE_ERR_CONFIG, MOE_ERR_UNSUPPORTED: these kernels cannot run here, MOE_ERR_ARGUMENT: no heap)
    *net is empty and remembers the failure in net->error, as module calls do. */
 MOE_API moe_status moe_net_init(moe_net *net, int d_in, int kernels, const moe_allocator *allocator);
-/* y = W x + b, d_out wide (1..MOE_MAX_WIDTH). This and the next calls, up to moe_net_tied, append
+/* y = W x + b, d_out wide (1..MOE_MAX_WIDTH). This and the next calls, up to moe_net_append, append
    one module each. On failure (MOE_ERR_CONFIG, MOE_ERR_MEMORY, MOE_ERR_OVERFLOW) the list is
    unchanged; net->error keeps the first failure, and later calls only return its code, so it is
    enough to check build. After build they return MOE_ERR_STATE and change nothing. */
 MOE_API moe_status moe_net_linear(moe_net *net, int d_out);
 /* y = act(x), act one of MOE_ACT_. */
 MOE_API moe_status moe_net_activation(moe_net *net, int act);
-/* y = (x - mean)/sqrt(var + 1e-5) * g + b, each row by itself. */
+/* y = (x - mean)/sqrt(var + eps) * g + b, each row by itself. */
 MOE_API moe_status moe_net_layer_norm(moe_net *net);
 /* An MoE layer. config->router.d_model 0: the width of its input. config->kernels 0: the network's.
    config->transport NULL: the network's; another one is an error. Adaptive clustering takes its
@@ -992,7 +1102,7 @@ MOE_API moe_status moe_net_positions(moe_net *net, int most);
    twice that in training. An MoE layer that refines (similarity or attention) after causal
    attention refines causally: its router.causal becomes 1. */
 MOE_API moe_status moe_net_attention(moe_net *net, const moe_attention_config *config);
-/* y = x / sqrt(mean x^2 + 1e-5) * g, each row by itself. */
+/* y = x / sqrt(mean x^2 + eps) * g, each row by itself. */
 MOE_API moe_status moe_net_rms_norm(moe_net *net);
 /* rate in [0,1). Training draws from call.rng, which is required unless rate is 0. */
 MOE_API moe_status moe_net_dropout(moe_net *net, moe_real rate);
@@ -1003,6 +1113,12 @@ MOE_API moe_status moe_net_feed_forward(moe_net *net, const moe_layer_config *co
    improve language models). The network must begin with an embedding as wide as this module's
    input. */
 MOE_API moe_status moe_net_tied(moe_net *net);
+/* Appends the module that *module describes by the fields that its kind reads: kind, d_out (linear,
+   embedding), act, span, n_rows, length, no_bias, bias, eps, scale, cap, rate, attention,
+   layer.config; all other fields are ignored. This is how modules get settings that their calls do
+   not take, and the only way to add scale and convolution. Errors as the calls;
+   MOE_ERR_ARGUMENT. */
+MOE_API moe_status moe_net_append(moe_net *net, const moe_module *module);
 /* Names and allocates all tensors (with trainable = 1 their gradients too, set to 0) and
    initializes them from seed: the same seed gives the same bits on every machine. A linear weight
    starts normal with standard deviation 1/sqrt(d_in), sqrt(2) times that before relu, silu or gelu;
@@ -5981,19 +6097,33 @@ static moei_tokens moei_tokens_alone(size_t n) {
 /* The settings of modules, as files name them. */
 typedef struct moei_module_config {
     int d_in; /* of the network itself */
-    int d_out, act, span, vocabulary, d, most;
-    moe_real rate;
+    int d_out, act, span, vocabulary, d, most, length, no_bias, bias;
+    moe_real rate, eps, scale, cap;
     moe_attention_config attention;
     moe_layer_config layer;
 } moei_module_config;
 
 #define MOEI_M moei_module_config
 #define MOEI_A moe_attention_config
+enum { MOEI_MAX_TAPS = 64 };
+
+static const char *const moei_qk_norm_names[] = {MOE_QK_NORMS(MOEI_NAME2) NULL};
+static const char *const moei_rotary_names[] = {MOE_ROTARY_SCALINGS(MOEI_NAME2) NULL};
 
 static const moe_field moei_net_fields[] = {
     MOEI_INT(MOEI_M, d_in, 0, MOE_MAX_WIDTH, "width of the input; 0: token ids"), MOEI_FIELDS_END};
 static const moe_field moei_linear_fields[] = {MOEI_INT(MOEI_M, d_out, 1, MOE_MAX_WIDTH, "width that leaves"),
-                                               MOEI_FIELDS_END};
+                                               MOEI_FLAG(MOEI_M, no_bias, "without a bias"), MOEI_FIELDS_END};
+static const moe_field moei_layer_norm_fields[] = {MOEI_REAL(MOEI_M, eps, 1e-12, 1, "added to the variance"),
+                                                   MOEI_FLAG(MOEI_M, no_bias, "without a bias"), MOEI_FIELDS_END};
+static const moe_field moei_rms_norm_fields[] = {MOEI_REAL(MOEI_M, eps, 1e-12, 1, "added to the mean square"),
+                                                 MOEI_FLAG(MOEI_M, bias, "with a bias"), MOEI_FIELDS_END};
+static const moe_field moei_tied_fields[] = {MOEI_FLAG(MOEI_M, no_bias, "without a bias"), MOEI_FIELDS_END};
+static const moe_field moei_scale_fields[] = {MOEI_REAL(MOEI_M, scale, -1e9, 1e9, "factor"),
+                                              MOEI_REAL(MOEI_M, cap, 1e-6, 1e9, "bound of what leaves"),
+                                              MOEI_FIELDS_END};
+static const moe_field moei_convolution_fields[] = {
+    MOEI_INT(MOEI_M, length, 1, MOEI_MAX_TAPS, "tokens that one output reads"), MOEI_FIELDS_END};
 static const moe_field moei_activation_fields[] = {
     MOEI_CHOICE(MOEI_M, act, MOE_ACT_COUNT, moei_act_names, "activation"), MOEI_FIELDS_END};
 static const moe_field moei_no_fields[] = {MOEI_FIELDS_END};
@@ -6004,13 +6134,41 @@ static const moe_field moei_embedding_fields[] = {MOEI_INT(MOEI_M, vocabulary, 1
                                                       MOEI_FIELDS_END};
 static const moe_field moei_positions_fields[] = {
     MOEI_INT(MOEI_M, most, 1, MOE_MAX_WIDTH, "tokens of the longest sequence"), MOEI_FIELDS_END};
-static const moe_field moei_attention_fields[] = {MOEI_INT(MOEI_A, heads, 1, 4096, "heads"),
-                                                  MOEI_INT(MOEI_A, d_head, 1, MOE_MAX_WIDTH, "width of a head"),
-                                                  MOEI_FLAG(MOEI_A, full, "tokens see later ones"),
-                                                  MOEI_FLAG(MOEI_A, rotary,
-                                                      "queries and keys are rotated by their positions"),
-                                                  MOEI_REAL(MOEI_A, rotary_base, 1, 1e9, "base of the angles"),
-                                                  MOEI_FIELDS_END};
+static const moe_field moei_attention_fields[] = {
+    MOEI_INT(MOEI_A, heads, 1, 4096, "heads"),
+    MOEI_INT(MOEI_A, d_head, 1, MOE_MAX_WIDTH, "width of a head"),
+    MOEI_FLAG(MOEI_A, full, "tokens see later ones"),
+    MOEI_FLAG(MOEI_A, rotary, "queries and keys are rotated by their positions"),
+    MOEI_REAL(MOEI_A, rotary_base, 1, 1e9, "base of the angles"),
+    MOEI_INT(MOEI_A, kv_heads, 1, 4096, "heads of keys and values"),
+    MOEI_INT(MOEI_A, d_value, 1, MOE_MAX_WIDTH, "width of a head of values"),
+    MOEI_FLAG(MOEI_A, bias, "query, key and value have biases"),
+    MOEI_FLAG(MOEI_A, output_bias, "the output has a bias"),
+    MOEI_CHOICE(MOEI_A, qk_norm, MOE_QK_NORM_COUNT, moei_qk_norm_names, "how queries and keys are normalized"),
+    MOEI_FLAG(MOEI_A, norm_after, "qk_norm comes after the rotation"),
+    MOEI_REAL(MOEI_A, eps, 1e-12, 1, "added to the mean squares of norms"),
+    MOEI_REAL(MOEI_A, scale, 1e-6, 1e6, "factor of scores"),
+    MOEI_REAL(MOEI_A, cap, 1e-6, 1e9, "bound of scores"),
+    MOEI_REAL(MOEI_A, clamp, 1e-6, 1e9, "bound of queries, keys and values"),
+    MOEI_FLAG(MOEI_A, sinks, "a learned score per head without a value"),
+    MOEI_INT(MOEI_A, window, 1, MOE_MAX_WIDTH, "how many of the last tokens a token sees"),
+    MOEI_INT(MOEI_A, chunk, 1, MOE_MAX_WIDTH, "tokens see those of their chunk"),
+    MOEI_INT(MOEI_A, query_floor, 1, MOE_MAX_WIDTH, "tokens after which queries grow"),
+    MOEI_REAL(MOEI_A, query_growth, 1e-6, 1e6, "how much they grow"),
+    MOEI_INT(MOEI_A, rotary_dims, 2, MOE_MAX_WIDTH, "dimensions of a head that are rotated"),
+    MOEI_FLAG(MOEI_A, rotary_neighbours, "neighbours are pairs"),
+    MOEI_CHOICE(MOEI_A, rotary_scaling, MOE_ROTARY_COUNT, moei_rotary_names, "how angles are scaled"),
+    MOEI_REAL(MOEI_A, rotary_factor, 1e-6, 1e6, "factor of the scaling"),
+    MOEI_INT(MOEI_A, rotary_length, 1, MOE_MAX_WIDTH, "context length of training"),
+    MOEI_REAL(MOEI_A, beta_fast, 1e-6, 1e6, "yarn: rotations from which pairs stay"),
+    MOEI_REAL(MOEI_A, beta_slow, 1e-6, 1e6, "yarn: rotations up to which pairs are scaled"),
+    MOEI_FLAG(MOEI_A, no_truncation, "yarn: the range is not rounded"),
+    MOEI_REAL(MOEI_A, low_factor, 1e-6, 1e6, "llama3: rotations up to which pairs are scaled"),
+    MOEI_REAL(MOEI_A, high_factor, 1e-6, 1e6, "llama3: rotations from which pairs stay"),
+    MOEI_REAL(MOEI_A, rotary_magnitude, 1e-6, 1e6, "factor of cosines and sines"),
+    MOEI_INT(MOEI_A, kv_lora, 1, MOE_MAX_WIDTH, "width of the latent vector of keys and values"),
+    MOEI_INT(MOEI_A, q_lora, 1, MOE_MAX_WIDTH, "width of the latent vector of queries"),
+    MOEI_FIELDS_END};
 static const moe_field moei_dropout_fields[] = {MOEI_REAL(MOEI_M, rate, 0, 1, "probability of a zero"),
                                                 MOEI_FIELDS_END};
 static const moe_field moei_feed_forward_fields[] = {
@@ -6027,7 +6185,7 @@ static const moe_field moei_feed_forward_fields[] = {
 
 static const char *const moei_module_names[] = {"linear",       "activation", "layer_norm", "mixture",  "residual",
                                                 "embedding",    "positions",  "attention",  "rms_norm", "dropout",
-                                                "feed_forward", "tied",       NULL};
+                                                "feed_forward", "tied",       "scale",      "convolution", NULL};
 
 static const moe_field *moei_module_fields(int kind) {
     switch (kind) {
@@ -6040,6 +6198,11 @@ static const moe_field *moei_module_fields(int kind) {
     case MOE_MODULE_ATTENTION: return moei_attention_fields;
     case MOE_MODULE_DROPOUT: return moei_dropout_fields;
     case MOE_MODULE_FEED_FORWARD: return moei_feed_forward_fields;
+    case MOE_MODULE_LAYER_NORM: return moei_layer_norm_fields;
+    case MOE_MODULE_RMS_NORM: return moei_rms_norm_fields;
+    case MOE_MODULE_TIED: return moei_tied_fields;
+    case MOE_MODULE_SCALE: return moei_scale_fields;
+    case MOE_MODULE_CONVOLUTION: return moei_convolution_fields;
     default: return moei_no_fields;
     }
 }
@@ -6058,6 +6221,12 @@ MOEI_TOOL moei_module_config moei_module_config_of(const moe_module *m) {
     config.act = m->act;
     config.span = m->span;
     config.vocabulary = config.most = m->n_rows;
+    config.length = m->length;
+    config.no_bias = m->no_bias;
+    config.bias = m->bias;
+    config.eps = m->eps;
+    config.scale = m->scale;
+    config.cap = m->cap;
     config.rate = m->rate;
     config.attention = m->attention;
     config.layer = m->layer.config;
@@ -6156,11 +6325,34 @@ moe_status moe_net_activation(moe_net *net, int act) {
     return moei_module_append(net, &m);
 }
 
-/* A module without settings. */
+/* A module whose settings are small. */
+static moe_status moei_module_small(moe_net *net, int kind, const moe_module *wanted) {
+    moei_module_config settings = moei_module_config_of(wanted);
+    moe_module m;
+    moe_error why;
+    moe_status status = moei_module_begin(net, kind, &m);
+    if (status != MOE_OK) return status;
+    status = moei_fields_check(moei_module_fields(kind), &settings, &why);
+    if (status == MOE_OK && kind == MOE_MODULE_CONVOLUTION)
+        status = moei_error(&why, MOE_ERR_UNSUPPORTED, "convolution is not built yet");
+    if (status == MOE_OK && kind == MOE_MODULE_CONVOLUTION && settings.length == 0)
+        status = moei_error(&why, MOE_ERR_CONFIG, "length = 0: must be 1 to %d", (int)MOEI_MAX_TAPS);
+    if (status != MOE_OK) return moei_module_refuse(net, kind, status, "%s", why.message);
+    if (kind == MOE_MODULE_CONVOLUTION) m.length = wanted->length;
+    if (kind == MOE_MODULE_LAYER_NORM) m.no_bias = wanted->no_bias;
+    if (kind == MOE_MODULE_RMS_NORM) m.bias = wanted->bias;
+    if (kind == MOE_MODULE_SCALE) {
+        m.scale = wanted->scale;
+        m.cap = wanted->cap;
+    } else m.eps = wanted->eps;
+    return moei_module_append(net, &m);
+}
+
+/* The same with all settings 0. */
 static moe_status moei_module_plain(moe_net *net, int kind) {
     moe_module m;
-    moe_status status = moei_module_begin(net, kind, &m);
-    return status == MOE_OK ? moei_module_append(net, &m) : status;
+    memset(&m, 0, sizeof m);
+    return moei_module_small(net, kind, &m);
 }
 
 moe_status moe_net_layer_norm(moe_net *net) { return moei_module_plain(net, MOE_MODULE_LAYER_NORM); }
@@ -6216,9 +6408,58 @@ moe_status moe_net_tied(moe_net *net) {
     return moei_module_append(net, &m);
 }
 
+/* A field that is set needs another one that is set, or (apart) one that is 0. */
+typedef struct moei_field_rule {
+    const char *field, *other;
+    int apart;
+} moei_field_rule;
+
+static const moei_field_rule moei_attention_rules[] = {
+    {"rotary_base", "rotary", 0},
+    {"rotary_dims", "rotary", 0},
+    {"rotary_neighbours", "rotary", 0},
+    {"rotary_scaling", "rotary", 0},
+    {"rotary_magnitude", "rotary", 0},
+    {"rotary_factor", "rotary_scaling", 0},
+    {"rotary_length", "rotary_scaling", 0},
+    {"beta_fast", "rotary_scaling", 0},
+    {"beta_slow", "rotary_scaling", 0},
+    {"no_truncation", "rotary_scaling", 0},
+    {"low_factor", "rotary_scaling", 0},
+    {"high_factor", "rotary_scaling", 0},
+    {"norm_after", "qk_norm", 0},
+    {"query_growth", "query_floor", 0},
+    {"q_lora", "kv_lora", 0},
+    {"kv_lora", "rotary", 0},
+    {"kv_lora", "rotary_dims", 0},
+    {"kv_lora", "kv_heads", 1},
+    {"kv_lora", "bias", 1},
+    {"kv_lora", "qk_norm", 1},
+    {"kv_lora", "clamp", 1},
+    {"window", "full", 1},
+    {"chunk", "full", 1},
+    {"query_floor", "full", 1},
+    {NULL, NULL, 0}};
+
+static moe_status moei_attention_rules_check(const moe_attention_config *c, moe_error *error) {
+    const moei_field_rule *rule;
+    for (rule = moei_attention_rules; rule->field != NULL; rule++) {
+        const moe_field *field = moe_field_find(moei_attention_fields, rule->field);
+        const moe_field *other = moe_field_find(moei_attention_fields, rule->other);
+        char value[40], of_other[40];
+        if (moei_field_is_zero(field, c) || moei_field_is_zero(other, c) == rule->apart) continue;
+        moe_field_text(field, c, value, sizeof value);
+        moe_field_text(other, c, of_other, sizeof of_other);
+        return moei_error(error, MOE_ERR_CONFIG, "%s = %s is incompatible with %s = %s", field->name, value,
+                          other->name, of_other);
+    }
+    return MOE_OK;
+}
+
 /* Fills in the defaults for width d. */
 static moe_status moei_attention_check(moe_attention_config *c, int d, moe_error *error) {
     moe_status status = moei_fields_check(moei_attention_fields, c, error);
+    if (status == MOE_OK) status = moei_attention_rules_check(c, error);
     if (status != MOE_OK) return status;
     if (c->heads == 0)
         for (c->heads = d < 64 ? 1 : d / 32 < 4096 ? d / 32 : 4096; d % c->heads != 0;) c->heads--;
@@ -6229,12 +6470,32 @@ static moe_status moei_attention_check(moe_attention_config *c, int d, moe_error
     if (c->d_head > MOE_MAX_WIDTH / c->heads)
         return moei_error(error, MOE_ERR_CONFIG, "d_head = %d: heads = %d of them are wider than %d", c->d_head,
                           c->heads, (int)MOE_MAX_WIDTH);
-    if (c->rotary && c->d_head % 2 != 0)
+    if (c->d_value > MOE_MAX_WIDTH / c->heads)
+        return moei_error(error, MOE_ERR_CONFIG, "d_value = %d: heads = %d of them are wider than %d", c->d_value,
+                          c->heads, (int)MOE_MAX_WIDTH);
+    if (c->kv_heads != 0 && c->heads % c->kv_heads != 0)
+        return moei_error(error, MOE_ERR_CONFIG, "kv_heads = %d: must divide heads = %d", c->kv_heads, c->heads);
+    if (c->rotary && c->rotary_dims == 0 && c->d_head % 2 != 0)
         return moei_error(error, MOE_ERR_CONFIG, "d_head = %d: must be even for rotary = 1", c->d_head);
-    if (!c->rotary && !moei_field_is_zero(moe_field_find(moei_attention_fields, "rotary_base"), c))
-        return moei_error(error, MOE_ERR_CONFIG, "rotary_base = %g is incompatible with rotary = 0",
-                          (double)c->rotary_base);
+    if (c->rotary_dims % 2 != 0 || c->rotary_dims > c->d_head || (c->kv_lora != 0 && c->rotary_dims == c->d_head))
+        return moei_error(error, MOE_ERR_CONFIG, "rotary_dims = %d: must be even and at most d_head = %d%s",
+                          c->rotary_dims, c->d_head, c->kv_lora != 0 ? ", and with kv_lora less" : "");
+    if (c->kv_lora != 0 && c->kv_lora > MOE_MAX_WIDTH / c->heads - c->d_head)
+        return moei_error(error, MOE_ERR_CONFIG, "kv_lora = %d: heads = %d of them are wider than %d", c->kv_lora,
+                          c->heads, (int)MOE_MAX_WIDTH);
+    if ((c->rotary_scaling == MOE_ROTARY_YARN || c->rotary_scaling == MOE_ROTARY_LLAMA3) && c->rotary_length == 0)
+        return moei_error(error, MOE_ERR_CONFIG, "rotary_length = 0: rotary_scaling = %s needs it",
+                          moei_rotary_names[c->rotary_scaling]);
     if (c->rotary) moei_default_real(&c->rotary_base, MOEI_R(10000.0));
+    return MOE_OK;
+}
+
+/* Fields that nothing computes yet. */
+static moe_status moei_attention_missing(const moe_attention_config *c, moe_error *error) {
+    const moe_field *field;
+    for (field = moe_field_find(moei_attention_fields, "kv_heads"); field->name != NULL; field++)
+        if (!moei_field_is_zero(field, c))
+            return moei_error(error, MOE_ERR_UNSUPPORTED, "%s is not built yet", field->name);
     return MOE_OK;
 }
 
@@ -6245,6 +6506,7 @@ moe_status moe_net_attention(moe_net *net, const moe_attention_config *config) {
     if (status != MOE_OK) return status;
     if (config != NULL) m.attention = *config;
     status = moei_attention_check(&m.attention, m.d_in, &why);
+    if (status == MOE_OK) status = moei_attention_missing(&m.attention, &why);
     if (status != MOE_OK) return moei_module_refuse(net, m.kind, status, "%s", why.message);
     return moei_module_append(net, &m);
 }
@@ -6400,6 +6662,42 @@ moe_status moe_net_residual(moe_net *net, int span) {
     return moei_module_append(net, &m);
 }
 
+/* linear and tied with or without their bias. */
+static moe_status moei_module_biased(moe_net *net, const moe_module *module) {
+    moe_status status;
+    if (module->no_bias < 0 || module->no_bias > 1) {
+        moe_module m;
+        status = moei_module_begin(net, module->kind, &m);
+        return status != MOE_OK ? status
+                                : moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "no_bias = %d: must be 0 to 1",
+                                                     module->no_bias);
+    }
+    status = module->kind == MOE_MODULE_LINEAR ? moe_net_linear(net, module->d_out) : moe_net_tied(net);
+    if (status == MOE_OK) net->modules[net->n_modules - 1].no_bias = module->no_bias;
+    return status;
+}
+
+moe_status moe_net_append(moe_net *net, const moe_module *module) {
+    if (net == NULL || module == NULL) return MOE_ERR_ARGUMENT;
+    switch (module->kind) {
+    case MOE_MODULE_LINEAR:
+    case MOE_MODULE_TIED: return moei_module_biased(net, module);
+    case MOE_MODULE_ACTIVATION: return moe_net_activation(net, module->act);
+    case MOE_MODULE_MIXTURE: return moe_net_mixture(net, &module->layer.config);
+    case MOE_MODULE_RESIDUAL: return moe_net_residual(net, module->span);
+    case MOE_MODULE_EMBEDDING: return moe_net_embedding(net, module->n_rows, module->d_out);
+    case MOE_MODULE_POSITIONS: return moe_net_positions(net, module->n_rows);
+    case MOE_MODULE_ATTENTION: return moe_net_attention(net, &module->attention);
+    case MOE_MODULE_DROPOUT: return moe_net_dropout(net, module->rate);
+    case MOE_MODULE_FEED_FORWARD: return moe_net_feed_forward(net, &module->layer.config);
+    case MOE_MODULE_LAYER_NORM:
+    case MOE_MODULE_RMS_NORM:
+    case MOE_MODULE_SCALE:
+    case MOE_MODULE_CONVOLUTION: return moei_module_small(net, module->kind, module);
+    default: return MOE_ERR_ARGUMENT;
+    }
+}
+
 /* Whether module i is followed by an activation that passes only about half of what enters. */
 static int moei_feeds_relu(const moe_net *net, size_t i) {
     const moe_module *next = net->modules + i + 1;
@@ -6425,12 +6723,13 @@ static moei_module_tensor moei_tensor_of(const char *name, int rows, int columns
 
 /* Parameter `place` of a module without a moe_layer. */
 static moei_module_tensor moei_module_tensor_of(const moe_module *m, int place) {
-    static const char *const of_attention[MOE_MODULE_SLOTS] = {"query", "key", "value", "output"};
-    int inner = m->attention.heads * m->attention.d_head, bias = place == MOE_MODULE_BIAS;
-    if (place < MOE_MODULE_SLOTS && m->kind == MOE_MODULE_ATTENTION)
+    static const char *const of_attention[] = {"query", "key", "value", "output"};
+    int inner = m->attention.heads * m->attention.d_head, bias = place == MOE_MODULE_BIAS && !m->no_bias;
+    if (place <= MOE_MODULE_OUTPUT && m->kind == MOE_MODULE_ATTENTION)
         return place == MOE_MODULE_OUTPUT ? moei_tensor_of(of_attention[place], m->d_out, inner, MOEI_R(0.0))
                                           : moei_tensor_of(of_attention[place], inner, m->d_in, MOEI_R(0.0));
-    if (bias && (m->kind == MOE_MODULE_LINEAR || m->kind == MOE_MODULE_LAYER_NORM || m->kind == MOE_MODULE_TIED))
+    if (bias && (m->kind == MOE_MODULE_LINEAR || m->kind == MOE_MODULE_LAYER_NORM || m->kind == MOE_MODULE_TIED ||
+                 (m->kind == MOE_MODULE_RMS_NORM && m->bias)))
         return moei_tensor_of("bias", m->d_out, 0, MOEI_R(0.0));
     if (place == MOE_MODULE_WEIGHT && (m->kind == MOE_MODULE_LAYER_NORM || m->kind == MOE_MODULE_RMS_NORM))
         return moei_tensor_of("weight", m->d_out, 0, MOEI_R(1.0));
@@ -6990,13 +7289,14 @@ static moe_status moei_activation_forward(const moei_run *r) {
     return MOE_OK;
 }
 
-#define MOEI_NORM_EPS MOEI_R(1e-5)
+/* [1e-5] */
+static moe_real moei_eps_of(moe_real eps) { return eps > MOEI_R(0.0) ? eps : MOEI_R(1e-5); }
 
 static moe_status moei_layer_norm_forward(const moei_run *r) {
     size_t t;
     for (t = 0; t < r->n; t++)
         moe_layer_norm(r->d_in, r->p->x + t * r->d_in, r->m->tensors[MOE_MODULE_WEIGHT], r->m->tensors[MOE_MODULE_BIAS],
-                       MOEI_NORM_EPS, r->p->y + t * r->d_in, r->p->mean + t, r->p->rstd + t);
+                       moei_eps_of(r->m->eps), r->p->y + t * r->d_in, r->p->mean + t, r->p->rstd + t);
     return MOE_OK;
 }
 
@@ -7004,7 +7304,9 @@ static moe_status moei_rms_norm_forward(const moei_run *r) {
     size_t t;
     for (t = 0; t < r->n; t++)
         moei_rms_norm_row(r->net->kernels, r->d_in, r->p->x + t * r->d_in, r->m->tensors[MOE_MODULE_WEIGHT],
-                          MOEI_NORM_EPS, r->p->y + t * r->d_in, r->p->rstd + t);
+                          moei_eps_of(r->m->eps), r->p->y + t * r->d_in, r->p->rstd + t);
+    for (t = 0; t < r->n && r->m->bias; t++)
+        moe_axpy(r->net->kernels, r->d_in, MOEI_R(1.0), r->m->tensors[MOE_MODULE_BIAS], r->p->y + t * r->d_in);
     return MOE_OK;
 }
 
@@ -7349,7 +7651,33 @@ static moe_status moei_residual_forward(const moei_run *r) {
     return MOE_OK;
 }
 
+/* s, of which 0 means 1. */
+static moe_real moei_scale_of(const moe_module *m) {
+    return m->scale < MOEI_R(0.0) || m->scale > MOEI_R(0.0) ? m->scale : MOEI_R(1.0);
+}
+
+static moe_status moei_scale_forward(const moei_run *r) {
+    moe_real scale = moei_scale_of(r->m), cap = r->m->cap;
+    size_t i;
+    for (i = 0; i < r->n * r->d_in; i++) {
+        r->p->y[i] = scale * r->p->x[i];
+        if (cap > MOEI_R(0.0)) r->p->y[i] = cap * MOEI_F(tanh)(r->p->y[i] / cap);
+    }
+    return MOE_OK;
+}
+
 #ifndef MOE_NO_TRAIN
+
+/* dy/dx = s, with a cap s (1 - (y / c)^2). */
+static moe_status moei_scale_backward(const moei_run *r) {
+    moe_real scale = moei_scale_of(r->m), cap = r->m->cap;
+    size_t i;
+    for (i = 0; r->dx != NULL && i < r->n * r->d_in; i++) {
+        moe_real part = cap > MOEI_R(0.0) ? r->p->y[i] / cap : MOEI_R(0.0);
+        r->dx[i] += r->dy[i] * scale * (MOEI_R(1.0) - part * part);
+    }
+    return MOE_OK;
+}
 
 static moe_status moei_linear_backward(const moei_run *r) {
     moei_affine_backward(r->net->kernels, r->n, r->d_out, r->d_in, r->p->x, r->m->tensors[MOE_MODULE_WEIGHT], r->dy,
@@ -7383,6 +7711,8 @@ static moe_status moei_rms_norm_backward(const moei_run *r) {
         moei_rms_norm_row_backward(r->net->kernels, r->d_in, r->p->x + at, r->m->tensors[MOE_MODULE_WEIGHT],
                                    r->p->rstd[t], r->dy + at, r->dx != NULL ? r->dx + at : NULL,
                                    r->m->gradients[MOE_MODULE_WEIGHT]);
+        if (r->m->bias)
+            moe_axpy(r->net->kernels, r->d_in, MOEI_R(1.0), r->dy + at, r->m->gradients[MOE_MODULE_BIAS]);
     }
     return MOE_OK;
 }
@@ -7540,7 +7870,9 @@ static const moei_module_kind moei_module_kinds[MOE_MODULE_COUNT] = {
         MOEI_BACKWARD(moei_dropout_backward)},
     /* feed_forward */ {MOEI_KEEP(MODULES, MOE_MODULE_FEED_FORWARD, moei_feed_forward_forward),
         MOEI_BACKWARD(moei_feed_forward_backward)},
-    /* tied         */ {MOEI_KEEP(MODULES, MOE_MODULE_TIED, moei_linear_forward), MOEI_BACKWARD(moei_linear_backward)}};
+    /* tied         */ {MOEI_KEEP(MODULES, MOE_MODULE_TIED, moei_linear_forward), MOEI_BACKWARD(moei_linear_backward)},
+    /* scale        */ {MOEI_KEEP(MODULES, MOE_MODULE_SCALE, moei_scale_forward), MOEI_BACKWARD(moei_scale_backward)},
+    /* convolution  */ {NULL, NULL}};
 
 /* Whether the sequences are as moe_call requires. */
 static int moei_sequences_fit(const moe_call *call) {
@@ -9629,7 +9961,7 @@ static void moei_config_put_module(moei_config_text *c, const moe_module *m) {
     moei_config_put(c, moei_module_names[m->kind]);
     moei_config_put(c, "\"");
     moei_config_put_fields(c, moei_module_fields(m->kind), moei_module_settings(&config, m->kind),
-                           !moei_is_layer(m) && m->kind != MOE_MODULE_ATTENTION, 1);
+                           m->kind == MOE_MODULE_ACTIVATION || m->kind == MOE_MODULE_DROPOUT, 1);
     moei_config_put(c, "}");
 }
 
@@ -10114,19 +10446,23 @@ static moe_status moei_config_kind(moei_json *j, const char *place, int *kind) {
 }
 
 static moe_status moei_module_add(moe_net *net, int kind, const moei_module_config *c) {
-    switch (kind) {
-    case MOE_MODULE_LINEAR: return moe_net_linear(net, c->d_out);
-    case MOE_MODULE_ACTIVATION: return moe_net_activation(net, c->act);
-    case MOE_MODULE_MIXTURE: return moe_net_mixture(net, &c->layer);
-    case MOE_MODULE_RESIDUAL: return moe_net_residual(net, c->span);
-    case MOE_MODULE_EMBEDDING: return moe_net_embedding(net, c->vocabulary, c->d);
-    case MOE_MODULE_POSITIONS: return moe_net_positions(net, c->most);
-    case MOE_MODULE_ATTENTION: return moe_net_attention(net, &c->attention);
-    case MOE_MODULE_DROPOUT: return moe_net_dropout(net, c->rate);
-    case MOE_MODULE_FEED_FORWARD: return moe_net_feed_forward(net, &c->layer);
-    case MOE_MODULE_TIED: return moe_net_tied(net);
-    default: return moei_module_plain(net, kind);
-    }
+    moe_module m;
+    memset(&m, 0, sizeof m);
+    m.kind = kind;
+    m.d_out = kind == MOE_MODULE_EMBEDDING ? c->d : c->d_out;
+    m.act = c->act;
+    m.span = c->span;
+    m.n_rows = kind == MOE_MODULE_EMBEDDING ? c->vocabulary : c->most;
+    m.length = c->length;
+    m.no_bias = c->no_bias;
+    m.bias = c->bias;
+    m.eps = c->eps;
+    m.scale = c->scale;
+    m.cap = c->cap;
+    m.rate = c->rate;
+    m.attention = c->attention;
+    m.layer.config = c->layer;
+    return moe_net_append(net, &m);
 }
 
 /* Adds one element of "modules" to the network. */

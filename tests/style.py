@@ -27,7 +27,7 @@ except tables, links and blocks of code. For headers besides:
   version      the first line is "/* NAME - vX.Y.Z - ..." with the version of moe_kernels.h; an
                extra names no version
   size         moe_kernels.h 350 kB, moe_routers.h 400 kB, moe.h 640 kB; README.md 450 lines
-  public       the core has at most 150 public functions (MOE_API); a private one (moei_) is
+  public       the core has at most 160 public functions (MOE_API); a private one (moei_) is
                exported (MOEI_API) only if a header that moe_export.h prints may name it"""
 
 import collections
@@ -39,7 +39,7 @@ import sys
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CORE = ['moe_kernels.h', 'moe_routers.h', 'moe.h']
 SIZES = {'moe_kernels.h': 350000, 'moe_routers.h': 460000, 'moe.h': 640000}
-PROSE, CODE, FUNCTION_LINES, PUBLIC, README_LINES = 100, 120, 60, 150, 450
+PROSE, CODE, FUNCTION_LINES, PUBLIC, README_LINES = 100, 120, 60, 160, 450
 WORDS = {
     r'the (way|road) back|walks? the road': 'backward pass, data flow',
     r'at home|home rank': 'local experts, owning rank',

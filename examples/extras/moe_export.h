@@ -2535,7 +2535,7 @@ static uint32_t moei_module_norm(moei_maker *m, const moe_module *module, const 
     if (!(scale > 0)) scale = 1;
     bits = moei_shift_for(most / scale, 0, 25);
     while (ldexp((double)n * (double)n, 30 + 2 * factor) > ldexp(1, 60)) factor--;
-    eps = ldexp((double)MOEI_NORM_EPS * (double)n * (double)n, 2 * factor);
+    eps = ldexp((double)moei_eps_of(module->eps) * (double)n * (double)n, 2 * factor);
     if (eps > ldexp(m->vectors[x].scale * m->vectors[x].scale, 60))
         x = moei_rescale(m, x, MOEI_WIDE, ldexp(sqrt(eps), -30)); /* eps must fit in its codes */
     if (m->status != MOE_OK) return 0;
@@ -3446,6 +3446,10 @@ static void moei_print_layer(moei_printer *p, const moe_net *net, size_t i) {
 static void moei_print_module(moei_printer *p, const moe_net *net, size_t i) {
     const moe_module *m = &net->modules[i];
     moei_print_item(p, "{%d, %d, %d, %d, %d, %d, ", m->kind, m->d_in, m->d_out, m->act, m->span, m->n_rows);
+    moei_print_item(p, "%d, %d, %d, ", m->length, m->no_bias, m->bias);
+    moei_print_real(p, m->eps, ", ");
+    moei_print_real(p, m->scale, ", ");
+    moei_print_real(p, m->cap, ", ");
     moei_print_real(p, m->rate, ", {");
     moei_print_fields(p, moei_attention_fields, &m->attention, 0, sizeof m->attention);
     moei_print_item(p, "}, ");
@@ -3453,7 +3457,7 @@ static void moei_print_module(moei_printer *p, const moe_net *net, size_t i) {
     moei_print_item(p, ", ");
     if (moei_is_layer(m)) moei_print_item(p, "{NULL}");
     else moei_print_parameters(p, net, i, MOE_MODULE_SLOTS, "(moe_real *)");
-    moei_print_item(p, ", {NULL}, 0}%s", i + 1 < net->n_modules ? "," : "};");
+    moei_print_item(p, ", {NULL}, NULL, 0}%s", i + 1 < net->n_modules ? "," : "};");
     moei_print_line_end(p);
 }
 
@@ -3476,7 +3480,7 @@ static void moei_print_net(moei_printer *p, const moe_net *net) {
     moei_print_name(p, NULL, 0);
     moei_print_item(p, " = {%d, %d, %z, (moe_module *)", net->d_in, net->d_out, net->n_modules);
     moei_print_name(p, NULL, 0);
-    moei_print_item(p, "_modules, 0, NULL, MOE_KERNELS_C, NULL, NULL, NULL, ");
+    moei_print_item(p, "_modules, 0, NULL, MOE_KERNELS_C, NULL, NULL, NULL, 0, 0, ");
     moei_print_item(p, "{NULL, NULL}, NULL, 0, 1, 0, {MOE_OK, \"\"}};");
     moei_print_line_end(p);
 }

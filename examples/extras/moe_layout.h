@@ -177,11 +177,18 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
     M(s, d_latent) M(s, node) M(s, all) M(s, quantized) M(s, quantized_size) M(s, rows) M(s, d_rows) M(s, clean) \
     M(s, d_node) M(s, d_all) M(s, shared) M(s, d_shared) M(s, shared_factor) M(s, route_memory) M(s, route_size) \
     M(s, ranks)
-#define MOEI_OF_moe_attention_config(M, s) M(s, heads) M(s, d_head) M(s, full) M(s, rotary) M(s, rotary_base)
-#define MOEI_OF_moe_module(M, s) M(s, kind) M(s, d_in) M(s, d_out) M(s, act) M(s, span) M(s, n_rows) M(s, rate) \
-    M(s, attention) M(s, layer) M(s, tensors) M(s, gradients) M(s, first_tensor)
+#define MOEI_OF_moe_attention_config(M, s) M(s, heads) M(s, d_head) M(s, full) M(s, rotary) M(s, rotary_base) \
+    M(s, kv_heads) M(s, d_value) M(s, bias) M(s, output_bias) M(s, qk_norm) M(s, norm_after) M(s, eps) M(s, scale) \
+    M(s, cap) M(s, clamp) M(s, sinks) M(s, window) M(s, chunk) M(s, query_floor) M(s, query_growth) \
+    M(s, rotary_dims) M(s, rotary_neighbours) M(s, rotary_scaling) M(s, rotary_factor) M(s, rotary_length) \
+    M(s, beta_fast) M(s, beta_slow) M(s, no_truncation) M(s, low_factor) M(s, high_factor) M(s, rotary_magnitude) \
+    M(s, kv_lora) M(s, q_lora)
+#define MOEI_OF_moe_module(M, s) M(s, kind) M(s, d_in) M(s, d_out) M(s, act) M(s, span) M(s, n_rows) M(s, length) \
+    M(s, no_bias) M(s, bias) M(s, eps) M(s, scale) M(s, cap) M(s, rate) M(s, attention) M(s, layer) M(s, tensors) \
+    M(s, gradients) M(s, external) M(s, first_tensor)
 #define MOEI_OF_moe_net(M, s) M(s, d_in) M(s, d_out) M(s, n_modules) M(s, modules) M(s, n_tensors) M(s, tensors) \
-    M(s, kernels_wanted) M(s, kernels) M(s, transport) M(s, mixture_losses) M(s, allocator) M(s, memory) \
+    M(s, kernels_wanted) M(s, kernels) M(s, transport) M(s, mixture_losses) M(s, external) M(s, cache_type) \
+    M(s, allocator) M(s, memory) \
     M(s, memory_size) M(s, built) M(s, trainable) M(s, error)
 #define MOEI_OF_moe_net_pass(M, s) M(s, n_tokens) M(s, training) M(s, y) M(s, call) M(s, past) M(s, most) M(s, first) \
     M(s, total) M(s, modules) M(s, scratch) M(s, d_x)

@@ -2187,8 +2187,8 @@ static void check_other_modules(moe_net *net) {
            "module 1 (positions)|most = 0");
     CONFIG(net, MODULES("0", EMBEDDING "," ATTENTION("") "," MODULE("positions", ",\"most\":7") TAIL),
            MOE_ERR_UNSUPPORTED, "3.bias");
-    CONFIG(net, MODULES("0", EMBEDDING "," MODULE("rms_norm", ",\"eps\":7") TAIL), MOE_ERR_UNSUPPORTED,
-           "unknown key 'eps'");
+    CONFIG(net, MODULES("0", EMBEDDING "," MODULE("rms_norm", ",\"epsilon\":7") TAIL), MOE_ERR_UNSUPPORTED,
+           "unknown key 'epsilon'");
     CONFIG(net, MODULES("0", EMBEDDING "," MODULE("feed_forward", ",\"n_experts\":2") TAIL), MOE_ERR_UNSUPPORTED,
            "module 1|unknown key 'n_experts'");
     CONFIG(net, MODULES("0", EMBEDDING "," MODULE("feed_forward", ",\"expert\":\"tree\"") TAIL), MOE_ERR_CONFIG,
@@ -2214,8 +2214,8 @@ static void test_configurations(void) {
     CONFIG(&net, MODULES("0", EMBEDDING "," ATTENTION(",\"d_head\":2,\"full\":1,\"rotary\":1,\"rotary_base\":50") TAIL),
            MOE_OK, "");
     CONFIG(&net, MODULES("0", EMBEDDING "," ATTENTION(",\"heads\":2") TAIL), MOE_ERR_FORMAT, "'heads' occurs twice");
-    CONFIG(&net, MODULES("0", EMBEDDING "," ATTENTION(",\"window\":3") TAIL), MOE_ERR_UNSUPPORTED,
-           "module 1|unknown key 'window'");
+    CONFIG(&net, MODULES("0", EMBEDDING "," ATTENTION(",\"breadth\":3") TAIL), MOE_ERR_UNSUPPORTED,
+           "module 1|unknown key 'breadth'");
     CONFIG(&net, MODULES("0", EMBEDDING "," MODULE("attention", ",\"heads\":3") TAIL), MOE_ERR_CONFIG,
            "module 1 (attention)|heads = 3|4");
     CONFIG(&net, MODULES("0", EMBEDDING "," MODULE("attention", ",\"heads\":-2") TAIL), MOE_ERR_CONFIG, "heads = -2");

@@ -1073,7 +1073,7 @@ static const config_row config_rows[] = {
     CONFIG(MODULES(LINEAR ","), MOE_ERR_FORMAT, NULL),
     CONFIG(MODULES("3"), MOE_ERR_FORMAT, "{ is expected"),
     CONFIG(MODULES("{}"), MOE_ERR_FORMAT, "module 0: the key 'module' is missing"),
-    CONFIG(MODULES("{\"module\":\"convolution\"}"), MOE_ERR_UNSUPPORTED, "module 0: unknown module 'convolution'"),
+    CONFIG(MODULES("{\"module\":\"pooling\"}"), MOE_ERR_UNSUPPORTED, "module 0: unknown module 'pooling'"),
     CONFIG(MODULES("{\"module\":\"linear\",\"module\":\"linear\",\"d_out\":4}"), MOE_ERR_FORMAT,
            "'module' occurs twice"),
     CONFIG(MODULES("{\"module\":\"linear\",\"d_out\":4,\"d_out\":4}"), MOE_ERR_FORMAT, "'d_out' occurs twice"),
@@ -1425,7 +1425,8 @@ static void test_files_without_memory(void) {
 static const char *kind_of(const moe_net *net, size_t module) {
     static const char *const kinds[MOE_MODULE_COUNT] = {
         "linear",    "activation", "layer_norm", "mixture", "residual",     "embedding",
-        "positions", "attention",  "rms_norm",   "dropout", "feed_forward", "tied"};
+        "positions", "attention",  "rms_norm",   "dropout", "feed_forward", "tied",
+        "scale",     "convolution"};
     return kinds[net->modules[module].kind];
 }
 
