@@ -687,6 +687,9 @@ typedef struct moe_layer {
     /* by index, set by moe_layer_pack: what inference reads instead of the tensor */
     const void *packed[MOE_LAYER_PARAMETER_COUNT];
     int packed_type;                          /* MOE_TYPE_ of packed */
+    /* by index, set by the caller for experts' matrices that lie in another program's file and are
+       read there instead of the tensor: [E], one for each expert, else [1]. For inference only */
+    const moe_external *external[MOE_LAYER_PARAMETER_COUNT];
     int is_packed;                            /* 1: moe_layer_pack was called */
     moe_real *memory;         /* owned by the layer if made by create, else NULL */
     size_t memory_size;       /* bytes */
@@ -4596,8 +4599,11 @@ static void moei_matmul_columns(const moei_expert_run *run, const moei_step *ste
     size_t from = run->width[step->from], to = run->width[step->to];
     size_t ld = run->ld[step->to], i;
     const moe_real *in = run->activation[step->from], *bias = moei_block(run, step->bias, to);
+    const moe_external *external = run->layer->external[step->weight];
     moe_real *out = run->activation[step->to] + j;
-    if (run->packed) moei_packed_product(run, step, j, count);
+    if (external != NULL)
+        moe_matmul_external(k, external + run->expert, j, run->n, count, from, in, run->ld[step->from], NULL, out, ld);
+    else if (run->packed) moei_packed_product(run, step, j, count);
     else
         moe_matmul(k, MOE_MATMUL_NT, MOE_TYPE_REAL, run->n, count, from, in, run->ld[step->from],
                    moei_block(run, step->weight, to * from) + j * from, from, out, ld, 0);
@@ -5579,6 +5585,7 @@ static moe_status moei_layer_call_check(const moe_layer *layer, const moei_exper
     if (call->n_tokens > 0 && call->x == NULL) return moei_error(call->error, MOE_ERR_ARGUMENT, "call.x is NULL");
     for (i = 0; i < MOE_LAYER_PARAMETER_COUNT; i++) {
         if (moei_parameter_is_set(i, layer->present, layer->tensors[i])) continue;
+        if (layer->external[i] != NULL && !call->training) continue;
         if (layer->packed[i] != NULL && moei_uses_packed(layer, call)) continue;
         return moei_error(call->error, MOE_ERR_ARGUMENT, "%s is not set: layer.tensors[%d] is NULL",
                           moei_layer_parameter_name(i), i);

@@ -176,6 +176,8 @@
 #define moe_quantized_row_size moe_quantized_row_size_f64
 #define moe_rows_quantize moe_rows_quantize_f64
 #define moe_matmul_quantized moe_matmul_quantized_f64
+#define moe_external_work_size moe_external_work_size_f64
+#define moe_matmul_external moe_matmul_external_f64
 #define moe_dot moe_dot_f64
 #define moe_axpy moe_axpy_f64
 #define moe_activate moe_activate_f64
@@ -742,6 +744,49 @@ MOE_API void moe_rows_quantize(const moe_kernels *k, int type, size_t m, size_t 
 MOE_API void moe_matmul_quantized(const moe_kernels *k, int type, size_t m, size_t n, size_t inner, const void *rows,
                                   const void *packed, size_t stride, moe_real *c, size_t ldc);
 #endif
+
+/* ---- weights that lie in other programs' files ----------------------------------------------- */
+
+/* A matrix W [n,k] whose rows are blocks of another program's type, read where they lie: in a
+   mapped file, at any alignment. Nothing is copied. The types are constants of an extra
+   (moe_import.h has those of GGUF and of safetensors). */
+typedef struct moe_external moe_external;
+
+/* A type of blocks. */
+typedef struct moe_external_type {
+    const char *name;  /* "Q4_K" */
+    int block, bytes;  /* numbers and bytes of a block; block divides 256 */
+    /* values[count] = elements from .. from + count - 1 of a row, rounded once; both are multiples
+       of block. k is a table, not NULL. */
+    void (*unpack)(const moe_kernels *k, const moe_external *w, size_t row, size_t from, size_t count,
+                   moe_real *values);
+} moe_external_type;
+
+/* Where a matrix lies; the bytes are the caller's and stay there. Element (j,p) is number
+   p % block of the block at data + j * row + p / block * column, times the scale at
+   scales + j / scale_rows * scale_row + p / scale_columns * (bytes of a scale) if the type keeps
+   scales apart. So the strides also describe matrices whose rows alternate with others, and
+   transposed ones (block = 1). */
+struct moe_external {
+    const moe_external_type *type; /* NULL: there is no matrix */
+    const unsigned char *data;     /* the first block of row 0 */
+    size_t row, column;            /* bytes from one block to the next: of the next row, of the same row */
+    const unsigned char *scales;   /* of types that keep them apart */
+    size_t scale_row;              /* bytes from one row of scales to the next */
+    int scale_rows, scale_columns; /* rows and columns of W that share a scale; at least 1 if scales is set */
+    int exact;                     /* 1: activations are not quantized */
+};
+
+/* Bytes of work that moe_matmul_external takes for m rows of x; 0: none, or the size overflows
+   (m above 2^31 - 1). Thread-safe. */
+MOE_API size_t moe_external_work_size(const moe_external *w, size_t m, size_t inner);
+/* C[m,n] = x W^T with rows first .. first + n - 1 of W; C is overwritten. work
+   [moe_external_work_size(w, m, inner)] may be NULL where that is 0. With w->exact, and for types
+   that have no kernels for quantized activations, the bits are those of moe_matmul with unpacked
+   weights. For one table a row of C depends neither on m nor on the other rows nor on first.
+   Thread-safe. */
+MOE_API void moe_matmul_external(const moe_kernels *k, const moe_external *w, size_t first, size_t m, size_t n,
+                                 size_t inner, const moe_real *x, size_t ldx, void *work, moe_real *c, size_t ldc);
 
 /* ---- random numbers -------------------------------------------------------------------------- */
 
@@ -6329,6 +6374,39 @@ void moe_matmul_quantized(const moe_kernels *k, int type, size_t m, size_t n, si
     }
 }
 #endif
+
+size_t moe_external_work_size(const moe_external *w, size_t m, size_t inner) {
+    (void)w;
+    (void)m;
+    (void)inner;
+    return 0;
+}
+
+enum { MOEI_EXTERNAL_ROWS = MOEI_PANEL, MOEI_EXTERNAL_COLUMNS = 256 };
+
+/* A few rows at a time are unpacked, for one block of the order of summation. */
+static void moei_external_exact(const moe_kernels *k, const moe_external *w, size_t first, size_t m, size_t n,
+                                size_t inner, const moe_real *x, size_t ldx, moe_real *c, size_t ldc) {
+    moe_real rows[(int)MOEI_EXTERNAL_ROWS * MOEI_EXTERNAL_COLUMNS];
+    size_t j, p, i, count, length;
+    for (j = 0; j < n; j += count) {
+        count = n - j < MOEI_EXTERNAL_ROWS ? n - j : (size_t)MOEI_EXTERNAL_ROWS;
+        for (p = 0; p < inner; p += length) {
+            length = inner - p < MOEI_EXTERNAL_COLUMNS ? inner - p : (size_t)MOEI_EXTERNAL_COLUMNS;
+            for (i = 0; i < count; i++)
+                w->type->unpack(k, w, first + j + i, p, length, rows + i * MOEI_EXTERNAL_COLUMNS);
+            k->matmul[MOE_MATMUL_NT][MOE_TYPE_REAL](m, count, length, x + p, ldx, rows, MOEI_EXTERNAL_COLUMNS, c + j,
+                                                    ldc, p > 0);
+        }
+    }
+}
+
+void moe_matmul_external(const moe_kernels *k, const moe_external *w, size_t first, size_t m, size_t n, size_t inner,
+                         const moe_real *x, size_t ldx, void *work, moe_real *c, size_t ldc) {
+    (void)work;
+    if (inner == 0) moei_zero_rows(m, n, c, ldc);
+    moei_external_exact(moei_table(k), w, first, m, n, inner, x, ldx, c, ldc);
+}
 
 moe_real moe_dot(const moe_kernels *k, size_t n, const moe_real *a, const moe_real *b) {
     return moei_table(k)->dot(n, a, b);

@@ -570,12 +570,11 @@ typedef struct moei_import_shard {
     char shown[44]; /* the end of a long name, so that messages have room for the reason */
 } moei_import_shard;
 
-/* An element type of blocks. */
+/* An element type. A moe_external_type of this header is always the first member of one. */
 typedef struct moei_block_type {
-    const char *name;
-    int code;               /* number in GGUF */
-    int dtype;              /* of single numbers; MOE_DTYPE_COUNT: blocks, or not supported */
-    size_t elements, bytes; /* of a block */
+    moe_external_type external; /* bytes 0: not supported */
+    int code;                   /* number in GGUF, or MOEI_TYPE_ */
+    int dtype;                  /* of single numbers; MOE_DTYPE_COUNT: blocks, or not supported */
     void (*read)(const unsigned char *block, moe_real *values); /* NULL: no blocks */
 } moei_block_type;
 
@@ -1047,47 +1046,123 @@ static void moei_block_iq4_xs(const unsigned char *p, moe_real *values) {
     }
 }
 
-/* Element types of GGUF. 0 bytes: not supported. */
-static const moei_block_type moei_gguf_types[] = {
-    {"F32", 0, MOE_DTYPE_F32, 1, 4, NULL},
-    {"F16", 1, MOE_DTYPE_F16, 1, 2, NULL},
-    {"Q4_0", 2, MOE_DTYPE_COUNT, 32, 18, moei_block_q4_0},
-    {"Q4_1", 3, MOE_DTYPE_COUNT, 32, 20, moei_block_q4_1},
-    {"Q5_0", 6, MOE_DTYPE_COUNT, 32, 22, moei_block_q5_0},
-    {"Q5_1", 7, MOE_DTYPE_COUNT, 32, 24, moei_block_q5_1},
-    {"Q8_0", 8, MOE_DTYPE_COUNT, 32, 34, moei_block_q8_0},
-    {"Q8_1", 9, MOE_DTYPE_COUNT, 1, 0, NULL},
-    {"Q2_K", 10, MOE_DTYPE_COUNT, 256, 84, moei_block_q2_k},
-    {"Q3_K", 11, MOE_DTYPE_COUNT, 256, 110, moei_block_q3_k},
-    {"Q4_K", 12, MOE_DTYPE_COUNT, 256, 144, moei_block_q4_k},
-    {"Q5_K", 13, MOE_DTYPE_COUNT, 256, 176, moei_block_q5_k},
-    {"Q6_K", 14, MOE_DTYPE_COUNT, 256, 210, moei_block_q6_k},
-    {"Q8_K", 15, MOE_DTYPE_COUNT, 1, 0, NULL},
-    {"IQ2_XXS", 16, MOE_DTYPE_COUNT, 1, 0, NULL},
-    {"IQ2_XS", 17, MOE_DTYPE_COUNT, 1, 0, NULL},
-    {"IQ3_XXS", 18, MOE_DTYPE_COUNT, 1, 0, NULL},
-    {"IQ1_S", 19, MOE_DTYPE_COUNT, 1, 0, NULL},
-    {"IQ4_NL", 20, MOE_DTYPE_COUNT, 32, 18, moei_block_iq4_nl},
-    {"IQ3_S", 21, MOE_DTYPE_COUNT, 1, 0, NULL},
-    {"IQ2_S", 22, MOE_DTYPE_COUNT, 1, 0, NULL},
-    {"IQ4_XS", 23, MOE_DTYPE_COUNT, 256, 136, moei_block_iq4_xs},
-    {"I8", 24, MOE_DTYPE_COUNT, 1, 0, NULL},
-    {"I16", 25, MOE_DTYPE_COUNT, 1, 0, NULL},
-    {"I32", 26, MOE_DTYPE_COUNT, 1, 0, NULL},
-    {"I64", 27, MOE_DTYPE_COUNT, 1, 0, NULL},
-    {"F64", 28, MOE_DTYPE_F64, 1, 8, NULL},
-    {"IQ1_M", 29, MOE_DTYPE_COUNT, 1, 0, NULL},
-    {"BF16", 30, MOE_DTYPE_BF16, 1, 2, NULL},
-    {"TQ1_0", 34, MOE_DTYPE_COUNT, 1, 0, NULL},
-    {"TQ2_0", 35, MOE_DTYPE_COUNT, 1, 0, NULL},
-    {"MXFP4", 39, MOE_DTYPE_COUNT, 32, 17, moei_block_mxfp4},
-    {NULL, -1, MOE_DTYPE_COUNT, 1, 0, NULL}};
+/* The block of a matrix that begins with element p of a row. */
+static const unsigned char *moei_external_block(const moe_external *w, size_t row, size_t p) {
+    return w->data + row * w->row + p / (size_t)w->type->block * w->column;
+}
 
-/* The row of a GGUF number; NULL: none. */
+/* The moe_external_type.unpack of types of blocks. */
+static void moei_unpack_blocks(const moe_kernels *k, const moe_external *w, size_t row, size_t from, size_t count,
+                               moe_real *values) {
+    const moei_block_type *type = (const moei_block_type *)(const void *)w->type;
+    const size_t block = (size_t)type->external.block;
+    size_t p;
+    (void)k;
+    for (p = 0; p < count; p += block) type->read(moei_external_block(w, row, from + p), values + p);
+}
+
+/* Of single numbers. */
+static void moei_unpack_numbers(const moe_kernels *k, const moe_external *w, size_t row, size_t from, size_t count,
+                                moe_real *values) {
+    const moei_block_type *type = (const moei_block_type *)(const void *)w->type;
+    moe_file_tensor t;
+    size_t p, run = w->column == (size_t)type->external.bytes ? count : 1;
+    (void)k;
+    memset(&t, 0, sizeof t);
+    t.dtype = type->dtype;
+    for (p = 0; p < count; p += run) {
+        t.data = moei_external_block(w, row, from + p);
+        t.count = run;
+        t.bytes = run * (size_t)type->external.bytes;
+        (void)moe_file_values(&t, 0, run, values + p, NULL);
+    }
+}
+
+/* The number of a byte in FP8's format E4M3: no infinities, 0x7f and 0xff are NaN (Micikevicius et
+   al. 2022, FP8 formats for deep learning). */
+static moe_real moei_from_e4m3(unsigned byte) {
+    const uint32_t sign = (uint32_t)(byte & 128u) << 24, size = byte & 127u;
+    if (size == 127u) return (moe_real)moei_binary32(sign | 0x7fc00000u);
+    if (size < 8u) return (sign ? MOEI_R(-0.001953125) : MOEI_R(0.001953125)) * (moe_real)size;
+    return (moe_real)moei_binary32(sign | ((size << 20) + (120u << 23)));
+}
+
+/* FP8 with one float32 scale for scale_rows rows and scale_columns columns. */
+static void moei_unpack_e4m3(const moe_kernels *k, const moe_external *w, size_t row, size_t from, size_t count,
+                             moe_real *values) {
+    const unsigned char *scales = w->scales == NULL ? NULL : w->scales + row / (size_t)w->scale_rows * w->scale_row;
+    size_t p;
+    (void)k;
+    for (p = 0; p < count; p++) {
+        values[p] = moei_from_e4m3(*moei_external_block(w, row, from + p));
+        if (scales == NULL) continue;
+        values[p] *= (moe_real)moei_binary32(
+            (uint32_t)moei_load(scales + (from + p) / (size_t)w->scale_columns * 4, 4));
+    }
+}
+
+/* MXFP4 of safetensors: pairs of neighbors in a byte, the first one low, the powers of two
+   apart. */
+static void moei_unpack_mxfp4(const moe_kernels *k, const moe_external *w, size_t row, size_t from, size_t count,
+                              moe_real *values) {
+    const unsigned char *scales = w->scales + row / (size_t)w->scale_rows * w->scale_row;
+    size_t p;
+    (void)k;
+    for (p = 0; p < count; p++) {
+        const unsigned byte = moei_external_block(w, row, from + p)[(from + p) % 32 / 2];
+        const int code = moei_fp4_values[(from + p) % 2 == 0 ? byte & 15u : byte >> 4];
+        values[p] = moei_e8m0_half(scales[(from + p) / 32]) * (moe_real)code;
+    }
+}
+
+/* Types of safetensors alone: numbers that no GGUF file can have. */
+enum { MOEI_TYPE_E4M3 = -1, MOEI_TYPE_MXFP4 = -2 };
+
+/* Element types of GGUF and of safetensors. 0 bytes: not supported. */
+static const moei_block_type moei_gguf_types[] = {
+    {{"F32", 1, 4, moei_unpack_numbers}, 0, MOE_DTYPE_F32, NULL},
+    {{"F16", 1, 2, moei_unpack_numbers}, 1, MOE_DTYPE_F16, NULL},
+    {{"Q4_0", 32, 18, moei_unpack_blocks}, 2, MOE_DTYPE_COUNT, moei_block_q4_0},
+    {{"Q4_1", 32, 20, moei_unpack_blocks}, 3, MOE_DTYPE_COUNT, moei_block_q4_1},
+    {{"Q5_0", 32, 22, moei_unpack_blocks}, 6, MOE_DTYPE_COUNT, moei_block_q5_0},
+    {{"Q5_1", 32, 24, moei_unpack_blocks}, 7, MOE_DTYPE_COUNT, moei_block_q5_1},
+    {{"Q8_0", 32, 34, moei_unpack_blocks}, 8, MOE_DTYPE_COUNT, moei_block_q8_0},
+    {{"Q8_1", 1, 0, NULL}, 9, MOE_DTYPE_COUNT, NULL},
+    {{"Q2_K", 256, 84, moei_unpack_blocks}, 10, MOE_DTYPE_COUNT, moei_block_q2_k},
+    {{"Q3_K", 256, 110, moei_unpack_blocks}, 11, MOE_DTYPE_COUNT, moei_block_q3_k},
+    {{"Q4_K", 256, 144, moei_unpack_blocks}, 12, MOE_DTYPE_COUNT, moei_block_q4_k},
+    {{"Q5_K", 256, 176, moei_unpack_blocks}, 13, MOE_DTYPE_COUNT, moei_block_q5_k},
+    {{"Q6_K", 256, 210, moei_unpack_blocks}, 14, MOE_DTYPE_COUNT, moei_block_q6_k},
+    {{"Q8_K", 1, 0, NULL}, 15, MOE_DTYPE_COUNT, NULL},
+    {{"IQ2_XXS", 1, 0, NULL}, 16, MOE_DTYPE_COUNT, NULL},
+    {{"IQ2_XS", 1, 0, NULL}, 17, MOE_DTYPE_COUNT, NULL},
+    {{"IQ3_XXS", 1, 0, NULL}, 18, MOE_DTYPE_COUNT, NULL},
+    {{"IQ1_S", 1, 0, NULL}, 19, MOE_DTYPE_COUNT, NULL},
+    {{"IQ4_NL", 32, 18, moei_unpack_blocks}, 20, MOE_DTYPE_COUNT, moei_block_iq4_nl},
+    {{"IQ3_S", 1, 0, NULL}, 21, MOE_DTYPE_COUNT, NULL},
+    {{"IQ2_S", 1, 0, NULL}, 22, MOE_DTYPE_COUNT, NULL},
+    {{"IQ4_XS", 256, 136, moei_unpack_blocks}, 23, MOE_DTYPE_COUNT, moei_block_iq4_xs},
+    {{"I8", 1, 0, NULL}, 24, MOE_DTYPE_COUNT, NULL},
+    {{"I16", 1, 0, NULL}, 25, MOE_DTYPE_COUNT, NULL},
+    {{"I32", 1, 0, NULL}, 26, MOE_DTYPE_COUNT, NULL},
+    {{"I64", 1, 0, NULL}, 27, MOE_DTYPE_COUNT, NULL},
+    {{"F64", 1, 8, moei_unpack_numbers}, 28, MOE_DTYPE_F64, NULL},
+    {{"IQ1_M", 1, 0, NULL}, 29, MOE_DTYPE_COUNT, NULL},
+    {{"BF16", 1, 2, moei_unpack_numbers}, 30, MOE_DTYPE_BF16, NULL},
+    {{"TQ1_0", 1, 0, NULL}, 34, MOE_DTYPE_COUNT, NULL},
+    {{"TQ2_0", 1, 0, NULL}, 35, MOE_DTYPE_COUNT, NULL},
+    {{"MXFP4", 32, 17, moei_unpack_blocks}, 39, MOE_DTYPE_COUNT, moei_block_mxfp4},
+    {{"F8_E4M3", 1, 1, moei_unpack_e4m3}, MOEI_TYPE_E4M3, MOE_DTYPE_COUNT, NULL},
+    {{"MXFP4", 32, 16, moei_unpack_mxfp4}, MOEI_TYPE_MXFP4, MOE_DTYPE_COUNT, NULL}};
+
+enum { MOEI_GGUF_TYPE_COUNT = (int)(sizeof moei_gguf_types / sizeof moei_gguf_types[0]) };
+
+/* The row of a number; NULL: none. */
 static const moei_block_type *moei_gguf_type_find(int code) {
-    const moei_block_type *type = moei_gguf_types;
-    while (type->name != NULL && type->code != code) type++;
-    return type->name != NULL ? type : NULL;
+    size_t i;
+    for (i = 0; i < MOEI_GGUF_TYPE_COUNT; i++)
+        if (moei_gguf_types[i].code == code) return &moei_gguf_types[i];
+    return NULL;
 }
 
 /* Reads the next tensor description. bytes stays 0 for types that are not supported. The data must
@@ -1118,8 +1193,8 @@ static void moei_gguf_tensor(moei_gguf *g, char name[MOEI_IMPORT_NAME], moei_imp
     type = f->type = moei_gguf_type_find(f->code);
     if (type != NULL && g->status == MOE_OK) {
         f->dtype = type->dtype;
-        f->bytes = f->count / type->elements * type->bytes;
-        if (n > 0 && f->shape[n - 1] % type->elements != 0)
+        f->bytes = f->count / (size_t)type->external.block * (size_t)type->external.bytes;
+        if (n > 0 && f->shape[n - 1] % (size_t)type->external.block != 0)
             moei_gguf_refuse(g, MOE_ERR_FORMAT, "the rows of a tensor are not a multiple of its block size");
     }
     if (f->at > g->file->source.size)
@@ -1849,7 +1924,8 @@ static moe_status moei_import_tensor_check(const moei_importer *r, const moei_im
         return moei_error(r->error, MOE_ERR_UNSUPPORTED,
                           "tensor '%s': GGUF type %s is not supported; F32, F16, BF16, F64, Q4_0 to Q8_0, Q2_K to "
                           "Q6_K, IQ4_NL, IQ4_XS and MXFP4 are",
-                          moei_import_full_name(r, f->suffix, shown), f->type != NULL ? f->type->name : number);
+                          moei_import_full_name(r, f->suffix, shown),
+                          f->type != NULL ? f->type->external.name : number);
     if (!known)
         return moei_error(r->error, MOE_ERR_UNSUPPORTED,
                           "tensor '%s': dtype %s is not supported; F32, F16, BF16 and F64 are",
@@ -2105,6 +2181,8 @@ static moe_status moei_import_tensor_read(moei_importer *r, const moei_import_te
     moe_real values[MOEI_IMPORT_CHUNK];
     const moei_tensor_view view = moei_tensor_view_of(layer, f->row, r->sizes, f->expert);
     const moei_block_type *blocks = f->dtype >= MOE_DTYPE_COUNT ? f->type : NULL;
+    const size_t block = blocks != NULL ? (size_t)blocks->external.block : 1;
+    const size_t each = blocks != NULL ? (size_t)blocks->external.bytes : 1;
     moe_file_tensor t;
     uint64_t at = f->at;
     size_t done, n, size, i;
@@ -2112,15 +2190,14 @@ static moe_status moei_import_tensor_read(moei_importer *r, const moei_import_te
     memset(&t, 0, sizeof t);
     for (done = 0; done < f->count; done += n, at += size) {
         n = f->count - done < MOEI_IMPORT_CHUNK ? f->count - done : (size_t)MOEI_IMPORT_CHUNK;
-        size = blocks != NULL ? n / blocks->elements * blocks->bytes : n * moei_dtypes[f->dtype].size;
+        size = blocks != NULL ? n / block * each : n * moei_dtypes[f->dtype].size;
         status = moei_import_read_at(r, f->shard, at, bytes, size);
         if (status != MOE_OK) return status;
         t.dtype = f->dtype;
         t.count = n;
         t.data = bytes;
         t.bytes = size;
-        for (i = 0; blocks != NULL && i < n / blocks->elements; i++)
-            blocks->read(bytes + i * blocks->bytes, values + i * blocks->elements);
+        for (i = 0; blocks != NULL && i < n / block; i++) blocks->read(bytes + i * each, values + i * block);
         if (blocks == NULL && (status = moe_file_values(&t, 0, n, values, NULL)) != MOE_OK) return status;
         moei_tensor_view_copy(&view, done, n, values, 0);
     }

@@ -92,6 +92,9 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
     M(s, activate_backward) M(s, softmax) M(s, top_k) M(s, multiply) M(s, dispersion) M(s, log_posterior) \
     M(s, exp_sum) M(s, entropy) M(s, panels) M(s, gated) M(s, gated_backward) M(s, adamw) M(s, quantized) \
     M(s, quantize) M(s, widen)
+#define MOEI_OF_moe_external_type(M, s) M(s, name) M(s, block) M(s, bytes) M(s, unpack)
+#define MOEI_OF_moe_external(M, s) M(s, type) M(s, data) M(s, row) M(s, column) M(s, scales) M(s, scale_row) \
+    M(s, scale_rows) M(s, scale_columns) M(s, exact)
 #define MOEI_OF_moe_rng(M, s) M(s, state)
 #define MOEI_OF_moe_field(M, s) M(s, name) M(s, kind) M(s, offset) M(s, min) M(s, max) M(s, default_value) \
     M(s, choices) M(s, about)
@@ -171,7 +174,7 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
     M(s, act) M(s, no_expert_bias) M(s, swiglu_alpha) M(s, swiglu_limit) M(s, swiglu_offset) M(s, expert_bias) \
     M(s, n_shared) M(s, d_shared) M(s, add_input) M(s, shared_sigmoid) M(s, kernels) M(s, transport)
 #define MOEI_OF_moe_layer(M, s) M(s, config) M(s, router) M(s, kernels) M(s, present) M(s, tensors) M(s, gradients) \
-    M(s, packed) M(s, packed_type) M(s, is_packed) M(s, memory) M(s, memory_size) M(s, allocator)
+    M(s, packed) M(s, packed_type) M(s, external) M(s, is_packed) M(s, memory) M(s, memory_size) M(s, allocator)
 #define MOEI_OF_moe_quant_error(M, s) M(s, rows) M(s, output)
 #define MOEI_OF_moe_layer_pass(M, s) M(s, routing) M(s, expert_outputs) M(s, call) M(s, x) M(s, inputs) M(s, latent) \
     M(s, d_latent) M(s, node) M(s, all) M(s, quantized) M(s, quantized_size) M(s, rows) M(s, d_rows) M(s, clean) \
@@ -241,14 +244,15 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
     M(s, column_label) M(s, value_label) M(s, x) M(s, y) M(s, n_experts) M(s, decimals) M(s, reference) \
     M(s, reference_name)
 #define MOEI_OF_moe_history(M, s) M(s, n) M(s, at) M(s, values) M(s, seen) M(s, every)
-#define MOEI_STRUCTS_CORE(S) S(moe_error) S(moe_parallel) S(moe_adamw_step) S(moe_kernels) S(moe_rng) S(moe_field) \
-    S(moe_router_config) S(moe_preset) S(moe_parameter) S(moe_batch) S(moe_call) S(moe_assignment) \
-    S(moe_dispatch_plan) S(moe_routing) S(moe_custom) S(moe_router) S(moe_metrics) S(moe_report) \
-    S(moe_instability_report) S(moe_error_shares) S(moe_allocator) S(moe_arena) S(moe_stream) S(moe_buffer) \
-    S(moe_tensor) S(moe_file_tensor) S(moe_file) S(moe_limits) S(moe_metadata) S(moe_layer_config) S(moe_layer) \
-    S(moe_quant_error) S(moe_layer_pass) S(moe_attention_config) S(moe_module) S(moe_net) S(moe_net_pass) S(moe_cache) \
-    S(moe_sampling) S(moe_mixture) S(moe_mixture_losses) S(moe_data) S(moe_evaluation) S(moe_progress) \
-    S(moe_param_group) S(moe_train_config) S(moe_trainer) S(moe_step) S(moe_loader) S(moe_model) S(moe_choice)
+#define MOEI_STRUCTS_CORE(S) S(moe_error) S(moe_parallel) S(moe_adamw_step) S(moe_kernels) S(moe_external_type) \
+    S(moe_external) S(moe_rng) S(moe_field) S(moe_router_config) S(moe_preset) S(moe_parameter) S(moe_batch) \
+    S(moe_call) S(moe_assignment) S(moe_dispatch_plan) S(moe_routing) S(moe_custom) S(moe_router) S(moe_metrics) \
+    S(moe_report) S(moe_instability_report) S(moe_error_shares) S(moe_allocator) S(moe_arena) S(moe_stream) \
+    S(moe_buffer) S(moe_tensor) S(moe_file_tensor) S(moe_file) S(moe_limits) S(moe_metadata) S(moe_layer_config) \
+    S(moe_layer) S(moe_quant_error) S(moe_layer_pass) S(moe_attention_config) S(moe_module) S(moe_net) \
+    S(moe_net_pass) S(moe_cache) S(moe_sampling) S(moe_mixture) S(moe_mixture_losses) S(moe_data) S(moe_evaluation) \
+    S(moe_progress) S(moe_param_group) S(moe_train_config) S(moe_trainer) S(moe_step) S(moe_loader) S(moe_model) \
+    S(moe_choice)
 #ifdef MOE_CLASSIC_H
 #define MOEI_STRUCTS_CLASSIC(S) S(moe_hme_config) S(moe_hme) S(moe_modular) S(moe_modular_step_result)
 #else

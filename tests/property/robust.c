@@ -745,6 +745,44 @@ static void test_packed(const moe_kernels *k) {
         }
 }
 
+/* Rows of 16-bit floats where another program has left them. */
+static void test_external(const moe_kernels *k) {
+    enum { M = 3, N = 21, K = 70 };
+    static moe_real w[N * K], a[M * K], c[M * N], plain[M * N];
+    static unsigned char bytes[N * K * 2];
+    const moe_rng kept = rng;
+    moe_external matrix;
+    int special;
+    size_t i, j, at;
+    for (special = 0; special < SPECIALS; special++) {
+        moe_real want;
+        int wrong = 0;
+        for (i = 0; i < sizeof bytes; i++) bytes[i] = (unsigned char)(i % 2 == 0 ? below(256) : 0x3c);
+        at = below(N * K);
+        bytes[2 * at] = (unsigned char)(special == IS_NAN);
+        bytes[2 * at + 1] = special == 0 ? 0 : special == 1 ? 0xfc : 0x7c;
+        memset(&matrix, 0, sizeof matrix);
+        matrix.type = &moei_gguf_type_find(1)->external;
+        matrix.data = bytes;
+        matrix.row = K * 2;
+        matrix.column = 2;
+        for (i = 0; i < N; i++) matrix.type->unpack(k, &matrix, i, 0, K, w + i * K);
+        for (i = 0; i < M * K; i++) a[i] = moe_rng_normal(&rng);
+        T(moe_matmul)(k, MOE_MATMUL_NT, MOE_TYPE_REAL, M, N, K, a, K, w, K, plain, N, 0);
+        CHECK(T(moe_external_work_size)(&matrix, M, K) == 0, "no work");
+        T(moe_matmul_external)(k, &matrix, 0, M, N, K, a, K, NULL, c, N);
+        want = w[at];
+        for (i = 0; i < M; i++)
+            for (j = 0; j < N; j++) {
+                if (moe_is_finite(want) || j != at / K)
+                    wrong += !same_bits(c + i * N + j, plain + i * N + j, sizeof(moe_real));
+                else wrong += moe_is_finite(c[i * N + j]);
+            }
+        CHECKF(wrong == 0, "%s: external weights, one %g: %d wrong", k->name, (double)want, wrong);
+    }
+    rng = kept;
+}
+
 #ifndef MOE_NO_QUANT
 /* Rows from other programs: their scales may be anything. */
 static void test_quantized_blocks(void) {
@@ -867,6 +905,7 @@ static void test_kernels(void) {
         test_softmaxes(tables[t]);
         test_sums_of_logarithms(tables[t]);
         test_packed(tables[t]);
+        test_external(tables[t]);
 #ifndef MOE_NO_QUANT
         test_quantized(tables[t]);
 #endif
@@ -3187,6 +3226,8 @@ static const row rows[] = {
     {"moe_unpack", "what was packed"},
     {"moe_import_pack_blocks", "scales of any bits pass"},
     {"moe_import_unpack_blocks", "bit for bit"},
+    {"moe_external_work_size", ""},
+    {"moe_matmul_external", "a weight that is not finite reaches its output alone"},
     {"moe_quantized_row_size", ""},
     {"moe_rows_quantize", "next to nothing counts as 0; not finite: scale NaN, this group alone"},
     {"moe_matmul_quantized", "a row with a NaN scale is NaN, no other"},
