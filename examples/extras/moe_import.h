@@ -289,12 +289,17 @@ extern "C" {
 #define MOEI_SET_SHARED (1L << 12) /* "shared_expert" */
 #define MOEI_SET_SHARED_GATE (1L << 13)
 #define MOEI_SET_SHARED_EXPERTS (1L << 14) /* "shared_experts" */
-#define MOEI_SET_G_EXPERTS (1L << 15) /* GGUF: router and experts */
-#define MOEI_SET_G_ROUTER_BIAS (1L << 16)
-#define MOEI_SET_G_BIASES (1L << 17)
-#define MOEI_SET_G_CORRECTION (1L << 18)
-#define MOEI_SET_G_SHARED (1L << 19)
-#define MOEI_SET_G_SHARED_GATE (1L << 20)
+#define MOEI_SET_STATICS (1L << 15) /* "moe_statics.e_score_correction_bias" */
+#define MOEI_SET_EXPERT_BIAS (1L << 16) /* "expert_bias" is added for the choice */
+#define MOEI_SET_WG (1L << 17) /* "gate.wg.weight" is the router */
+#define MOEI_SET_SHARED_MLP (1L << 18) /* "shared_mlp" */
+#define MOEI_SET_SHARED_LINEAR (1L << 19) /* "shared_mlp", gate and up in one tensor */
+#define MOEI_SET_G_EXPERTS (1L << 20) /* GGUF: router and experts */
+#define MOEI_SET_G_ROUTER_BIAS (1L << 21)
+#define MOEI_SET_G_BIASES (1L << 22)
+#define MOEI_SET_G_CORRECTION (1L << 23)
+#define MOEI_SET_G_SHARED (1L << 24)
+#define MOEI_SET_G_SHARED_GATE (1L << 25)
 
 /* Flags of a tensor name. */
 enum { MOEI_TENSOR_ROUTER = 1, MOEI_TENSOR_TRANSPOSED = 2, MOEI_TENSOR_INTERLEAVED = 4 };
@@ -303,7 +308,7 @@ typedef struct moei_tensor_name {
     long set;
     const char *name;  /* % stands for an expert index: one tensor per expert */
     /* one letter per dimension: E experts, H d_model, I d_ff, J 2 d_ff, S width of the shared
-       expert, 1 */
+       expert, P 2 S, 1 */
     const char *shape;
     int param, second; /* parameter indices; second is -1 unless gate and up are fused */
     int flags;
@@ -313,10 +318,13 @@ static const moei_tensor_name moei_tensor_names[] = {
     {MOEI_SET_GATE, "gate.weight", "EH", MOE_ROUTER_WEIGHT, -1, MOEI_TENSOR_ROUTER},
     {MOEI_SET_ROUTER, "router.weight", "EH", MOE_ROUTER_WEIGHT, -1, MOEI_TENSOR_ROUTER},
     {MOEI_SET_ROUTER_LAYER, "router.layer.weight", "EH", MOE_ROUTER_WEIGHT, -1, MOEI_TENSOR_ROUTER},
+    {MOEI_SET_WG, "gate.wg.weight", "EH", MOE_ROUTER_WEIGHT, -1, MOEI_TENSOR_ROUTER},
     {MOEI_SET_G_EXPERTS, "ffn_gate_inp.weight", "EH", MOE_ROUTER_WEIGHT, -1, MOEI_TENSOR_ROUTER},
     {MOEI_SET_ROUTER_BIAS, "router.bias", "E", MOE_ROUTER_BIAS, -1, 0},
     {MOEI_SET_CORRECTION, "gate.e_score_correction_bias", "E", MOE_ROUTER_SELECTION_BIAS, -1, 0},
     {MOEI_SET_TOP_CORRECTION, "e_score_correction_bias", "E", MOE_ROUTER_SELECTION_BIAS, -1, 0},
+    {MOEI_SET_STATICS, "moe_statics.e_score_correction_bias", "1E", MOE_ROUTER_SELECTION_BIAS, -1, 0},
+    {MOEI_SET_EXPERT_BIAS, "expert_bias", "E", MOE_ROUTER_SELECTION_BIAS, -1, 0},
     {MOEI_SET_W123, "experts.%.w1.weight", "IH", MOE_EXPERTS_GATE, -1, 0},
     {MOEI_SET_W123, "experts.%.w2.weight", "HI", MOE_EXPERTS_DOWN, -1, 0},
     {MOEI_SET_W123, "experts.%.w3.weight", "IH", MOE_EXPERTS_UP, -1, 0},
@@ -342,6 +350,11 @@ static const moei_tensor_name moei_tensor_names[] = {
     {MOEI_SET_SHARED_EXPERTS, "shared_experts.gate_proj.weight", "SH", MOE_SHARED_GATE, -1, 0},
     {MOEI_SET_SHARED_EXPERTS, "shared_experts.up_proj.weight", "SH", MOE_SHARED_UP, -1, 0},
     {MOEI_SET_SHARED_EXPERTS, "shared_experts.down_proj.weight", "HS", MOE_SHARED_DOWN, -1, 0},
+    {MOEI_SET_SHARED_MLP, "shared_mlp.gate_proj.weight", "SH", MOE_SHARED_GATE, -1, 0},
+    {MOEI_SET_SHARED_MLP, "shared_mlp.up_proj.weight", "SH", MOE_SHARED_UP, -1, 0},
+    {MOEI_SET_SHARED_MLP, "shared_mlp.down_proj.weight", "HS", MOE_SHARED_DOWN, -1, 0},
+    {MOEI_SET_SHARED_LINEAR, "shared_mlp.input_linear.weight", "PH", MOE_SHARED_GATE, MOE_SHARED_UP, 0},
+    {MOEI_SET_SHARED_LINEAR, "shared_mlp.output_linear.weight", "HS", MOE_SHARED_DOWN, -1, 0},
     {MOEI_SET_G_ROUTER_BIAS, "ffn_gate_inp.bias", "E", MOE_ROUTER_BIAS, -1, 0},
     {MOEI_SET_G_CORRECTION, "exp_probs_b.bias", "E", MOE_ROUTER_SELECTION_BIAS, -1, 0},
     {MOEI_SET_G_EXPERTS, "ffn_gate_exps.weight", "EIH", MOE_EXPERTS_GATE, -1, 0},
@@ -366,8 +379,8 @@ typedef struct moei_family {
     const char *name, *preset;
     /* values of model_type and general.architecture, separated by spaces */
     const char *types, *archs;
-    /* sets that may occur; that must occur; that must also occur when only the tensor names
-       identify the family (-1: they cannot) */
+    /* sets that may occur (0: there are no such files); that must occur; that must also occur when
+       only the tensor names identify the family (-1: they cannot) */
     long sets, needs, telling;
     long gguf_sets, gguf_needs;
     /* settings that it reads besides moei_family_common_keys */
@@ -461,6 +474,49 @@ static const moei_family moei_families[] = {
      MOEI_SET_ROUTER_LAYER | MOEI_SET_LINEAR, 0,
      MOEI_SET_G_EXPERTS, MOEI_SET_G_EXPERTS,
      "", "top_k=2", "", NULL},
+    {"granite_moe_shared", "granite_moe", "granitemoeshared", "granitemoe",
+     MOEI_SET_ROUTER_LAYER | MOEI_SET_LINEAR | MOEI_SET_SHARED_LINEAR,
+     MOEI_SET_ROUTER_LAYER | MOEI_SET_LINEAR, -1,
+     MOEI_SET_G_EXPERTS | MOEI_SET_G_SHARED, MOEI_SET_G_EXPERTS | MOEI_SET_G_SHARED,
+     "", "top_k=2", "", NULL},
+    {"deepseek", "deepseek_v2", "", "deepseek",
+     MOEI_SETS_DEEPSEEK,
+     MOEI_SET_GATE, -1,
+     MOEI_SET_G_EXPERTS | MOEI_SET_G_SHARED, MOEI_SET_G_EXPERTS,
+     "expert_weights_scale", "", "gate=softmax " MOEI_GGUF_DEEPSEEK, NULL},
+    {"ernie4_5_moe", "qwen3_moe", "ernie4_5_moe", "ernie4_5-moe",
+     MOEI_SETS_DEEPSEEK | MOEI_SET_STATICS,
+     MOEI_SET_GATE, -1,
+     MOEI_SET_G_EXPERTS | MOEI_SET_G_SHARED | MOEI_SET_G_CORRECTION, MOEI_SET_G_EXPERTS,
+     "moe_num_experts moe_k moe_num_shared_experts", "top_k=6", "", NULL},
+    {"hunyuan_moe", "qwen3_moe", "hunyuan_v1_moe", "hunyuan-moe",
+     MOEI_SET_WG | MOEI_SET_PROJ | MOEI_SET_FUSED | MOEI_SET_SHARED_MLP,
+     MOEI_SET_WG | MOEI_SET_SHARED_MLP, -1,
+     MOEI_SET_G_EXPERTS | MOEI_SET_G_SHARED, MOEI_SET_G_EXPERTS | MOEI_SET_G_SHARED,
+     "moe_topk", "top_k=1", "", NULL},
+    {"bailing_moe", "deepseek_v2", "", "bailingmoe",
+     MOEI_SETS_DEEPSEEK,
+     MOEI_SET_GATE, -1,
+     MOEI_SET_G_EXPERTS | MOEI_SET_G_SHARED, MOEI_SET_G_EXPERTS,
+     "expert_weights_norm expert_weights_scale", "", "gate=softmax " MOEI_GGUF_DEEPSEEK, NULL},
+    {"bailing_moe_v2", "deepseek_v3", "", "bailingmoe2",
+     MOEI_SETS_DEEPSEEK | MOEI_SET_CORRECTION,
+     MOEI_SET_GATE, -1,
+     MOEI_SET_G_EXPERTS | MOEI_SET_G_SHARED | MOEI_SET_G_CORRECTION, MOEI_SET_G_EXPERTS,
+     MOEI_KEYS_DEEPSEEK, "", MOEI_GGUF_DEEPSEEK, "expert_gating_func"},
+    {"lfm2_moe", "minimax_m2", "lfm2_moe", "lfm2moe",
+     MOEI_SET_GATE | MOEI_SET_W123 | MOEI_SET_FUSED | MOEI_SET_EXPERT_BIAS,
+     MOEI_SET_GATE, -1,
+     MOEI_SET_G_EXPERTS | MOEI_SET_G_CORRECTION, MOEI_SET_G_EXPERTS,
+     "norm_topk_prob routed_scaling_factor expert_gating_func expert_weights_scale", "top_k=4", "", "expert_gating_func"},
+    {"dbrx", "dbrx", "", "dbrx",
+     0, 0, -1,
+     MOEI_SET_G_EXPERTS, MOEI_SET_G_EXPERTS,
+     "", "", "", NULL},
+    {"grok", "grok1", "", "grok",
+     0, 0, -1,
+     MOEI_SET_G_EXPERTS, MOEI_SET_G_EXPERTS,
+     "", "", "weight=sum", NULL},
     {NULL, NULL, NULL, NULL, 0, 0, 0, 0, 0, NULL, NULL, NULL, NULL}};
 
 /* Settings that every family reads, from config.json and from GGUF metadata. */
@@ -483,6 +539,10 @@ static const moei_setting moei_settings[] = {
     {"moe_intermediate_size", NULL, "d_ff", 0},
     {"num_experts_per_tok", NULL, "top_k", 0},
     {"experts_per_token", NULL, "top_k", 0},
+    {"moe_num_experts", NULL, "n_experts", 0},
+    {"moe_k", NULL, "top_k", 0},
+    {"moe_topk", NULL, "top_k", 0},
+    {"moe_num_shared_experts", NULL, "n_shared", 1},
     {"n_group", NULL, "groups", 1},
     {"topk_group", NULL, "groups_kept", 1},
     {"n_shared_experts", NULL, "n_shared", 1},
@@ -591,16 +651,24 @@ typedef struct moei_import_tensor {
     size_t shape[MOE_FILE_MAX_DIMS];
     const moei_tensor_name *row;
     size_t expert;
+    int block;              /* of a model; -1: outside its blocks */
 } moei_import_tensor;
 
 enum { MOEI_IMPORT_FILE = 0, MOEI_IMPORT_INDEX, MOEI_IMPORT_GGUF };
 enum { MOEI_VALUE_NONE = 0, MOEI_VALUE_SCALAR, MOEI_VALUE_TEXT, MOEI_VALUE_OTHER };
-enum { MOEI_GGUF_KEYS = 8 };
+
+/* One key of GGUF metadata, without the architecture in front. */
+typedef struct moei_gguf_fact {
+    char key[MOEI_IMPORT_SUFFIX]; /* truncated; no known key is this long */
+    char text[MOEI_IMPORT_VALUE]; /* of a number, a truth value or a string */
+    int kind;                     /* MOEI_VALUE_ */
+    uint32_t type;
+    uint64_t at;                  /* offset of the value in the first file */
+} moei_gguf_fact;
 
 typedef struct moei_gguf_facts {
     char arch[MOEI_IMPORT_VALUE];
-    int kinds[MOEI_GGUF_KEYS];
-    char texts[MOEI_GGUF_KEYS][MOEI_IMPORT_VALUE];
+    moe_buffer keys; /* array of moei_gguf_fact */
 } moei_gguf_facts;
 
 /* State of one import. error is never NULL. */
@@ -617,6 +685,9 @@ typedef struct moei_importer {
     char prefix[MOEI_IMPORT_NAME];
     /* arrays of moei_import_tensor; listed: entries of the index (only suffix and shard are set) */
     moe_buffer found, listed;
+    moe_buffer all;             /* the same of all tensors of a model */
+    size_t block;               /* of a model: whose elements are read where settings are lists */
+    int is_model;               /* 1: a whole model, not a layer */
     const moei_family *family;
     const moe_preset *preset;   /* of the caller, or NULL */
     const char *changes;        /* settings of the caller, after the preset's name; "": none */
@@ -706,6 +777,8 @@ static void moei_importer_close(moei_importer *r) {
     }
     moe_buffer_free(&r->index);
     moe_buffer_free(&r->config);
+    moe_buffer_free(&r->gguf.keys);
+    moe_buffer_free(&r->all);
     moe_buffer_free(&r->found);
     moe_buffer_free(&r->listed);
 }
@@ -744,10 +817,6 @@ enum { MOEI_GGUF_BOOL = 7, MOEI_GGUF_STRING = 8, MOEI_GGUF_ARRAY = 9, MOEI_GGUF_
 
 /* Bytes of a value, by type; 0: strings and arrays. */
 static const unsigned char moei_gguf_sizes[MOEI_GGUF_TYPES] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
-
-static const char *const moei_gguf_names[MOEI_GGUF_KEYS] = {
-    "expert_count",       "expert_used_count",    "expert_group_count",  "expert_group_used_count",
-    "expert_gating_func", "expert_weights_scale", "expert_weights_norm", "expert_shared_count"};
 
 /* A buffered reader of a file. After an error it returns zeros. */
 typedef struct moei_gguf {
@@ -875,6 +944,19 @@ static int moei_gguf_value(moei_gguf *g, uint32_t type, char text[MOEI_IMPORT_VA
     return MOEI_VALUE_SCALAR;
 }
 
+/* Reads a value and keeps it under its key. */
+static void moei_gguf_keep(moei_gguf *g, const char *key, uint32_t type, moe_buffer *keys) {
+    moei_gguf_fact fact;
+    memset(&fact, 0, sizeof fact);
+    moei_import_copy(fact.key, sizeof fact.key, key);
+    fact.type = type;
+    fact.at = g->at;
+    fact.kind = moei_gguf_value(g, type, fact.text);
+    keys->allocator = g->r->allocator;
+    if (g->status == MOE_OK && moei_buffer_write(keys, &fact, sizeof fact) != MOE_OK)
+        moei_gguf_refuse(g, MOE_ERR_MEMORY, "no memory for the metadata");
+}
+
 /* Reads a number of 4 bytes, or of 2, into *number if the key has this name. */
 static int moei_gguf_key_number(moei_gguf *g, const char *key, const char *name, uint32_t type, uint32_t *number) {
     if (moei_strcmp(key, name) != 0 || (type != 2 && type != 4)) return 0;
@@ -883,14 +965,13 @@ static int moei_gguf_key_number(moei_gguf *g, const char *key, const char *name,
 }
 
 /* Reads the metadata. The first pass finds general.architecture, general.alignment and which part
-   of a split file this is; the second pass (behind_arch = 1) finds the keys that start with the
+   of a split file this is; the second pass (behind_arch = 1) keeps the keys that start with the
    architecture. */
 static void moei_gguf_metadata(moei_gguf *g, moei_gguf_facts *facts, moei_import_shard *file, uint32_t *alignment,
                                int behind_arch) {
     char key[MOEI_IMPORT_NAME];
     const char *behind;
     size_t i;
-    int k;
     for (i = 0; i < file->n_kv && g->status == MOE_OK; i++) {
         uint32_t type;
         int kind = MOEI_VALUE_NONE;
@@ -898,8 +979,8 @@ static void moei_gguf_metadata(moei_gguf *g, moei_gguf_facts *facts, moei_import
         type = (uint32_t)moei_gguf_number(g, 4);
         behind = behind_arch ? moei_import_suffix(key, facts->arch) : NULL;
         if (behind != NULL) {
-            for (k = 0; k < MOEI_GGUF_KEYS && moei_strcmp(behind, moei_gguf_names[k]) != 0;) k++;
-            if (k < MOEI_GGUF_KEYS) kind = facts->kinds[k] = moei_gguf_value(g, type, facts->texts[k]);
+            moei_gguf_keep(g, behind, type, &facts->keys);
+            kind = MOEI_VALUE_OTHER;
         } else if (!behind_arch && moei_strcmp(key, "general.architecture") == 0 && type == MOEI_GGUF_STRING) {
             kind = moei_gguf_value(g, type, facts->arch);
         } else if (!behind_arch && (moei_gguf_key_number(g, key, "general.alignment", type, alignment) ||
@@ -1358,16 +1439,48 @@ static void moei_import_span(moei_span s, char *to, size_t room) {
     to[n] = '\0';
 }
 
-/* Kind and text of a value in config.json, from text_config if it is there, else from the top
-   level. null counts as absent. */
+/* The same for a key of a key, "rope_scaling.factor". */
+static size_t moei_import_json_path(const moe_buffer *text, size_t at, const char *key) {
+    char first[MOEI_IMPORT_VALUE];
+    size_t n = 0;
+    while (key[n] != '\0' && key[n] != '.' && n + 1 < sizeof first) n++;
+    if (key[n] != '.') return moei_import_json_member(text, at, key);
+    memcpy(first, key, n);
+    first[n] = '\0';
+    at = moei_import_json_member(text, at, first);
+    return at > 0 && text->data[at] == '{' ? moei_import_json_member(text, at, key + n + 1) : 0;
+}
+
+/* Offset of a value in config.json, from text_config if it is there, else from the top level;
+   0: absent. */
+static size_t moei_import_config_at(const moei_importer *r, const char *key) {
+    size_t at = r->text_config > 0 ? moei_import_json_path(&r->config, r->text_config, key) : 0;
+    return at > 0 || r->config.size == 0 ? at : moei_import_json_path(&r->config, 0, key);
+}
+
+/* Element `index` of a list of config.json, as an offset; 0: there is none. */
+static size_t moei_import_json_element(const moe_buffer *text, size_t at, size_t index) {
+    moei_json j = moei_import_json_at(text, at, NULL);
+    if (moei_json_take(&j, '[') != MOE_OK || moei_json_peek(&j) == ']') return 0;
+    for (; index > 0; index--)
+        if (moei_config_skip(&j) != MOE_OK || moei_json_take(&j, ',') != MOE_OK) return 0;
+    (void)moei_json_peek(&j);
+    return j.at;
+}
+
+/* Kind and text of a value in config.json; of a list, in a model, the element of the block. null
+   counts as absent. */
 static int moei_import_config_value(const moei_importer *r, const char *key, char text[MOEI_IMPORT_VALUE]) {
-    size_t at = r->text_config > 0 ? moei_import_json_member(&r->config, r->text_config, key) : 0;
+    size_t at = moei_import_config_at(r, key);
     moei_json j;
     moei_span s;
     int c;
     text[0] = '\0';
-    if (at == 0) at = moei_import_json_member(&r->config, 0, key);
     if (at == 0) return MOEI_VALUE_NONE;
+    if (r->is_model && r->config.data[at] == '[') {
+        at = moei_import_json_element(&r->config, at, r->block);
+        if (at == 0) return MOEI_VALUE_OTHER;
+    }
     j = moei_import_json_at(&r->config, at, NULL);
     c = moei_json_peek(&j);
     if (c == '{' || c == '[') return MOEI_VALUE_OTHER;
@@ -1382,18 +1495,44 @@ static int moei_import_config_value(const moei_importer *r, const char *key, cha
     return moei_span_length(s) < MOEI_IMPORT_VALUE ? MOEI_VALUE_SCALAR : MOEI_VALUE_OTHER;
 }
 
+/* The metadata of a key after "ARCH."; of equal keys the last. NULL: none. */
+static const moei_gguf_fact *moei_gguf_fact_find(const moei_importer *r, const char *key) {
+    const moei_gguf_fact *facts = (const moei_gguf_fact *)(const void *)r->gguf.keys.data;
+    size_t n = r->gguf.keys.size / sizeof *facts;
+    while (n > 0)
+        if (moei_strcmp(facts[--n].key, key) == 0) return facts + n;
+    return NULL;
+}
+
+/* Element `index` of a list of metadata as text; returns its kind. */
+static int moei_gguf_element(const moei_importer *r, const moei_gguf_fact *fact, size_t index,
+                             char text[MOEI_IMPORT_VALUE]) {
+    moei_gguf g;
+    uint32_t type;
+    uint64_t n;
+    int kind;
+    moei_gguf_begin(&g, r, r->first, fact->at);
+    type = (uint32_t)moei_gguf_number(&g, 4);
+    n = moei_gguf_number(&g, 8);
+    text[0] = '\0';
+    if (g.status != MOE_OK || index >= n || type >= MOEI_GGUF_TYPES || moei_gguf_sizes[type] == 0)
+        return MOEI_VALUE_OTHER;
+    moei_gguf_skip_bytes(&g, (uint64_t)index, moei_gguf_sizes[type]);
+    kind = moei_gguf_value(&g, type, text);
+    return g.status == MOE_OK ? kind : (int)MOEI_VALUE_OTHER;
+}
+
 /* The same for GGUF metadata or config.json, whichever the file has. */
 static int moei_import_value(const moei_importer *r, const char *key, char text[MOEI_IMPORT_VALUE]) {
-    int k;
+    const moei_gguf_fact *fact;
     text[0] = '\0';
     if (r->kind != MOEI_IMPORT_GGUF)
         return r->config.size > 0 ? moei_import_config_value(r, key, text) : (int)MOEI_VALUE_NONE;
-    for (k = 0; k < MOEI_GGUF_KEYS; k++)
-        if (moei_strcmp(key, moei_gguf_names[k]) == 0) {
-            memcpy(text, r->gguf.texts[k], MOEI_IMPORT_VALUE);
-            return r->gguf.kinds[k];
-        }
-    return MOEI_VALUE_NONE;
+    fact = moei_gguf_fact_find(r, key);
+    if (fact == NULL) return MOEI_VALUE_NONE;
+    if (r->is_model && fact->type == MOEI_GGUF_ARRAY) return moei_gguf_element(r, fact, r->block, text);
+    memcpy(text, fact->text, MOEI_IMPORT_VALUE);
+    return fact->kind;
 }
 
 static moe_status moei_import_config_open(moei_importer *r) {
@@ -1824,6 +1963,7 @@ static moe_status moei_family_candidates(moei_importer *r, uint32_t *candidates,
     if (r->kind == MOEI_IMPORT_GGUF) memcpy(type, r->gguf.arch, sizeof type);
     else kind = moei_import_value(r, "model_type", type);
     for (family = moei_families; family->name != NULL; family++, bit <<= 1) {
+        if (moei_sets_of_family(r, family) == 0) continue;
         if (moei_is_word_of(type, r->kind == MOEI_IMPORT_GGUF ? family->archs : family->types)) typed |= bit;
         if (r->preset != NULL && moei_strcmp(family->preset, r->preset->name) == 0) named |= bit;
         if (r->preset != NULL && moei_strcmp(family->name, r->preset->name) == 0) exact |= bit;
@@ -1882,6 +2022,7 @@ static size_t moei_shape_size(const size_t sizes[4], char letter) {
     case 'I': return sizes[MOEI_SIZE_I];
     case 'J': return 2 * sizes[MOEI_SIZE_I];
     case 'S': return sizes[MOEI_SIZE_S];
+    case 'P': return 2 * sizes[MOEI_SIZE_S];
     default: return 1;
     }
 }
@@ -1905,10 +2046,11 @@ static moe_status moei_import_shape_solve(moei_importer *r, const moei_import_te
         const int which = letter == 'E'   ? MOEI_SIZE_E
                           : letter == 'H' ? MOEI_SIZE_H
                           : letter == 'S' ? MOEI_SIZE_S
+                          : letter == 'P' ? MOEI_SIZE_S
                                           : MOEI_SIZE_I;
         size_t *size = &r->sizes[which];
         size_t most = shape[i] == 'E' ? (size_t)MOE_MAX_EXPERTS : (size_t)MOE_MAX_WIDTH;
-        if (shape[i] != '1' && *size == 0) *size = shape[i] == 'J' ? f->shape[i] / 2 : f->shape[i];
+        if (shape[i] != '1' && *size == 0) *size = letter == 'J' || letter == 'P' ? f->shape[i] / 2 : f->shape[i];
         if (f->shape[i] == 0 || f->shape[i] > 2 * most || f->shape[i] != moei_shape_size(r->sizes, shape[i])) break;
     }
     return n == f->n_dims && i == n ? MOE_OK : moei_import_shape_refuse(r, f);
@@ -2140,8 +2282,8 @@ static moei_tensor_view moei_tensor_view_of(const moe_layer *layer, const moei_t
     p.experts = p.outs = 1;
     p.ins = p.count;
     if (p.fused || p.transposed) {
-        p.experts = sizes[MOEI_SIZE_E];
-        p.outs = moei_shape_size(sizes, row->shape[p.transposed ? n - 1 : 1]);
+        p.experts = row->shape[0] == 'E' ? sizes[MOEI_SIZE_E] : 1;
+        p.outs = moei_shape_size(sizes, row->shape[p.transposed ? n - 1 : n - 2]);
         p.ins = p.count / p.experts / p.outs;
     }
     memcpy(&p.to[0], &layer->tensors[row->param], sizeof p.to[0]);
@@ -2355,6 +2497,860 @@ static moe_status moei_import_open(moei_importer *r, const char *name) {
         return moei_error(r->error, MOE_ERR_FORMAT,
                           "%s: not an index of safetensors files: it has no object 'weight_map'", r->first->shown);
     return moei_import_config_open(r);
+}
+
+/* ---- >>models: what a whole model is ---- */
+
+/* What an architecture has; bits. Those of a block leave out what this block does without. */
+#define MOEI_ARCH_NEIGHBOURS (UINT64_C(1) << 0)    /* rotary pairs are neighbours, not halves */
+#define MOEI_ARCH_SEPARATE (UINT64_C(1) << 1)      /* matrices of queries, keys and values */
+#define MOEI_ARCH_FUSED (UINT64_C(1) << 2)         /* one matrix of all three, or separate ones */
+#define MOEI_ARCH_BIAS (UINT64_C(1) << 3)          /* biases of queries, keys and values */
+#define MOEI_ARCH_MAY_BIAS (UINT64_C(1) << 4)
+#define MOEI_ARCH_OUT_BIAS (UINT64_C(1) << 5)      /* of attention's output */
+#define MOEI_ARCH_HEAD_NORM (UINT64_C(1) << 6)     /* norms of each head's query and key */
+#define MOEI_ARCH_MAY_HEAD_NORM (UINT64_C(1) << 7)
+#define MOEI_ARCH_WHOLE_NORM (UINT64_C(1) << 8)    /* norms of all queries and all keys of a token */
+#define MOEI_ARCH_NORM_AFTER (UINT64_C(1) << 9)    /* after the rotation */
+#define MOEI_ARCH_SINKS (UINT64_C(1) << 10)
+#define MOEI_ARCH_LAYER_NORM (UINT64_C(1) << 11)   /* layer norms, not RMS norms */
+#define MOEI_ARCH_NORM_BIAS (UINT64_C(1) << 12)
+#define MOEI_ARCH_LATENT (UINT64_C(1) << 13)       /* multi-head latent attention */
+#define MOEI_ARCH_CONVOLUTION (UINT64_C(1) << 14)  /* some blocks have one in the place of attention */
+#define MOEI_ARCH_POST_NORM (UINT64_C(1) << 15)    /* norms before both residual sums */
+#define MOEI_ARCH_SECOND_POST (UINT64_C(1) << 16)  /* GGUF: the second norm is post_attention_norm */
+#define MOEI_ARCH_SECOND_ATTN (UINT64_C(1) << 17)  /* GGUF: it is attn_output_norm */
+#define MOEI_ARCH_SECOND_FFN (UINT64_C(1) << 18)   /* it is ffn_norm */
+#define MOEI_ARCH_DENSE (UINT64_C(1) << 19)        /* some blocks are dense */
+#define MOEI_ARCH_HEAD_BIAS (UINT64_C(1) << 20)    /* of the logits */
+#define MOEI_ARCH_FACTORS (UINT64_C(1) << 21)      /* GGUF: rope_factors_long, _short */
+#define MOEI_ARCH_FREQS (UINT64_C(1) << 22)        /* GGUF: rope_freqs */
+#define MOEI_ARCH_LFM (UINT64_C(1) << 23)          /* names of lfm2 */
+#define MOEI_ARCH_CHUNKS (UINT64_C(1) << 24)       /* llama4: chunks, layers without rotation */
+#define MOEI_ARCH_ROT_SCALE (UINT64_C(1) << 25)    /* scores are divided by sqrt(n_rot) */
+#define MOEI_ARCH_GROK (UINT64_C(1) << 26)         /* multipliers and a cap of scores by default */
+#define MOEI_ARCH_WINDOW (UINT64_C(1) << 27)       /* a window in blocks 0, 2, ... */
+#define MOEI_ARCH_WINDOWS (UINT64_C(1) << 32)      /* in every block */
+#define MOEI_ARCH_MULTIPLIERS (UINT64_C(1) << 33)  /* of the embedding, residual sums, scores and logits */
+#define MOEI_ARCH_CLAMP (UINT64_C(1) << 34)        /* of queries, keys and values */
+/* set by a file's sizes */
+#define MOEI_ARCH_LOW_QUERY (UINT64_C(1) << 28)    /* latent: queries by way of a low rank */
+#define MOEI_ARCH_FULL_QUERY (UINT64_C(1) << 29)   /* latent: or not */
+#define MOEI_ARCH_HALVES_B (UINT64_C(1) << 30)     /* latent: attn_k_b and attn_v_b */
+#define MOEI_ARCH_WHOLE_B (UINT64_C(1) << 31)      /* latent: attn_kv_b */
+
+/* An architecture: how blocks are made. Its mixtures are rows of moei_families. */
+typedef struct moei_arch {
+    const char *archs, *types;     /* general.architecture and model_type; "": there are none */
+    uint64_t both, gguf, folder;   /* MOEI_ARCH_ of GGUF and folders, of GGUF, of folders */
+} moei_arch;
+
+#define MOEI_ARCH_PLAIN (MOEI_ARCH_SEPARATE | MOEI_ARCH_SECOND_FFN)
+
+static const moei_arch moei_archs[] = {
+    {"llama", "mixtral", MOEI_ARCH_PLAIN,
+     MOEI_ARCH_NEIGHBOURS | MOEI_ARCH_FREQS | MOEI_ARCH_FUSED | MOEI_ARCH_MAY_BIAS, MOEI_ARCH_WINDOWS},
+    {"granitemoe", "granitemoe granitemoeshared", MOEI_ARCH_PLAIN | MOEI_ARCH_MULTIPLIERS,
+     MOEI_ARCH_NEIGHBOURS | MOEI_ARCH_FREQS | MOEI_ARCH_FUSED, 0},
+    {"olmoe", "olmoe", MOEI_ARCH_PLAIN | MOEI_ARCH_WHOLE_NORM, 0, MOEI_ARCH_CLAMP},
+    {"qwen2moe", "qwen2_moe", MOEI_ARCH_PLAIN | MOEI_ARCH_BIAS, 0, MOEI_ARCH_DENSE},
+    {"qwen3moe", "qwen3_moe", MOEI_ARCH_PLAIN | MOEI_ARCH_HEAD_NORM, 0, MOEI_ARCH_DENSE},
+    {"deepseek", "", MOEI_ARCH_PLAIN | MOEI_ARCH_DENSE, MOEI_ARCH_NEIGHBOURS, 0},
+    {"deepseek2", "deepseek_v2 deepseek_v3 kimi_k2",
+     MOEI_ARCH_LATENT | MOEI_ARCH_SECOND_FFN | MOEI_ARCH_DENSE | MOEI_ARCH_NEIGHBOURS, 0, 0},
+    {"gpt-oss", "gpt_oss",
+     MOEI_ARCH_SEPARATE | MOEI_ARCH_BIAS | MOEI_ARCH_OUT_BIAS | MOEI_ARCH_SINKS | MOEI_ARCH_WINDOW,
+     MOEI_ARCH_SECOND_POST, MOEI_ARCH_SECOND_FFN},
+    {"phimoe", "phimoe",
+     MOEI_ARCH_PLAIN | MOEI_ARCH_BIAS | MOEI_ARCH_OUT_BIAS | MOEI_ARCH_NORM_BIAS | MOEI_ARCH_HEAD_BIAS,
+     MOEI_ARCH_FACTORS, MOEI_ARCH_LAYER_NORM | MOEI_ARCH_WINDOWS},
+    {"dots1", "dots1", MOEI_ARCH_PLAIN | MOEI_ARCH_HEAD_NORM | MOEI_ARCH_DENSE, 0, 0},
+    {"glm4moe", "glm4_moe",
+     MOEI_ARCH_SEPARATE | MOEI_ARCH_MAY_BIAS | MOEI_ARCH_MAY_HEAD_NORM | MOEI_ARCH_DENSE, MOEI_ARCH_SECOND_POST,
+     MOEI_ARCH_SECOND_FFN},
+    {"ernie4_5-moe", "ernie4_5_moe", MOEI_ARCH_PLAIN | MOEI_ARCH_DENSE | MOEI_ARCH_NEIGHBOURS, 0, 0},
+    {"hunyuan-moe", "hunyuan_v1_moe", MOEI_ARCH_PLAIN | MOEI_ARCH_HEAD_NORM | MOEI_ARCH_NORM_AFTER, 0, 0},
+    {"bailingmoe", "", MOEI_ARCH_PLAIN | MOEI_ARCH_NEIGHBOURS | MOEI_ARCH_ROT_SCALE, 0, 0},
+    {"bailingmoe2", "", MOEI_ARCH_PLAIN | MOEI_ARCH_FUSED | MOEI_ARCH_HEAD_NORM | MOEI_ARCH_DENSE, 0, 0},
+    {"lfm2moe", "lfm2_moe",
+     MOEI_ARCH_PLAIN | MOEI_ARCH_HEAD_NORM | MOEI_ARCH_DENSE | MOEI_ARCH_CONVOLUTION | MOEI_ARCH_LFM, 0, 0},
+    {"minimax-m2", "minimax_m2", MOEI_ARCH_PLAIN | MOEI_ARCH_WHOLE_NORM, 0, 0},
+    {"llama4", "llama4 llama4_text",
+     MOEI_ARCH_PLAIN | MOEI_ARCH_DENSE | MOEI_ARCH_NEIGHBOURS | MOEI_ARCH_CHUNKS, MOEI_ARCH_FREQS, 0},
+    {"dbrx", "",
+     MOEI_ARCH_SEPARATE | MOEI_ARCH_FUSED | MOEI_ARCH_LAYER_NORM | MOEI_ARCH_SECOND_ATTN | MOEI_ARCH_CLAMP, 0, 0},
+    {"grok", "", MOEI_ARCH_PLAIN | MOEI_ARCH_POST_NORM | MOEI_ARCH_GROK, 0, 0},
+    {NULL, NULL, 0, 0, 0}};
+
+/* Places of a model's tensors outside its mixtures. */
+enum {
+    MOEI_PLACE_EMBEDDING, MOEI_PLACE_NORM, MOEI_PLACE_NORM_BIAS, MOEI_PLACE_HEAD, MOEI_PLACE_HEAD_BIAS,
+    MOEI_PLACE_FREQS, MOEI_PLACE_LONG, MOEI_PLACE_SHORT,
+    /* of every block */
+    MOEI_PLACE_FIRST, MOEI_PLACE_FIRST_BIAS, MOEI_PLACE_SECOND, MOEI_PLACE_SECOND_BIAS, MOEI_PLACE_QUERY,
+    MOEI_PLACE_KEY, MOEI_PLACE_VALUE, MOEI_PLACE_OUTPUT, MOEI_PLACE_FUSED, MOEI_PLACE_QUERY_BIAS, MOEI_PLACE_KEY_BIAS,
+    MOEI_PLACE_VALUE_BIAS, MOEI_PLACE_FUSED_BIAS, MOEI_PLACE_OUTPUT_BIAS, MOEI_PLACE_QUERY_NORM, MOEI_PLACE_KEY_NORM,
+    MOEI_PLACE_SINKS, MOEI_PLACE_QUERY_A, MOEI_PLACE_QUERY_A_NORM, MOEI_PLACE_QUERY_B, MOEI_PLACE_KV_A,
+    MOEI_PLACE_KV_A_NORM, MOEI_PLACE_KV_B, MOEI_PLACE_KEY_B, MOEI_PLACE_VALUE_B, MOEI_PLACE_CONVOLUTION,
+    MOEI_PLACE_CONVOLUTION_IN, MOEI_PLACE_CONVOLUTION_OUT, MOEI_PLACE_POST_FIRST, MOEI_PLACE_POST_SECOND,
+    MOEI_PLACE_GATE, MOEI_PLACE_UP, MOEI_PLACE_DOWN, MOEI_PLACE_IGNORED, MOEI_PLACE_COUNT
+};
+
+/* The name of a place. Letters of a shape: V vocabulary, H d_model, h heads, D width of a key, Q all
+   queries, K all keys, U all values, O all heads' outputs, T = Q + K + U, r half of n_rot, F width of
+   a dense block, L kernel of the convolution, 3 = 3 H; latent: A rank of queries, C of keys and
+   values, R = C + n_rot, n and v widths of a head's unrotated key and of its value, N = h (n + v),
+   S = h (n + n_rot). */
+typedef struct moei_place_name {
+    int place;
+    const char *gguf, *folder; /* after the block's prefix; NULL: no such name */
+    const char *shape;
+    uint64_t may, must;        /* 0 or traits that allow it; traits that require it */
+} moei_place_name;
+
+#define MOEI_ANY (~UINT64_C(0))
+
+static const moei_place_name moei_place_names[] = {
+    {MOEI_PLACE_EMBEDDING, "token_embd.weight", "model.embed_tokens.weight", "VH", 0, MOEI_ANY},
+    {MOEI_PLACE_NORM, "token_embd_norm.weight", "model.embedding_norm.weight", "H", MOEI_ARCH_LFM, MOEI_ARCH_LFM},
+    {MOEI_PLACE_NORM, "output_norm.weight", "model.norm.weight", "H", 0, ~MOEI_ARCH_LFM},
+    {MOEI_PLACE_NORM_BIAS, "output_norm.bias", "model.norm.bias", "H", MOEI_ARCH_NORM_BIAS, MOEI_ARCH_NORM_BIAS},
+    {MOEI_PLACE_HEAD, "output.weight", "lm_head.weight", "VH", 0, 0},
+    {MOEI_PLACE_HEAD_BIAS, "output.bias", "lm_head.bias", "V", MOEI_ARCH_HEAD_BIAS, MOEI_ARCH_HEAD_BIAS},
+    {MOEI_PLACE_FREQS, "rope_freqs.weight", NULL, "r", MOEI_ARCH_FREQS, 0},
+    {MOEI_PLACE_LONG, "rope_factors_long.weight", NULL, "r", MOEI_ARCH_FACTORS, 0},
+    {MOEI_PLACE_SHORT, "rope_factors_short.weight", NULL, "r", MOEI_ARCH_FACTORS, 0},
+    {MOEI_PLACE_FIRST, NULL, "operator_norm.weight", "H", MOEI_ARCH_LFM, 0},
+    {MOEI_PLACE_FIRST, "attn_norm.weight", "input_layernorm.weight", "H", 0, MOEI_ANY},
+    {MOEI_PLACE_FIRST_BIAS, "attn_norm.bias", "input_layernorm.bias", "H", MOEI_ARCH_NORM_BIAS, MOEI_ARCH_NORM_BIAS},
+    {MOEI_PLACE_SECOND, NULL, "ffn_norm.weight", "H", MOEI_ARCH_LFM, 0},
+    {MOEI_PLACE_SECOND, "ffn_norm.weight", "post_attention_layernorm.weight", "H", MOEI_ARCH_SECOND_FFN,
+     MOEI_ARCH_SECOND_FFN},
+    {MOEI_PLACE_SECOND, "post_attention_norm.weight", NULL, "H", MOEI_ARCH_SECOND_POST, MOEI_ARCH_SECOND_POST},
+    {MOEI_PLACE_SECOND, "attn_output_norm.weight", NULL, "H", MOEI_ARCH_SECOND_ATTN, MOEI_ARCH_SECOND_ATTN},
+    {MOEI_PLACE_SECOND_BIAS, "ffn_norm.bias", "post_attention_layernorm.bias", "H", MOEI_ARCH_NORM_BIAS,
+     MOEI_ARCH_NORM_BIAS},
+    {MOEI_PLACE_QUERY, "attn_q.weight", "self_attn.q_proj.weight", "QH", MOEI_ARCH_SEPARATE, MOEI_ARCH_SEPARATE},
+    {MOEI_PLACE_QUERY, "attn_q.weight", "self_attn.q_proj.weight", "SH", MOEI_ARCH_FULL_QUERY, MOEI_ARCH_FULL_QUERY},
+    {MOEI_PLACE_KEY, "attn_k.weight", "self_attn.k_proj.weight", "KH", MOEI_ARCH_SEPARATE, MOEI_ARCH_SEPARATE},
+    {MOEI_PLACE_VALUE, "attn_v.weight", "self_attn.v_proj.weight", "UH", MOEI_ARCH_SEPARATE, MOEI_ARCH_SEPARATE},
+    {MOEI_PLACE_OUTPUT, NULL, "self_attn.out_proj.weight", "HO", MOEI_ARCH_LFM, 0},
+    {MOEI_PLACE_OUTPUT, "attn_output.weight", "self_attn.o_proj.weight", "HO", 0,
+     MOEI_ARCH_SEPARATE | MOEI_ARCH_LATENT | MOEI_ARCH_FUSED},
+    {MOEI_PLACE_FUSED, "attn_qkv.weight", NULL, "TH", MOEI_ARCH_FUSED, 0},
+    {MOEI_PLACE_QUERY_BIAS, "attn_q.bias", "self_attn.q_proj.bias", "Q", MOEI_ARCH_BIAS | MOEI_ARCH_MAY_BIAS,
+     MOEI_ARCH_BIAS},
+    {MOEI_PLACE_KEY_BIAS, "attn_k.bias", "self_attn.k_proj.bias", "K", MOEI_ARCH_BIAS | MOEI_ARCH_MAY_BIAS,
+     MOEI_ARCH_BIAS},
+    {MOEI_PLACE_VALUE_BIAS, "attn_v.bias", "self_attn.v_proj.bias", "U", MOEI_ARCH_BIAS | MOEI_ARCH_MAY_BIAS,
+     MOEI_ARCH_BIAS},
+    {MOEI_PLACE_OUTPUT_BIAS, "attn_output.bias", "self_attn.o_proj.bias", "H", MOEI_ARCH_OUT_BIAS | MOEI_ARCH_MAY_BIAS,
+     MOEI_ARCH_OUT_BIAS},
+    {MOEI_PLACE_QUERY_NORM, NULL, "self_attn.q_layernorm.weight", "D", MOEI_ARCH_LFM, 0},
+    {MOEI_PLACE_QUERY_NORM, NULL, "self_attn.query_layernorm.weight", "D", MOEI_ARCH_NORM_AFTER, 0},
+    {MOEI_PLACE_QUERY_NORM, "attn_q_norm.weight", "self_attn.q_norm.weight", "D",
+     MOEI_ARCH_HEAD_NORM | MOEI_ARCH_MAY_HEAD_NORM, MOEI_ARCH_HEAD_NORM},
+    {MOEI_PLACE_QUERY_NORM, "attn_q_norm.weight", "self_attn.q_norm.weight", "Q", MOEI_ARCH_WHOLE_NORM,
+     MOEI_ARCH_WHOLE_NORM},
+    {MOEI_PLACE_KEY_NORM, NULL, "self_attn.k_layernorm.weight", "D", MOEI_ARCH_LFM, 0},
+    {MOEI_PLACE_KEY_NORM, NULL, "self_attn.key_layernorm.weight", "D", MOEI_ARCH_NORM_AFTER, 0},
+    {MOEI_PLACE_KEY_NORM, "attn_k_norm.weight", "self_attn.k_norm.weight", "D",
+     MOEI_ARCH_HEAD_NORM | MOEI_ARCH_MAY_HEAD_NORM, MOEI_ARCH_HEAD_NORM},
+    {MOEI_PLACE_KEY_NORM, "attn_k_norm.weight", "self_attn.k_norm.weight", "K", MOEI_ARCH_WHOLE_NORM,
+     MOEI_ARCH_WHOLE_NORM},
+    {MOEI_PLACE_SINKS, "attn_sinks.weight", "self_attn.sinks", "h", MOEI_ARCH_SINKS, MOEI_ARCH_SINKS},
+    {MOEI_PLACE_QUERY_A, "attn_q_a.weight", "self_attn.q_a_proj.weight", "AH", MOEI_ARCH_LOW_QUERY,
+     MOEI_ARCH_LOW_QUERY},
+    {MOEI_PLACE_QUERY_A_NORM, "attn_q_a_norm.weight", "self_attn.q_a_layernorm.weight", "A", MOEI_ARCH_LOW_QUERY,
+     MOEI_ARCH_LOW_QUERY},
+    {MOEI_PLACE_QUERY_B, "attn_q_b.weight", "self_attn.q_b_proj.weight", "SA", MOEI_ARCH_LOW_QUERY,
+     MOEI_ARCH_LOW_QUERY},
+    {MOEI_PLACE_KV_A, "attn_kv_a_mqa.weight", "self_attn.kv_a_proj_with_mqa.weight", "RH", MOEI_ARCH_LATENT,
+     MOEI_ARCH_LATENT},
+    {MOEI_PLACE_KV_A_NORM, "attn_kv_a_norm.weight", "self_attn.kv_a_layernorm.weight", "C", MOEI_ARCH_LATENT,
+     MOEI_ARCH_LATENT},
+    {MOEI_PLACE_KV_B, "attn_kv_b.weight", "self_attn.kv_b_proj.weight", "NC", MOEI_ARCH_WHOLE_B, MOEI_ARCH_WHOLE_B},
+    {MOEI_PLACE_KEY_B, "attn_k_b.weight", NULL, "hCn", MOEI_ARCH_HALVES_B, MOEI_ARCH_HALVES_B},
+    {MOEI_PLACE_VALUE_B, "attn_v_b.weight", NULL, "hvC", MOEI_ARCH_HALVES_B, MOEI_ARCH_HALVES_B},
+    {MOEI_PLACE_CONVOLUTION, "shortconv.conv.weight", NULL, "HL", MOEI_ARCH_CONVOLUTION, 0},
+    {MOEI_PLACE_CONVOLUTION, NULL, "conv.conv.weight", "H1L", MOEI_ARCH_CONVOLUTION, 0},
+    {MOEI_PLACE_CONVOLUTION_IN, "shortconv.in_proj.weight", "conv.in_proj.weight", "3H", MOEI_ARCH_CONVOLUTION,
+     MOEI_ARCH_CONVOLUTION},
+    {MOEI_PLACE_CONVOLUTION_OUT, "shortconv.out_proj.weight", "conv.out_proj.weight", "HH", MOEI_ARCH_CONVOLUTION,
+     MOEI_ARCH_CONVOLUTION},
+    {MOEI_PLACE_POST_FIRST, "attn_output_norm.weight", NULL, "H", MOEI_ARCH_POST_NORM, MOEI_ARCH_POST_NORM},
+    {MOEI_PLACE_POST_SECOND, "layer_output_norm.weight", NULL, "H", MOEI_ARCH_POST_NORM, 0},
+    {MOEI_PLACE_POST_SECOND, "post_ffw_norm.weight", NULL, "H", MOEI_ARCH_POST_NORM, 0},
+    {MOEI_PLACE_GATE, NULL, "feed_forward.w1.weight", "FH", MOEI_ARCH_DENSE, 0},
+    {MOEI_PLACE_GATE, NULL, "feed_forward.gate_proj.weight", "FH", MOEI_ARCH_DENSE, 0},
+    {MOEI_PLACE_GATE, "ffn_gate.weight", "mlp.gate_proj.weight", "FH", MOEI_ARCH_DENSE, MOEI_ARCH_DENSE},
+    {MOEI_PLACE_UP, NULL, "feed_forward.w3.weight", "FH", MOEI_ARCH_DENSE, 0},
+    {MOEI_PLACE_UP, NULL, "feed_forward.up_proj.weight", "FH", MOEI_ARCH_DENSE, 0},
+    {MOEI_PLACE_UP, "ffn_up.weight", "mlp.up_proj.weight", "FH", MOEI_ARCH_DENSE, MOEI_ARCH_DENSE},
+    {MOEI_PLACE_DOWN, NULL, "feed_forward.w2.weight", "HF", MOEI_ARCH_DENSE, 0},
+    {MOEI_PLACE_DOWN, NULL, "feed_forward.down_proj.weight", "HF", MOEI_ARCH_DENSE, 0},
+    {MOEI_PLACE_DOWN, "ffn_down.weight", "mlp.down_proj.weight", "HF", MOEI_ARCH_DENSE, MOEI_ARCH_DENSE},
+    {MOEI_PLACE_IGNORED, NULL, "self_attn.rotary_emb.inv_freq", NULL, 0, 0},
+    {MOEI_PLACE_COUNT, NULL, NULL, NULL, 0, 0}};
+
+/* Sizes and settings of a model; those that differ from block to block are of the block read last. */
+typedef struct moei_model {
+    const moei_arch *arch;
+    uint64_t traits;
+    int blocks, d_model, context, heads, kv_heads, key, value, n_rot;
+    int original, nextn, window, chunk, kernel, experts, full_blocks;
+    int query_rank, kv_rank, key_mla, value_mla, nope, tuning_floor;
+    int vocabulary, d_dense; /* of the tensors */
+    int is_long;             /* 1: a context longer than that of the training */
+    moe_real eps, base, base_window, rotated_part, factor, attention_factor, log_multiplier;
+    moe_real beta_fast, beta_slow, mscale, mscale_all, low_freq, high_freq, long_mscale, short_mscale;
+    moe_real embedding_scale, residual_scale, attention_scale, logit_scale, clamp, output_scale, score_cap, logit_cap;
+    moe_real tuning;
+    const moei_import_tensor *places[MOEI_PLACE_FIRST];
+    const moei_import_tensor *factors; /* of single rotary pairs; NULL: none */
+} moei_model;
+
+/* A setting of a model: keys in GGUF (after "ARCH.") and in config.json, of which the first that
+   exists counts. */
+typedef struct moei_model_key {
+    const char *gguf, *folder;
+    size_t offset;
+    int is_real;
+    double least, most;
+} moei_model_key;
+
+#define MOEI_MODEL_INT(gguf, folder, field, least, most) {gguf, folder, offsetof(moei_model, field), 0, least, most}
+#define MOEI_MODEL_REAL(gguf, folder, field, least, most) {gguf, folder, offsetof(moei_model, field), 1, least, most}
+
+static const moei_model_key moei_model_keys[] = {
+    MOEI_MODEL_INT("block_count", "num_hidden_layers", blocks, 1, 1024),
+    MOEI_MODEL_INT("embedding_length", "hidden_size", d_model, 1, MOE_MAX_WIDTH),
+    MOEI_MODEL_INT("context_length", "max_position_embeddings", context, 1, 16777216),
+    MOEI_MODEL_INT("attention.head_count", "num_attention_heads", heads, 0, 65536),
+    MOEI_MODEL_INT("attention.head_count_kv", "num_key_value_heads", kv_heads, 0, 65536),
+    MOEI_MODEL_INT("attention.key_length", "head_dim", key, 1, 65536),
+    MOEI_MODEL_INT("attention.value_length", "v_head_dim", value, 1, 65536),
+    MOEI_MODEL_INT("rope.dimension_count", "rotary_dim qk_rope_head_dim", n_rot, 1, 65536),
+    MOEI_MODEL_REAL("", "partial_rotary_factor rope_parameters.partial_rotary_factor", rotated_part, 0, 1),
+    MOEI_MODEL_INT("expert_count", "", experts, 0, 1048576),
+    MOEI_MODEL_INT("", "max_window_layers", full_blocks, 0, 1048576),
+    MOEI_MODEL_INT("nextn_predict_layers", "num_nextn_predict_layers", nextn, 0, 1024),
+    MOEI_MODEL_INT("attention.sliding_window", "sliding_window", window, 0, 16777216),
+    MOEI_MODEL_INT("", "attention_chunk_size", chunk, 0, 16777216),
+    MOEI_MODEL_INT("shortconv.l_cache", "conv_L_cache", kernel, 1, 64),
+    MOEI_MODEL_INT("attention.q_lora_rank", "q_lora_rank", query_rank, 0, MOE_MAX_WIDTH),
+    MOEI_MODEL_INT("attention.kv_lora_rank", "kv_lora_rank", kv_rank, 1, MOE_MAX_WIDTH),
+    MOEI_MODEL_INT("attention.key_length_mla", "", key_mla, 1, 65536),
+    MOEI_MODEL_INT("attention.value_length_mla", "", value_mla, 1, 65536),
+    MOEI_MODEL_INT("", "qk_nope_head_dim", nope, 1, 65536),
+    MOEI_MODEL_REAL("attention.layer_norm_rms_epsilon attention.layer_norm_epsilon", "rms_norm_eps norm_eps", eps, 0, 1),
+    MOEI_MODEL_REAL("rope.freq_base", "rope_theta rope_parameters.rope_theta", base, 1e-3, 1e30),
+    MOEI_MODEL_REAL("rope.freq_base_swa", "", base_window, 1e-3, 1e30),
+    MOEI_MODEL_REAL("rope.scaling.factor rope.scale_linear", "rope_scaling.factor rope_parameters.factor", factor, 0,
+                    1e6),
+    MOEI_MODEL_INT("rope.scaling.original_context_length",
+                   "rope_scaling.original_max_position_embeddings rope_parameters.original_max_position_embeddings "
+                   "original_max_position_embeddings",
+                   original, 1, 16777216),
+    MOEI_MODEL_REAL("rope.scaling.attn_factor", "rope_scaling.attention_factor rope_parameters.attention_factor",
+                    attention_factor, 0, 1e6),
+    MOEI_MODEL_REAL("rope.scaling.yarn_log_multiplier", "", log_multiplier, -1e6, 1e6),
+    MOEI_MODEL_REAL("rope.scaling.yarn_beta_fast", "rope_scaling.beta_fast rope_parameters.beta_fast", beta_fast, 0,
+                    1e6),
+    MOEI_MODEL_REAL("rope.scaling.yarn_beta_slow", "rope_scaling.beta_slow rope_parameters.beta_slow", beta_slow, 0,
+                    1e6),
+    MOEI_MODEL_REAL("", "rope_scaling.mscale rope_parameters.mscale", mscale, -1e6, 1e6),
+    MOEI_MODEL_REAL("", "rope_scaling.mscale_all_dim rope_parameters.mscale_all_dim", mscale_all, -1e6, 1e6),
+    MOEI_MODEL_REAL("", "rope_scaling.low_freq_factor rope_parameters.low_freq_factor", low_freq, 0, 1e6),
+    MOEI_MODEL_REAL("", "rope_scaling.high_freq_factor rope_parameters.high_freq_factor", high_freq, 0, 1e6),
+    MOEI_MODEL_REAL("", "rope_scaling.long_mscale", long_mscale, 0, 1e6),
+    MOEI_MODEL_REAL("", "rope_scaling.short_mscale", short_mscale, 0, 1e6),
+    MOEI_MODEL_REAL("embedding_scale", "embedding_multiplier", embedding_scale, -1e6, 1e6),
+    MOEI_MODEL_REAL("residual_scale", "residual_multiplier", residual_scale, -1e6, 1e6),
+    MOEI_MODEL_REAL("attention.scale", "attention_multiplier", attention_scale, -1e6, 1e6),
+    MOEI_MODEL_REAL("logit_scale", "logits_scaling", logit_scale, -1e6, 1e6),
+    MOEI_MODEL_REAL("attention.clamp_kqv", "clip_qkv", clamp, 0, 1e6),
+    MOEI_MODEL_REAL("attention.output_scale", "", output_scale, -1e6, 1e6),
+    MOEI_MODEL_REAL("attn_logit_softcapping", "", score_cap, 0, 1e6),
+    MOEI_MODEL_REAL("final_logit_softcapping", "", logit_cap, 0, 1e6),
+    MOEI_MODEL_REAL("", "attn_scale", tuning, 0, 1e6),
+    MOEI_MODEL_INT("", "floor_scale", tuning_floor, 1, 16777216),
+    {NULL, NULL, 0, 0, 0.0, 0.0}};
+
+/* What one block is. */
+typedef struct moei_model_block {
+    uint64_t traits;
+    int is_moe, is_convolution, rotates, qk_plain;
+    int window, chunk, tuned;
+    const moei_import_tensor *places[MOEI_PLACE_COUNT];
+    moe_layer_config mixture;
+} moei_model_block;
+
+/* ---- >>model_names ---- */
+
+/* The rest of a tensor's name behind its block's prefix; *block receives the block's number, -1 for
+   the model's own tensors. */
+static const char *moei_model_rest(const moei_importer *r, const char *name, int *block) {
+    const char *rest = name, *p;
+    int digits = 0, number = 0;
+    *block = -1;
+    if (r->kind != MOEI_IMPORT_GGUF && moei_import_starts(rest, "language_model.")) rest += 15;
+    p = rest;
+    if (!moei_import_starts(p, r->kind == MOEI_IMPORT_GGUF ? "blk." : "model.layers.")) return rest;
+    for (p += r->kind == MOEI_IMPORT_GGUF ? 4 : 13; *p >= '0' && *p <= '9' && digits < 5; p++, digits++)
+        number = number * 10 + (*p - '0');
+    if (digits == 0 || *p != '.' || (digits > 1 && p[-digits] == '0')) return rest;
+    *block = number;
+    return p + 1;
+}
+
+/* Adds a tensor of the model to the list of all. */
+static moe_status moei_model_add(moei_importer *r, const char *name, moei_import_tensor *f) {
+    const char *rest = moei_model_rest(r, name, &f->block);
+    return moei_import_tensor_add(r, &r->all, f, rest);
+}
+
+/* Lists all tensors of the model; of an index, opens its files. */
+static moe_status moei_model_collect(moei_importer *r) {
+    char name[MOEI_IMPORT_NAME], file[MOEI_IMPORT_NAME];
+    moei_import_shard *shard;
+    moei_import_tensor f;
+    moei_import_walk w;
+    moe_status status;
+    moei_import_walk_begin(&w, r, r->first);
+    while ((status = moei_import_walk_next(&w, r, name, &f, file)) == MOE_OK) {
+        status = r->kind == MOEI_IMPORT_INDEX ? moei_import_shard_find(r, name, file, &shard)
+                                              : moei_model_add(r, name, &f);
+        if (status != MOE_OK) return status;
+    }
+    if (status != MOE_ERR_NOT_FOUND) return status;
+    for (shard = r->shards; shard != NULL && r->kind == MOEI_IMPORT_INDEX; shard = shard->next) {
+        if (shard->bytes.size == 0) continue; /* the index itself or config.json */
+        moei_import_walk_begin(&w, r, shard);
+        while ((status = moei_import_walk_file(&w, shard, name, &f)) == MOE_OK)
+            if ((status = moei_model_add(r, name, &f)) != MOE_OK) return status;
+        if (status != MOE_ERR_NOT_FOUND) return status;
+    }
+    return MOE_OK;
+}
+
+/* The full name of a tensor, for messages. */
+static const char *moei_model_name(const moei_importer *r, int block, const char *rest, char out[112]) {
+    moei_text t = moei_import_text(out, 112);
+    if (block >= 0) {
+        const char *prefix = r->kind == MOEI_IMPORT_GGUF ? "blk." : "model.layers.";
+        moei_put(&t, prefix, moei_strlen(prefix));
+        moei_put_integer(&t, block);
+        moei_put(&t, ".", 1);
+    }
+    moei_put(&t, rest, moei_strlen(rest));
+    return out;
+}
+
+static const char *moei_place_text(const moei_importer *r, const moei_place_name *row) {
+    return r->kind == MOEI_IMPORT_GGUF ? row->gguf : row->folder;
+}
+
+/* Whether a row is of the model itself (block -1) or of its blocks. */
+static int moei_place_is_of(const moei_place_name *row, int block) {
+    return (row->place < MOEI_PLACE_FIRST) == (block < 0);
+}
+
+/* The row of a tensor outside the mixtures; NULL: none. */
+static const moei_place_name *moei_place_find(const moei_importer *r, uint64_t traits, int block, const char *rest) {
+    const moei_place_name *row;
+    for (row = moei_place_names; row->place != MOEI_PLACE_COUNT; row++) {
+        const char *name = moei_place_text(r, row);
+        if (name != NULL && moei_place_is_of(row, block) && (row->may == 0 || (row->may & traits) != 0) &&
+            moei_strcmp(name, rest) == 0)
+            return row;
+    }
+    return NULL;
+}
+
+/* ---- >>model_settings ---- */
+
+/* Reads a setting from the first of its keys that the file has. *have: it has one. */
+static moe_status moei_model_key_read(moei_importer *r, const moei_model_key *row, moei_model *m) {
+    const char *keys = r->kind == MOEI_IMPORT_GGUF ? row->gguf : row->folder;
+    const char *sources = moei_settings_source(r);
+    char key[80], text[MOEI_IMPORT_VALUE];
+    moe_real number;
+    while (*keys != '\0') {
+        size_t n = 0;
+        int kind, whole;
+        while (keys[n] != '\0' && keys[n] != ' ') n++;
+        memcpy(key, keys, n);
+        key[n] = '\0';
+        keys += n + (keys[n] == ' ');
+        kind = moei_import_value(r, key, text);
+        if (kind == MOEI_VALUE_NONE) continue;
+        if (kind != MOEI_VALUE_SCALAR || !moei_parse_real(text, moei_strlen(text), &number))
+            return moei_error(r->error, MOE_ERR_CONFIG, "%s: %s = %s: expected a number", sources, key,
+                              kind == MOEI_VALUE_OTHER ? "a list" : text);
+        whole = row->is_real || (number >= MOEI_R(-16777216.0) && number <= MOEI_R(16777216.0) &&
+                                 !(number < (moe_real)(int)number) && !(number > (moe_real)(int)number));
+        if (!whole || !((double)number >= row->least && (double)number <= row->most))
+            return moei_error(r->error, MOE_ERR_CONFIG, "%s: %s = %s: must be %s%g to %g", sources, key, text,
+                              row->is_real ? "" : "an integer, ", row->least, row->most);
+        if (row->is_real) memcpy((unsigned char *)m + row->offset, &number, sizeof number);
+        else {
+            const int integer = (int)number;
+            memcpy((unsigned char *)m + row->offset, &integer, sizeof integer);
+        }
+        return MOE_OK;
+    }
+    return MOE_OK;
+}
+
+static int moei_model_is_folder(const moei_importer *r) { return r->kind != MOEI_IMPORT_GGUF; }
+
+/* The architecture by general.architecture or model_type. */
+static moe_status moei_model_arch(moei_importer *r, moei_model *m) {
+    char type[MOEI_IMPORT_VALUE];
+    const moei_arch *arch;
+    if (moei_model_is_folder(r)) (void)moei_import_value(r, "model_type", type);
+    else memcpy(type, r->gguf.arch, sizeof type);
+    for (arch = moei_archs; arch->archs != NULL; arch++)
+        if (moei_is_word_of(type, moei_model_is_folder(r) ? arch->types : arch->archs)) {
+            m->arch = arch;
+            m->traits = arch->both | (moei_model_is_folder(r) ? arch->folder : arch->gguf);
+            return MOE_OK;
+        }
+    return moei_error(r->error, MOE_ERR_UNSUPPORTED,
+                      "%s = '%s': this kind of model is not supported; >>families of moe_import.h lists those that are",
+                      moei_model_is_folder(r) ? "config.json: model_type" : "general.architecture", type);
+}
+
+/* Widths that follow from others. */
+static void moei_model_widths(const moei_importer *r, moei_model *m) {
+    const int each = m->heads > 0 ? m->d_model / m->heads : 0;
+    const int folder = moei_model_is_folder(r);
+    if (m->kv_heads < 0) m->kv_heads = m->heads;
+    if (m->key == 0) m->key = each;
+    if ((m->traits & MOEI_ARCH_LATENT) != 0) {
+        if (!folder) m->nope = (m->key_mla > 0 ? m->key_mla : m->key) - m->n_rot;
+        if (m->value_mla > 0) m->value = m->value_mla;
+        m->key = m->nope + m->n_rot;
+        m->kv_heads = m->heads;
+        return;
+    }
+    if (m->value == 0) m->value = folder ? m->key : each;
+    if (m->n_rot == 0) m->n_rot = folder && m->rotated_part > MOEI_R(0.0) ? (int)(m->rotated_part * (moe_real)m->key)
+                                                                          : m->key;
+}
+
+/* Reads the settings that block `block` sees; what the tensors told stays. */
+static moe_status moei_model_read(moei_importer *r, moei_model *m, size_t block) {
+    const moei_model before = *m;
+    const moei_model_key *row;
+    moe_status status;
+    memset(m, 0, sizeof *m);
+    memcpy(m->places, before.places, sizeof m->places);
+    m->factors = before.factors;
+    m->vocabulary = before.vocabulary;
+    m->is_long = before.is_long;
+    m->kv_heads = m->window = m->chunk = -1;
+    r->block = block;
+    status = moei_model_arch(r, m);
+    for (row = moei_model_keys; row->gguf != NULL && status == MOE_OK; row++) status = moei_model_key_read(r, row, m);
+    if (status != MOE_OK) return status;
+    if (m->blocks == 0 || m->d_model == 0 || !(m->eps > MOEI_R(0.0))) {
+        const moei_model_key *lacks = moei_model_keys + (m->blocks == 0 ? 0 : 1);
+        const char *name = moei_model_is_folder(r) ? lacks->folder : lacks->gguf;
+        if (m->blocks != 0 && m->d_model != 0) name = moei_model_is_folder(r) ? "rms_norm_eps" : "attention.layer_norm_rms_epsilon";
+        return moei_error(r->error, MOE_ERR_NOT_FOUND, "%s: %s is missing", moei_settings_source(r), name);
+    }
+    if (m->nextn >= m->blocks && !moei_model_is_folder(r))
+        return moei_error(r->error, MOE_ERR_CONFIG, "metadata: nextn_predict_layers = %d: must be less than block_count = %d",
+                          m->nextn, m->blocks);
+    if (!moei_model_is_folder(r)) m->blocks -= m->nextn;
+    moei_model_widths(r, m);
+    moei_default_real(&m->base, MOEI_R(10000.0));
+    moei_default_real(&m->factor, MOEI_R(1.0));
+    if (m->original == 0) m->original = m->context;
+    return MOE_OK;
+}
+
+/* ---- >>model_blocks ---- */
+
+/* The size that a letter of a place's shape stands for; 0: any. */
+static size_t moei_place_size(const moei_model *m, char letter) {
+    const size_t heads = (size_t)m->heads, kv = (size_t)m->kv_heads;
+    const size_t key = (size_t)m->key, value = (size_t)m->value;
+    switch (letter) {
+    case 'V': return (size_t)m->vocabulary;
+    case 'H': return (size_t)m->d_model;
+    case '3': return 3 * (size_t)m->d_model;
+    case 'h': return heads;
+    case 'D': return key;
+    case 'Q': return heads * key;
+    case 'S': return heads * key;
+    case 'K': return kv * key;
+    case 'U': return kv * value;
+    case 'O': return heads * value;
+    case 'T': return heads * key + kv * key + kv * value;
+    case 'r': return (size_t)m->n_rot / 2;
+    case 'F': return (size_t)m->d_dense;
+    case 'L': return (size_t)m->kernel;
+    case 'A': return (size_t)m->query_rank;
+    case 'C': return (size_t)m->kv_rank;
+    case 'R': return (size_t)m->kv_rank + (size_t)m->n_rot;
+    case 'n': return (size_t)m->nope;
+    case 'v': return value;
+    case 'N': return heads * ((size_t)m->nope + value);
+    default: return 1;
+    }
+}
+
+/* Checks the shape of a tensor outside the mixtures; the vocabulary and the width of a dense block
+   come from the first one that has them. */
+static moe_status moei_place_check(const moei_importer *r, moei_model *m, const moei_place_name *row,
+                                   const moei_import_tensor *f) {
+    char shown[112], want[80], have[80];
+    size_t sizes[MOE_FILE_MAX_DIMS];
+    const int n = (int)moei_strlen(row->shape);
+    int i, good = n == f->n_dims;
+    for (i = 0; i < n; i++) {
+        const size_t size = i < f->n_dims ? f->shape[i] : 0;
+        int *known = row->shape[i] == 'V' ? &m->vocabulary : row->shape[i] == 'F' ? &m->d_dense : NULL;
+        if (known != NULL && *known == 0 && size <= MOE_MAX_WIDTH) *known = (int)size;
+        sizes[i] = moei_place_size(m, row->shape[i]);
+        if (size == 0 || size != sizes[i]) good = 0;
+    }
+    if (good) return MOE_OK;
+    return moei_error(r->error, MOE_ERR_SHAPE, "tensor '%s': the shape must be %s, it is %s",
+                      moei_model_name(r, f->block, f->suffix, shown), moei_shape_text(sizes, n, want),
+                      moei_shape_text(f->shape, f->n_dims, have));
+}
+
+/* Puts a tensor at its place. */
+static moe_status moei_place_take(const moei_importer *r, moei_model *m, const moei_place_name *row,
+                                  const moei_import_tensor *f, const moei_import_tensor **places) {
+    char shown[112];
+    moe_status status;
+    if (row->place == MOEI_PLACE_IGNORED) return MOE_OK;
+    if (places[row->place] != NULL)
+        return moei_error(r->error, MOE_ERR_FORMAT, "tensor '%s': duplicates another tensor",
+                          moei_model_name(r, f->block, f->suffix, shown));
+    status = moei_place_check(r, m, row, f);
+    if (status == MOE_OK) places[row->place] = f;
+    return status;
+}
+
+/* Names a tensor that is missing. */
+static moe_status moei_places_complete(const moei_importer *r, uint64_t traits, int block,
+                                       const moei_import_tensor *const *places) {
+    const moei_place_name *row;
+    char shown[112];
+    for (row = moei_place_names; row->place != MOEI_PLACE_COUNT; row++)
+        if (moei_place_text(r, row) != NULL && moei_place_is_of(row, block) && (row->must & traits) != 0 &&
+            places[row->place] == NULL)
+            return moei_error(r->error, MOE_ERR_NOT_FOUND, "tensor '%s': missing in the file",
+                              moei_model_name(r, block, moei_place_text(r, row), shown));
+    return MOE_OK;
+}
+
+/* The name of a tensor of a mixture, behind the name of the block's part that holds it. */
+static const char *moei_model_suffix(const moei_importer *r, const char *rest) {
+    static const char *const parts[] = {"mlp.", "block_sparse_moe.", "feed_forward."};
+    int i;
+    for (i = 0; i < 3 && moei_model_is_folder(r); i++)
+        if (moei_import_starts(rest, parts[i])) return rest + moei_strlen(parts[i]);
+    return rest;
+}
+
+/* What the tensors of a block tell: whether it has a router, a convolution, which form of latent
+   attention, one matrix of queries, keys and values. */
+static void moei_model_block_traits(const moei_importer *r, const moei_model *m, int block, moei_model_block *b) {
+    size_t i, n = moei_import_tensor_count(&r->all);
+    int halves = 0, fused = 0;
+    memset(b, 0, sizeof *b);
+    for (i = 0; i < n; i++) {
+        const moei_import_tensor *f = moei_import_tensor_at(&r->all, i);
+        if (f->block != block) continue;
+        if (moei_import_is_router(r, moei_model_suffix(r, f->suffix))) b->is_moe = 1;
+        if (moei_strcmp(f->suffix, "shortconv.in_proj.weight") == 0 || moei_strcmp(f->suffix, "conv.in_proj.weight") == 0)
+            b->is_convolution = 1;
+        if (moei_strcmp(f->suffix, "attn_k_b.weight") == 0) halves = 1;
+        if (moei_strcmp(f->suffix, "attn_qkv.weight") == 0) fused = 1;
+    }
+    b->traits = m->traits;
+    if (b->is_moe) b->traits &= ~MOEI_ARCH_DENSE;
+    if (b->is_convolution)
+        b->traits &= ~(MOEI_ARCH_SEPARATE | MOEI_ARCH_HEAD_NORM);
+    else b->traits &= ~MOEI_ARCH_CONVOLUTION;
+    if (fused) b->traits &= ~(m->traits & MOEI_ARCH_FUSED ? MOEI_ARCH_SEPARATE : UINT64_C(0));
+    else b->traits &= ~MOEI_ARCH_FUSED;
+    if ((m->traits & MOEI_ARCH_LATENT) != 0) {
+        b->traits |= m->query_rank > 0 ? MOEI_ARCH_LOW_QUERY : MOEI_ARCH_FULL_QUERY;
+        b->traits |= halves ? MOEI_ARCH_HALVES_B : MOEI_ARCH_WHOLE_B;
+    }
+}
+
+/* A truth value of config.json; `otherwise` where it is absent. */
+static int moei_model_flag(const moei_importer *r, const char *key, int otherwise) {
+    char text[MOEI_IMPORT_VALUE];
+    if (moei_import_value(r, key, text) != MOEI_VALUE_SCALAR) return otherwise;
+    return moei_strcmp(text, "false") != 0 && moei_strcmp(text, "0") != 0;
+}
+
+/* Llama 4: blocks see chunks and are rotated, or see everything, are not rotated, and their queries
+   grow with the position. */
+static void moei_model_block_chunks(const moei_importer *r, const moei_model *m, int by_type, int is_chunked, moei_model_block *b) {
+    const int fourth = r->block % 4 == 3, folder = moei_model_is_folder(r);
+    b->rotates = folder ? moei_model_flag(r, "no_rope_layers", !fourth) : !fourth || m->window == 0;
+    b->tuned = !b->rotates && (!folder || moei_model_flag(r, "attn_temperature_tuning", 1));
+    b->qk_plain = b->rotates && (folder ? moei_model_flag(r, "use_qk_norm", 1) : m->experts != 128);
+    b->chunk = folder ? (m->chunk > 0 ? m->chunk : 0) : m->window == 0 ? 0 : 8192;
+    if (by_type ? !is_chunked : !b->rotates) b->chunk = 0;
+}
+
+/* Window, chunk and rotation of a block. */
+static moe_status moei_model_block_span(const moei_importer *r, const moei_model *m, moei_model_block *b) {
+    static const char *const known[] = {"full_attention", "conv", "sliding_attention", "chunked_attention"};
+    char type[MOEI_IMPORT_VALUE];
+    const int folder = moei_model_is_folder(r), even = r->block % 2 == 0;
+    const int by_type = folder && moei_import_value(r, "layer_types", type) == MOEI_VALUE_TEXT;
+    int kind = 0;
+    while (by_type && kind < 4 && moei_strcmp(type, known[kind]) != 0) kind++;
+    if (kind == 4)
+        return moei_error(r->error, MOE_ERR_UNSUPPORTED, "config.json: layer_types: '%s' is not supported", type);
+    b->rotates = 1;
+    if ((m->traits & MOEI_ARCH_CHUNKS) != 0) {
+        moei_model_block_chunks(r, m, by_type, kind == 3, b);
+        return MOE_OK;
+    }
+    if (!by_type && (m->traits & MOEI_ARCH_WINDOW) != 0) kind = even ? 2 : 0;
+    else if (!by_type && (m->traits & MOEI_ARCH_WINDOWS) != 0) kind = 2;
+    else if (!by_type && folder && moei_model_flag(r, "use_sliding_window", 0) && r->block >= (size_t)m->full_blocks)
+        kind = 2;
+    if (kind == 2 && m->window > 0) b->window = m->window;
+    return MOE_OK;
+}
+
+/* ---- >>model_attention ---- */
+
+static moe_real moei_ln(moe_real x) { return (moe_real)log((double)x); }
+
+static int moei_is_zero(moe_real x) { return !(x < MOEI_R(0.0)) && !(x > MOEI_R(0.0)); }
+
+/* 1 + 0.1 s ln factor, as yarn's authors and DeepSeek's program compute magnitudes. */
+static moe_real moei_yarn_magnitude(moe_real factor, moe_real s) {
+    return factor > MOEI_R(1.0) ? MOEI_R(1.0) + MOEI_R(0.1) * s * moei_ln(factor) : MOEI_R(1.0);
+}
+
+/* How config.json scales the angles. */
+static moe_status moei_folder_rotary(const moei_importer *r, const moei_model *m, moe_attention_config *c) {
+    static const char *const keys[] = {"rope_scaling.rope_type", "rope_scaling.type", "rope_parameters.rope_type"};
+    char type[MOEI_IMPORT_VALUE];
+    int i, kind = MOEI_VALUE_NONE;
+    for (i = 0; i < 3 && kind == MOEI_VALUE_NONE; i++) kind = moei_import_value(r, keys[i], type);
+    if (kind == MOEI_VALUE_NONE || moei_strcmp(type, "default") == 0) return MOE_OK;
+    c->rotary_factor = m->factor;
+    if (moei_strcmp(type, "linear") == 0) c->rotary_scaling = MOE_ROTARY_LINEAR;
+    else if (moei_strcmp(type, "llama3") == 0) {
+        c->rotary_scaling = MOE_ROTARY_LLAMA3;
+        c->rotary_length = m->original;
+        c->low_factor = m->low_freq;
+        c->high_factor = m->high_freq;
+    } else if (moei_strcmp(type, "yarn") == 0) {
+        c->rotary_scaling = MOE_ROTARY_YARN;
+        c->rotary_length = m->original;
+        c->beta_fast = m->beta_fast;
+        c->beta_slow = m->beta_slow;
+        c->no_truncation = !(moei_model_flag(r, "rope_scaling.truncate", 1) &&
+                             moei_model_flag(r, "rope_parameters.truncate", 1));
+        c->rotary_magnitude = m->attention_factor;
+        if (!moei_is_zero(m->mscale) && !moei_is_zero(m->mscale_all))
+            moei_default_real(&c->rotary_magnitude,
+                              moei_yarn_magnitude(m->factor, m->mscale) / moei_yarn_magnitude(m->factor, m->mscale_all));
+        moei_default_real(&c->rotary_magnitude, moei_yarn_magnitude(m->factor, MOEI_R(1.0)));
+        if (c->kv_lora > 0 && !moei_is_zero(m->mscale_all))
+            c->scale *= moei_yarn_magnitude(m->factor, m->mscale_all) * moei_yarn_magnitude(m->factor, m->mscale_all);
+    } else if (moei_strcmp(type, "longrope") == 0 || moei_strcmp(type, "su") == 0) {
+        c->rotary_scaling = MOE_ROTARY_FACTORS;
+        c->rotary_factor = MOEI_R(0.0);
+        c->rotary_magnitude = m->is_long ? m->long_mscale : m->short_mscale;
+        moei_default_real(&c->rotary_magnitude, m->attention_factor);
+        if (m->original > 0 && m->context > m->original)
+            moei_default_real(&c->rotary_magnitude,
+                              (moe_real)sqrt(1.0 + log((double)m->context / (double)m->original) / log((double)m->original)));
+    } else
+        return moei_error(r->error, MOE_ERR_UNSUPPORTED, "config.json: rope_scaling: type '%s' is not supported", type);
+    return MOE_OK;
+}
+
+/* How llama.cpp scales the angles. Factors of single pairs are divided as linear scaling divides. */
+static moe_status moei_gguf_rotary(const moei_importer *r, const moei_model *m, moe_attention_config *c) {
+    char type[MOEI_IMPORT_VALUE];
+    const int kind = moei_import_value(r, "rope.scaling.type", type);
+    const int yarn = kind == MOEI_VALUE_TEXT && moei_strcmp(type, "yarn") == 0;
+    const int none = kind == MOEI_VALUE_TEXT && moei_strcmp(type, "none") == 0;
+    if (kind != MOEI_VALUE_NONE && !yarn && !none && moei_strcmp(type, "linear") != 0 &&
+        moei_strcmp(type, "longrope") != 0)
+        return moei_error(r->error, MOE_ERR_UNSUPPORTED, "metadata: rope.scaling.type = %s is not supported",
+                          kind == MOEI_VALUE_OTHER ? "a list" : type);
+    c->rotary_magnitude = m->attention_factor;
+    if (!none) c->rotary_factor = m->factor;
+    if (m->factors != NULL) {
+        if (yarn)
+            return moei_error(r->error, MOE_ERR_UNSUPPORTED, "metadata: rope.scaling.type = yarn is not supported with "
+                              "factors of single pairs");
+        c->rotary_scaling = MOE_ROTARY_FACTORS;
+    } else if (yarn) {
+        moei_default_real(&c->rotary_magnitude, MOEI_R(1.0));
+        c->rotary_scaling = MOE_ROTARY_YARN;
+        c->rotary_length = m->original;
+        if ((m->traits & MOEI_ARCH_GROK) != 0) {
+            c->beta_fast = m->beta_fast > MOEI_R(0.0) ? m->beta_fast : MOEI_R(8.0);
+            c->beta_slow = m->beta_slow;
+        }
+        if (c->kv_lora == 0) c->rotary_magnitude *= moei_yarn_magnitude(m->factor, MOEI_R(1.0));
+    } else if (!none && (m->factor < MOEI_R(1.0) || m->factor > MOEI_R(1.0)))
+        c->rotary_scaling = MOE_ROTARY_LINEAR;
+    if (c->kv_lora > 0) {
+        const moe_real s = MOEI_R(1.0) + m->log_multiplier * moei_ln(m->factor);
+        c->scale *= s * s;
+    }
+    return MOE_OK;
+}
+
+/* The scale of scores. */
+static moe_real moei_model_block_scale(const moei_model *m) {
+    const moe_real width = (moe_real)((m->traits & MOEI_ARCH_ROT_SCALE) != 0 ? m->n_rot : m->key);
+    moe_real scale = MOEI_R(0.0);
+    if ((m->traits & MOEI_ARCH_MULTIPLIERS) != 0) scale = m->attention_scale;
+    if ((m->traits & MOEI_ARCH_GROK) != 0) scale = moei_is_zero(m->output_scale) ? MOEI_R(0.08838834764831845) : m->output_scale;
+    return moei_is_zero(scale) ? MOEI_R(1.0) / (moe_real)sqrt((double)width) : scale;
+}
+
+/* The attention of a block whose tensors have their places. */
+static moe_status moei_model_block_attention(const moei_importer *r, const moei_model *m, const moei_model_block *b,
+                                       moe_attention_config *c) {
+    moe_status status = MOE_OK;
+    memset(c, 0, sizeof *c);
+    c->heads = m->heads;
+    c->d_head = m->key;
+    c->d_value = m->value;
+    c->eps = m->eps;
+    c->scale = moei_model_block_scale(m);
+    c->bias = b->places[MOEI_PLACE_QUERY_BIAS] != NULL || b->places[MOEI_PLACE_FUSED_BIAS] != NULL;
+    c->output_bias = b->places[MOEI_PLACE_OUTPUT_BIAS] != NULL;
+    c->sinks = b->places[MOEI_PLACE_SINKS] != NULL;
+    c->window = b->window;
+    c->chunk = b->chunk;
+    if ((m->traits & MOEI_ARCH_LATENT) != 0) {
+        c->kv_lora = m->kv_rank;
+        c->q_lora = m->query_rank;
+    } else c->kv_heads = m->kv_heads;
+    if (b->places[MOEI_PLACE_QUERY_NORM] != NULL)
+        c->qk_norm = (m->traits & MOEI_ARCH_WHOLE_NORM) != 0 ? MOE_QK_NORM_WHOLE : MOE_QK_NORM_HEAD;
+    if (b->qk_plain) c->qk_norm = MOE_QK_NORM_PLAIN;
+    c->norm_after = c->qk_norm != MOE_QK_NORM_NONE && (b->qk_plain || (m->traits & MOEI_ARCH_NORM_AFTER) != 0);
+    if ((m->traits & MOEI_ARCH_GROK) != 0) c->cap = m->score_cap > MOEI_R(0.0) ? m->score_cap : MOEI_R(30.0);
+    if ((m->traits & MOEI_ARCH_CLAMP) != 0) c->clamp = m->clamp;
+    if (b->tuned) {
+        c->query_floor = m->tuning_floor > 0 ? m->tuning_floor : 8192;
+        c->query_growth = m->tuning > MOEI_R(0.0) ? m->tuning : MOEI_R(0.1);
+    }
+    if (!b->rotates) return MOE_OK;
+    c->rotary = 1;
+    c->rotary_base = b->window > 0 && m->base_window > MOEI_R(0.0) ? m->base_window : m->base;
+    c->rotary_dims = m->n_rot;
+    c->rotary_neighbours = (m->traits & MOEI_ARCH_NEIGHBOURS) != 0;
+    status = moei_model_is_folder(r) ? moei_folder_rotary(r, m, c) : moei_gguf_rotary(r, m, c);
+    if (c->rotary_scaling == MOE_ROTARY_PLAIN || c->rotary_scaling == MOE_ROTARY_FACTORS)
+        c->rotary_factor = MOEI_R(0.0);
+    return status;
+}
+
+/* ---- >>model_check: every tensor has its place ---- */
+
+/* The mixture of a block, from r->found. */
+static moe_status moei_model_block_mixture(moei_importer *r, const moei_model *m, moei_model_block *b) {
+    moe_layer layer;
+    uint64_t *seen;
+    moe_status status;
+    memset(r->sizes, 0, sizeof r->sizes);
+    r->sizes[MOEI_SIZE_H] = (size_t)m->d_model;
+    status = r->family == NULL ? moei_family_find(r) : MOE_OK;
+    if (status == MOE_OK && !moei_family_fits(r, r->family, 0)) status = moei_family_refuse(r, r->family);
+    if (status == MOE_OK) status = moei_import_match(r);
+    if (status == MOE_OK) status = moei_settings_make(r);
+    if (status == MOE_OK) status = moe_layer_init(&layer, &r->settings, r->error);
+    if (status != MOE_OK) return status;
+    seen = (uint64_t *)moei_alloc(&r->allocator, r->sizes[MOEI_SIZE_E], sizeof *seen);
+    if (seen == NULL)
+        return moei_error(r->error, MOE_ERR_MEMORY, "no memory for the list of %z experts", r->sizes[MOEI_SIZE_E]);
+    status = moei_import_complete(r, &layer, seen);
+    moei_free(&r->allocator, seen, r->sizes[MOEI_SIZE_E] * sizeof *seen);
+    b->mixture = layer.config;
+    return status;
+}
+
+/* Finds places for all tensors of a block. Those of its mixture are then in r->found. */
+static moe_status moei_model_block_read(moei_importer *r, moei_model *m, int block, moei_model_block *b) {
+    const size_t n = moei_import_tensor_count(&r->all);
+    moe_status status = moei_model_read(r, m, (size_t)block);
+    moei_text prefix = moei_import_text(r->prefix, sizeof r->prefix);
+    size_t i;
+    const char *start = moei_model_is_folder(r) ? "model.layers." : "blk.";
+    if (status != MOE_OK) return status;
+    moei_put(&prefix, start, moei_strlen(start));
+    moei_put_integer(&prefix, block);
+    moei_model_block_traits(r, m, block, b);
+    r->found.size = 0;
+    m->d_dense = 0;
+    for (i = 0; i < n && status == MOE_OK; i++) {
+        moei_import_tensor *f = moei_import_tensor_at(&r->all, i);
+        const moei_place_name *row;
+        if (f->block != block) continue;
+        row = moei_place_find(r, b->traits, block, f->suffix);
+        if (row != NULL) status = moei_place_take(r, m, row, f, b->places);
+        else {
+            moei_import_tensor copy = *f;
+            status = moei_import_tensor_add(r, &r->found, &copy, moei_model_suffix(r, f->suffix));
+        }
+    }
+    if (status == MOE_OK) status = moei_places_complete(r, b->traits, block, b->places);
+    if (status == MOE_OK) status = moei_model_block_span(r, m, b);
+    if (status != MOE_OK) return status;
+    if (b->is_moe) return moei_model_block_mixture(r, m, b);
+    if (r->found.size > 0) {
+        char shown[112];
+        return moei_error(r->error, MOE_ERR_UNSUPPORTED, "tensor '%s': %s has no such tensor",
+                          moei_import_full_name(r, moei_import_tensor_at(&r->found, 0)->suffix, shown),
+                          moei_model_is_folder(r) ? m->arch->types : m->arch->archs);
+    }
+    return MOE_OK;
+}
+
+/* Opens the file and finds places for the tensors outside blocks. */
+static moe_status moei_model_open(moei_importer *r, const char *name, moei_model *m) {
+    size_t i;
+    char shown[112];
+    moe_status status;
+    memset(m, 0, sizeof *m);
+    r->is_model = 1;
+    status = moei_import_open(r, name);
+    if (status == MOE_OK) status = moei_model_read(r, m, 0);
+    if (status == MOE_OK) status = moei_model_collect(r);
+    for (i = 0; i < moei_import_tensor_count(&r->all) && status == MOE_OK; i++) {
+        const moei_import_tensor *f = moei_import_tensor_at(&r->all, i);
+        const moei_place_name *row = f->block < 0 ? moei_place_find(r, m->traits, -1, f->suffix) : NULL;
+        if (row != NULL) status = moei_place_take(r, m, row, f, m->places);
+        else if (f->block < 0 || (f->block >= m->blocks + m->nextn))
+            status = moei_error(r->error, MOE_ERR_UNSUPPORTED, "tensor '%s': %s has no such tensor",
+                                moei_model_name(r, f->block, f->suffix, shown),
+                                moei_model_is_folder(r) ? m->arch->types : m->arch->archs);
+    }
+    if (status == MOE_OK) status = moei_places_complete(r, m->traits, -1, m->places);
+    if (status != MOE_OK) return status;
+    m->factors = m->places[MOEI_PLACE_FREQS];
+    if (m->places[MOEI_PLACE_LONG] != NULL || m->places[MOEI_PLACE_SHORT] != NULL)
+        m->factors = m->places[m->is_long ? MOEI_PLACE_LONG : MOEI_PLACE_SHORT];
+    return MOE_OK;
 }
 
 /* Names of files and values in a message come from strangers: what is not UTF-8 or cannot be shown
