@@ -101,7 +101,8 @@ attention     float   -             1.5   moe
 edges         float   -             1.6   kernels routers moe classic export layout
 files         float   -             1.8   kernels moe
 power         float   -             1     moe
-published     float   -             2.1   import
+published     float   hands         0.7   import
+published     float   -             15
 classic       float   -             2.4   classic
 ranks         float   quick         2.8   routers ranks
 state         float   quick         2.5   routers moe

@@ -752,6 +752,63 @@ static void test_overlap(void) {
     made_end(&m);
 }
 
+/* Whether a copy with a result somewhere else is refused because it overlaps the input. */
+static int overlaps_input(copy *c, size_t op, uint32_t out) {
+    moe_error error;
+    memset(&error, 0, sizeof error);
+    c->ops[op].out = out;
+    (void)moe_model_check(&c->model, NULL, c->block, c->scratch_size, &error);
+    copy_pull(c);
+    return strstr(error.message, "overlaps the input") != NULL;
+}
+
+/* The products of clusters read whole words of their input while they write: their results begin
+   behind its last word, or end before its first. */
+static void test_apart(void) {
+    made m;
+    copy c;
+    size_t recipe = 0, op, found = 0;
+    while (strstr(recipes[recipe].settings, "clustering") == NULL) recipe++;
+    if (!made_begin(&m, recipe, MOE_WEIGHTS_INT8, 0)) return;
+    copy_begin(&c, &m.built);
+    for (op = 0; op < c.model.n_ops; op++) {
+        const moei_int_op o = c.ops[op];
+        const uint32_t words = (o.shape.n + 3u) / 4 * 4;
+        if (o.run != moei_int_op_cluster) continue;
+        CHECK(overlaps_input(&c, op, o.in) && overlaps_input(&c, op, o.in + words - 2), "the input's last word");
+        CHECK(!overlaps_input(&c, op, o.in + words), "behind the input");
+        if (o.in >= words) CHECK(overlaps_input(&c, op, o.in - words + 2), "the result's last word");
+        if (o.in >= words) CHECK(!overlaps_input(&c, op, o.in - words), "before the input");
+        found++;
+    }
+    copy_end(&c);
+    made_end(&m);
+    CHECK(found > 0, "a model with clusters");
+}
+
+/* The bias of each expert is held within its range, the first and the last one too. */
+static void test_biases(void) {
+    made m;
+    copy c;
+    moe_rng rng;
+    size_t recipe = 0, e;
+    while (strstr(recipes[recipe].settings, "selection_bias") == NULL) recipe++;
+    if (!made_begin(&m, recipe, MOE_WEIGHTS_INT8, 0)) return;
+    moe_rng_seed(&rng, recipe);
+    copy_begin(&c, &m.built);
+    for (e = 0; e < EXPERTS; e++) {
+        unsigned char *bias = c.weights + c.mixtures[0].router.bias + 4 * e, before[4];
+        memcpy(before, bias, sizeof before);
+        bias[3] = 0x10; /* 2^28 and above */
+        bias[0] |= 1;
+        CHECK_STATUS(copy_try(&c, &rng, "bias"), MOE_ERR_OVERFLOW);
+        memcpy(bias, before, sizeof before);
+        CHECK_STATUS(copy_try(&c, &rng, "bias"), MOE_OK);
+    }
+    copy_end(&c);
+    made_end(&m);
+}
+
 /* ---- float models ---- */
 
 typedef struct floating {
@@ -875,6 +932,27 @@ static void test_floats(void) {
     test_about = "";
 }
 
+/* The largest network. */
+static void test_float_length(void) {
+    moe_model_config config;
+    moe_built_model built;
+    moe_error error;
+    moe_net net;
+    void *scratch;
+    size_t i;
+    memset(&config, 0, sizeof config);
+    config.weights = MOE_WEIGHTS_FLOAT;
+    moe_net_init(&net, 1, MOE_KERNELS_C, NULL);
+    for (i = 0; i < MOE_NET_MAX_MODULES; i++) moe_net_activation(&net, MOE_ACT_RELU);
+    CHECK_STATUS(moe_net_build(&net, 0, 1, &error), MOE_OK);
+    if (!CHECK_STATUS(moe_model_create(&built, &net, &config, &error), MOE_OK)) return;
+    scratch = grab(built.model.scratch_size, 1);
+    CHECK_STATUS(moe_model_check(&built.model, NULL, scratch, built.model.scratch_size, &error), MOE_OK);
+    free(scratch);
+    moe_model_free(&built);
+    moe_net_free(&net);
+}
+
 int main(int argc, char **argv) {
     quick = argc > 1 && strcmp(argv[1], "quick") == 0;
     CASE(test_models());
@@ -884,10 +962,13 @@ int main(int argc, char **argv) {
     CASE(test_shares());
     CASE(test_places());
     CASE(test_overlap());
+    CASE(test_apart());
+    CASE(test_biases());
     if (!MOE_REAL_IS_DOUBLE) {
         CASE(test_floats());
         CASE(test_float_modules());
         CASE(test_float_layers());
+        CASE(test_float_length());
     }
     return test_end();
 }

@@ -2102,6 +2102,80 @@ static void test_beyond_size(void) {
 }
 #endif
 
+/* A loss of the classical mixture reads the experts' own outputs: whatever else has a part in the
+   layer's output is refused. */
+static void test_experts_alone(void) {
+    static const char *const beside[] = {
+        "", "scale=0.5", "scale=2", "expert_scale=1", "capacity_factor=0.5", "capacity_factor_eval=0.5",
+        "drop_capacity=1", "apply_to=input", "n_shared=1 d_shared=3", "add_input=1 d_out=8", "weight=sum",
+        "select=top_k top_k=2"};
+    moe_train_config config;
+    moe_trainer trainer;
+    size_t i;
+    memset(&config, 0, sizeof config);
+    config.criterion = MOE_CRITERION_EXPECTATION;
+    for (i = 0; i < sizeof beside / sizeof *beside; i++) {
+        moe_layer_config c = layer_config("select=dense weight=raw expert=linear d_out=3");
+        moe_net net;
+        CHECK(moe_fields_apply(moe_layer_fields(), &c, beside[i], &error) == MOE_OK, beside[i]);
+        IS(MOE_OK, moe_net_init(&net, WIDTH, MOE_KERNELS_C, NULL));
+        net.mixture_losses = moe_classic_losses();
+        IS(MOE_OK, moe_net_mixture(&net, &c));
+        if (!CHECK(moe_net_build(&net, 1, 1, &error) == MOE_OK, beside[i])) printf("    %s\n", error.message);
+        if (i == 0) {
+            IS(MOE_OK, moe_trainer_init(&trainer, &net, &config, &error));
+            moe_trainer_free(&trainer);
+        } else {
+            test_about = beside[i];
+            REFUSED(MOE_ERR_CONFIG, "needs select = dense and weight = raw, and nothing beside it",
+                    moe_trainer_init(&trainer, &net, &config, &error));
+        }
+        moe_net_free(&net);
+    }
+    test_about = "";
+}
+
+/* A step of training with x as inputs and the labels. */
+static void train_step(moe_net *net) {
+    moe_train_config config;
+    moe_trainer trainer;
+    moe_data data = samples();
+    moe_step step;
+    memset(&config, 0, sizeof config);
+    config.batch = TOKENS;
+    IS(MOE_OK, moe_trainer_init(&trainer, net, &config, &error));
+    IS(MOE_OK, moe_trainer_step(&trainer, &data, &step, &error));
+    moe_trainer_free(&trainer);
+}
+
+/* freeze_at = 1: the factor that layers share moves in the first step and never again. */
+static void test_frozen_factor(void) {
+    moe_net net = make_net("select=positive gate=relu weight=raw loss_l1=0.1 l1_controller=net freeze_at=1", 1);
+    const moe_real *factor = net.modules[1].layer.tensors[MOE_ROUTER_L1];
+    moe_real first;
+    train_step(&net);
+    first = *factor;
+    CHECK(first < real(0.1) || first > real(0.1), "the first step moves it");
+    train_step(&net);
+    train_step(&net);
+    CHECK(same_reals(&first, factor, 1), "freeze_at");
+    moe_net_free(&net);
+}
+
+/* A name that is longer than any field's is not read as a field. */
+static void test_long_names(void) {
+    char settings[200];
+    moe_layer_config c = layer_config("");
+    size_t n;
+    for (n = 30; n < 40; n++) {
+        memset(settings, 'a', n);
+        strcpy(settings + n, "=1");
+        CHECK(moe_fields_apply(moe_layer_fields(), &c, settings, &error) == MOE_ERR_CONFIG ||
+              error.code == MOE_ERR_NOT_FOUND);
+        CHECK((strstr(error.message, "expected name=value") != NULL) == (n >= 32), error.message);
+    }
+}
+
 int main(void) {
     fill();
     CASE(test_struct_places());
@@ -2134,5 +2208,8 @@ int main(void) {
     CASE(test_net_call_errors());
     CASE(test_net_batches());
     CASE(test_sequence_call_errors());
+    CASE(test_experts_alone());
+    CASE(test_frozen_factor());
+    CASE(test_long_names());
     return test_end();
 }
