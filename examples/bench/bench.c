@@ -1,0 +1,930 @@
+/* Claims of papers about routers, measured: planted worlds where the best routing is known, text
+   and digits; declared before they are run, tuned on other seeds than they are judged on. claims.h
+   has the tables, README.md what was found.
+     sh examples/run bench */
+
+#ifndef _POSIX_C_SOURCE
+#define _POSIX_C_SOURCE 200809L /* fork, truncate */
+#endif
+#define MOE_IMPLEMENTATION
+#include "moe.h"
+#include "extras/moe_classic.h"
+#include "report.h"
+#include "claims.h"
+#include "judge.h"
+#include "worlds.h"
+#include "texts.h"
+#include "digits.h"
+
+#include <signal.h>
+#include <stdarg.h>
+#ifndef _WIN32
+#include <sys/wait.h>
+#endif
+
+/* What the program was made of, by examples/bench/run: the commit, and checksums of the files that
+   the rows of each part depend on. */
+#ifndef BENCH_COMMIT
+#define BENCH_COMMIT "unknown"
+#endif
+#ifndef BENCH_WORLDS
+#define BENCH_WORLDS "unknown"
+#define BENCH_TEXTS "unknown"
+#define BENCH_DIGITS "unknown"
+#endif
+#if defined __clang__
+#define BENCH_COMPILER "clang " MOE_TEXT(__clang_major__)
+#elif defined __TINYC__
+#define BENCH_COMPILER "tcc"
+#elif defined __GNUC__
+#define BENCH_COMPILER "gcc " MOE_TEXT(__GNUC__)
+#else
+#define BENCH_COMPILER "unknown"
+#endif
+#define MOE_TEXT(x) MOE_TEXT2(x)
+#define MOE_TEXT2(x) #x
+
+enum { MAX_JOBS = 8192, MAX_SEEDS = 64, LINE = 8192, FIELD = 2400, MAX_BLOCKS = 64, FIRST_TUNING = 1001 };
+
+static const char help[] =
+    "bench [options]       runs what is missing of the claims and prints verdicts\n"
+    "  --only A,B          these claims, worlds or parts only: worlds text words digits, toy, aoe.means\n"
+    "                      (the planted worlds; --only text,words,digits runs the others)\n"
+    "  --rows FOLDER       where rows are kept (examples/bench/results); a run that is there is not repeated\n"
+    "  --jobs N            processes side by side (1)\n"
+    "  --minutes N         stops after that time; the same command goes on\n"
+    "  --text FILE --test FILE   text to train on, and to judge by (WikiText's validation and test articles)\n"
+    "  --seeds N           judges fewer or more seeds than declared\n"
+    "  --unseen            judges by seeds from 5001 on, which no published row has used\n"
+    "  --short             a tenth of the steps, to try the program out; use another --rows\n"
+    "bench --list          claims, worlds and routers\n"
+    "bench --tables        prints the tables of README.md from the rows that there are\n"
+    "bench --write         puts them into README.md, and the figure beside it\n"
+    "bench --verify        whether README.md has what the rows say\n"
+    "bench --check         tests the program\n" REPORT_HELP;
+
+static struct {
+    const char *only, *rows, *text, *test;
+    int jobs, seeds, unseen, list, tables, write, verify, check;
+    double minutes;
+} options;
+
+static int complain(const char *what, const char *why) {
+    fprintf(stderr, "bench: %s: %s\n", what, why);
+    return 1;
+}
+
+static void on_signal(int number) { bench_stopped = number; }
+
+/* ---- rows ---- */
+
+/* One finished run. */
+typedef struct row {
+    char world[24], arm[32], router[FIELD / 2], stage[8], build[96], commit[48];
+    uint64_t checksum;
+    int seed, steps;
+    double rate, balance, seconds;
+    found f;
+} row;
+
+static row *rows;
+static size_t n_rows;
+
+#define COLUMNS \
+    "claims,world,checksum,arm,router,stage,seed,rate,balance,steps,outcomes,lists,version,commit,build," \
+    "compiler,kernels,threads,seconds\n"
+
+static const char *path_of(const char *part) {
+    static char path[1100];
+    if (options.rows != NULL) snprintf(path, sizeof path, "%s/%s.csv", options.rows, part);
+    else {
+        char name[64];
+        snprintf(name, sizeof name, "bench/results/%s.csv", part);
+        snprintf(path, sizeof path, "%s", example_file(name));
+    }
+    return path;
+}
+
+/* What must be the same in all rows of a file. */
+static const char *this_build(const char *part) {
+    static char text[96];
+    const char *sources = strcmp(part, "worlds") == 0 ? BENCH_WORLDS : *part == 'd' ? BENCH_DIGITS : BENCH_TEXTS;
+    snprintf(text, sizeof text, "%s," BENCH_COMPILER ",%s,1", sources, moe_kernels_select(MOE_KERNELS_AUTO)->name);
+    return text;
+}
+
+static void row_line(const row *r, char *line) {
+    size_t n = 0;
+    int first = 1;
+    for (int c = 0; c < N_CLAIMS; c++) {
+        const claim *k = &claims[c];
+        if (strcmp(k->world, r->world) != 0 || (strcmp(k->arm, r->arm) != 0 && strcmp(k->baseline, r->arm) != 0))
+            continue;
+        n += (size_t)sprintf(line + n, "%s%s", first ? "" : " ", k->id);
+        first = 0;
+    }
+    n += (size_t)sprintf(line + n, ",%s,%016llx,%s,%s,%s,%d,%.9g,%.9g,%d,", r->world, (unsigned long long)r->checksum,
+                         r->arm, r->router, r->stage, r->seed, r->rate, r->balance, r->steps);
+    first = 1;
+    for (int i = 0; i < N_OUTCOMES; i++) {
+        if (isnan(r->f.value[i])) continue;
+        n += (size_t)sprintf(line + n, "%s%s=%.9g", first ? "" : " ", outcomes[i].name, r->f.value[i]);
+        first = 0;
+    }
+    sprintf(line + n, ",%s,%d.%d.%d,%s,%s,%.2f\n", r->f.lists, MOE_VERSION_MAJOR, MOE_VERSION_MINOR, MOE_VERSION_PATCH,
+            r->commit, r->build, r->seconds);
+}
+
+/* The next field of a line, up to `end`. */
+static int next_field(const char **at, char end, char *out, size_t room) {
+    size_t n = strcspn(*at, ",\n");
+    if (n >= room || (*at)[n] != end) return 0;
+    memcpy(out, *at, n);
+    out[n] = '\0';
+    *at += n + 1;
+    return 1;
+}
+
+/* Numbers by name: "loss=0.1 flip=0.2". */
+static int read_outcomes(const char *text, found *f) {
+    for (int i = 0; i < N_OUTCOMES; i++) f->value[i] = MISSING;
+    while (*text != '\0') {
+        size_t length = strcspn(text, "="), i = 0;
+        char *end;
+        while (i < N_OUTCOMES && (strlen(outcomes[i].name) != length || strncmp(outcomes[i].name, text, length) != 0))
+            i++;
+        if (i == N_OUTCOMES || text[length] != '=') return 0;
+        f->value[i] = strtod(text + length + 1, &end);
+        if (end == text + length + 1 || (*end != ' ' && *end != '\0')) return 0;
+        text = end + (*end == ' ');
+    }
+    return 1;
+}
+
+static int read_row(const char *line, row *r) {
+    char claimed[FIELD], field[FIELD], version[16], compiler[24], kernels[16], threads[8];
+    char *end;
+    if (!next_field(&line, ',', claimed, sizeof claimed) || !next_field(&line, ',', r->world, sizeof r->world) ||
+        !next_field(&line, ',', field, sizeof field))
+        return 0;
+    r->checksum = strtoull(field, &end, 16);
+    if (!next_field(&line, ',', r->arm, sizeof r->arm) || !next_field(&line, ',', r->router, sizeof r->router) ||
+        !next_field(&line, ',', r->stage, sizeof r->stage) || !next_field(&line, ',', field, sizeof field))
+        return 0;
+    r->seed = atoi(field);
+    if (!next_field(&line, ',', field, sizeof field)) return 0;
+    r->rate = strtod(field, NULL);
+    if (!next_field(&line, ',', field, sizeof field)) return 0;
+    r->balance = strtod(field, NULL);
+    if (!next_field(&line, ',', field, sizeof field)) return 0;
+    r->steps = atoi(field);
+    if (!next_field(&line, ',', field, sizeof field) || !read_outcomes(field, &r->f) ||
+        !next_field(&line, ',', r->f.lists, sizeof r->f.lists) || !next_field(&line, ',', version, sizeof version) ||
+        !next_field(&line, ',', r->commit, sizeof r->commit) || !next_field(&line, ',', field, 32) ||
+        !next_field(&line, ',', compiler, sizeof compiler) || !next_field(&line, ',', kernels, sizeof kernels) ||
+        !next_field(&line, ',', threads, sizeof threads))
+        return 0;
+    snprintf(r->build, sizeof r->build, "%.30s,%s,%s,%s", field, compiler, kernels, threads);
+    r->seconds = strtod(line, &end);
+    return end != line && *end == '\n';
+}
+
+static int keep_row(const row *r) {
+    row *more = (row *)realloc(rows, (n_rows + 1) * sizeof *rows);
+    if (more == NULL) return complain("rows", "out of memory");
+    rows = more;
+    rows[n_rows++] = *r;
+    return 0;
+}
+
+/* Reads a part's rows; running 1: a last line that a stopped run has left incomplete is cut off.
+   Rows of two builds in one file are refused. */
+static int read_part(const char *part, int running) {
+    static char line[LINE];
+    static row r;
+    const char *path = path_of(part);
+    size_t first = n_rows;
+    long good = 0;
+    int failed = 0;
+    FILE *f = fopen(path, "rb");
+    if (f == NULL) return 0;
+    if (fgets(line, sizeof line, f) == NULL || strcmp(line, COLUMNS) != 0)
+        failed = complain(path, "is no file of rows");
+    while (!failed && (good = ftell(f)) >= 0 && fgets(line, sizeof line, f) != NULL) {
+        if (strchr(line, '\n') == NULL) break; /* cut off */
+        if (!read_row(line, &r)) failed = complain(path, line);
+        else if (n_rows > first && strcmp(rows[first].build, r.build) != 0)
+            failed = complain(path, "mixes rows of two builds");
+        else failed = keep_row(&r);
+    }
+    if (!failed && running && !feof(f)) failed = complain(path, "cannot be read");
+    fclose(f);
+#ifndef _WIN32
+    if (!failed && running && truncate(path, good) != 0) failed = complain(path, "cannot be written");
+#endif
+    return failed;
+}
+
+/* Appends a line in one write, so that processes side by side do not mix theirs. */
+static int append_row(const char *part, const row *r) {
+    static char line[2 * LINE], buffer[2 * LINE];
+    const char *path = path_of(part);
+    FILE *f = fopen(path, "ab");
+    int good = f != NULL;
+    if (!good) return complain(path, "cannot be written");
+    setvbuf(f, buffer, _IOFBF, sizeof buffer);
+    row_line(r, line);
+    if (ftell(f) == 0) good = fputs(COLUMNS, f) >= 0;
+    good = fputs(line, f) >= 0 && good;
+    good = fclose(f) == 0 && good;
+    return good ? 0 : complain(path, "cannot be written");
+}
+
+/* ---- what is to be run ---- */
+
+static const world *find_world(const char *name) {
+    for (int i = 0; i < N_WORLDS; i++)
+        if (strcmp(worlds[i].name, name) == 0) return &worlds[i];
+    return NULL;
+}
+
+static const arm *find_arm(const char *name) {
+    for (int i = 0; i < N_ARMS; i++)
+        if (strcmp(arms[i].name, name) == 0) return &arms[i];
+    return NULL;
+}
+
+static int listed(const char *names, const char *name) {
+    size_t length = strlen(name);
+    for (const char *at = names; (at = strstr(at, name)) != NULL; at += length)
+        if ((at == names || at[-1] == ',') && (at[length] == ',' || at[length] == '\0')) return 1;
+    return 0;
+}
+
+static int is_wanted(const claim *c) {
+    const world *w = find_world(c->world);
+    if (options.only == NULL) return strcmp(w->part, "worlds") == 0;
+    return listed(options.only, c->id) || listed(options.only, c->world) || listed(options.only, w->part);
+}
+
+/* The numbers of a list "0.003 0.01". */
+static int read_list(const char *text, double *out) {
+    int n = 0;
+    for (char *end; n < 8 && *text != '\0'; n++, text = end) out[n] = strtod(text, &end);
+    return n;
+}
+
+/* Whether balance changes the run: the arm uses it, or other layers do. */
+static int has_balance(const world *w, const arm *a) {
+    return strstr(a->settings, "@balance") != NULL || w->kind == ANISOTROPY || w->kind == PATCHES ||
+           (w->kind == TEXT && strpbrk(a->where, ".") != NULL);
+}
+
+static uint64_t job_checksum(const job *j) {
+    if (j->w->kind == TEXT) return texts_checksum(j->w->strength > 0);
+    return j->w->kind == DIGITS || j->w->kind == PATCHES ? digits_checksum() : 0;
+}
+
+static const row *find_row(const job *j) {
+    char router[2 * TEXT_ROOM + 80];
+    uint64_t checksum = job_checksum(j);
+    arm_router(j, router);
+    for (size_t i = 0; i < n_rows; i++) {
+        const row *r = &rows[i];
+        if (r->seed == j->seed && strcmp(r->world, j->w->name) == 0 && strcmp(r->arm, j->a->name) == 0 &&
+            (r->stage[0] == 't') == j->tuning && fabs(r->rate - j->rate) < 1e-9 &&
+            fabs(r->balance - j->balance) < 1e-9 && r->steps == job_steps(j) && strcmp(r->router, router) == 0 &&
+            (checksum == 0 || r->checksum == checksum))
+            return r;
+    }
+    return NULL;
+}
+
+static job jobs[MAX_JOBS];
+static int n_jobs;
+
+static void want(const job *j) {
+    for (int i = 0; i < n_jobs; i++)
+        if (memcmp(&jobs[i], j, sizeof *j) == 0) return;
+    if (n_jobs < MAX_JOBS && find_row(j) == NULL) jobs[n_jobs++] = *j;
+}
+
+static job make_job(const world *w, const arm *a, int tuning, int seed, double rate, double balance) {
+    job j;
+    memset(&j, 0, sizeof j); /* compared as bytes */
+    j.w = w;
+    j.a = a;
+    j.tuning = tuning;
+    j.seed = seed;
+    j.rate = rate;
+    j.balance = balance;
+    return j;
+}
+
+/* The pair of the grid with the least mean loss over the tuning seeds, in *best; 0 if rows are
+   missing, which are then wanted if `add`. */
+static int tuned(const world *w, const arm *a, int add, job *best) {
+    double rate[8], balance[8], least = HUGE_VAL;
+    int n_rates = read_list(w->rates, rate), n_balances = read_list(w->balances, balance);
+    int whole = 1;
+    if (!has_balance(w, a)) n_balances = 1;
+    for (int i = 0; i < n_rates * n_balances; i++) {
+        double sum = 0;
+        for (int s = 0; s < w->tuning_seeds; s++) {
+            job j = make_job(w, a, 1, FIRST_TUNING + s, rate[i / n_balances], balance[i % n_balances]);
+            const row *r = find_row(&j);
+            if (r == NULL && add) want(&j);
+            whole = whole && r != NULL;
+            sum += r != NULL ? r->f.value[LOSS] / w->tuning_seeds : 0;
+        }
+        if (whole && sum < least) {
+            least = sum;
+            *best = make_job(w, a, 0, 1, rate[i / n_balances], balance[i % n_balances]);
+        }
+    }
+    return whole && least < HUGE_VAL;
+}
+
+static int seeds_of(const world *w) { return options.seeds > 0 ? options.seeds : w->seeds; }
+static int seed_of(int i) { return (options.unseen ? 5001 : 1) + i; }
+
+static void want_arm(const world *w, const char *name, int judging) {
+    job j;
+    if (!tuned(w, find_arm(name), !judging, &j) || !judging) return;
+    for (int s = 0; s < seeds_of(w); s++) {
+        j.seed = seed_of(s);
+        want(&j);
+    }
+}
+
+/* ---- running ---- */
+
+static moe_status run_job(const job *j, row *r, moe_error *error) {
+    clock_t start = clock();
+    moe_status status;
+    memset(r, 0, sizeof *r);
+    for (int i = 0; i < N_OUTCOMES; i++) r->f.value[i] = MISSING;
+    snprintf(r->world, sizeof r->world, "%s", j->w->name);
+    snprintf(r->arm, sizeof r->arm, "%s", j->a->name);
+    snprintf(r->stage, sizeof r->stage, "%s", j->tuning ? "tune" : "judge");
+    snprintf(r->build, sizeof r->build, "%s", this_build(j->w->part));
+    snprintf(r->commit, sizeof r->commit, "%s", BENCH_COMMIT);
+    arm_router(j, r->router);
+    r->checksum = job_checksum(j);
+    r->seed = j->seed;
+    r->steps = job_steps(j);
+    r->rate = j->rate;
+    r->balance = j->balance;
+    if (j->w->kind == TEXT) status = run_text(j, &r->f, error);
+    else if (j->w->kind == DIGITS || j->w->kind == PATCHES) status = run_digits(j, &r->f, error);
+    else status = run_planted(j, &r->f, error);
+    if (status == MOE_ERR_NONFINITE) { /* too high a rate: a result, and the worst */
+        r->f.value[LOSS] = HUGE_VAL;
+        status = MOE_OK;
+    }
+    r->seconds = world_seconds(start);
+    return status;
+}
+
+static int run_and_keep(const job *j) {
+    static row r;
+    moe_error error = {MOE_OK, ""};
+    moe_status status = run_job(j, &r, &error);
+    if (status == MOE_ERR_STOPPED) return 1;
+    if (status != MOE_OK) {
+        fprintf(stderr, "\nbench: %s, %s, seed %d: %s\n", j->w->name, j->a->name, j->seed,
+                *error.message != '\0' ? error.message : moe_status_text(status));
+        return 1;
+    }
+    return append_row(j->w->part, &r);
+}
+
+static time_t started;
+static int out_of_time(void) {
+    return bench_stopped != 0 || (options.minutes > 0 && difftime(time(NULL), started) > 60 * options.minutes);
+}
+
+/* On a terminal a line that the next one overwrites; in a log a line at most every ten seconds. */
+static void tell(int done, const char *what, time_t begin) {
+    static time_t told;
+    time_t now = time(NULL);
+    double left = done > 0 ? difftime(now, begin) / done * (n_jobs - done) : 0;
+    if (!isatty(2) && now - told < 10 && done < n_jobs) return;
+    told = now;
+    fprintf(stderr, "%s%d of %d runs, %d:%02d:%02d left, %s%s", isatty(2) ? "\r\033[K" : "", done, n_jobs,
+            (int)left / 3600, (int)left / 60 % 60, (int)left % 60, what, isatty(2) && done < n_jobs ? "" : "\n");
+}
+
+/* Runs the jobs whose numbers come out of a pipe, and writes each number into another. */
+static int work_off(int in, int out) {
+    int number, failed = 0;
+    while (!out_of_time() && read(in, &number, sizeof number) == (long)sizeof number) {
+        if (run_and_keep(&jobs[number])) failed = 1;
+        if (out >= 0 && write(out, &number, sizeof number) != (long)sizeof number) return 1;
+    }
+    return failed;
+}
+
+/* New rows must not mix with those of another build. */
+static int check_builds(void) {
+    for (int i = 0; i < n_jobs; i++)
+        for (size_t k = 0; k < n_rows; k++) {
+            const char *part = jobs[i].w->part;
+            if (strcmp(find_world(rows[k].world)->part, part) == 0 && strcmp(rows[k].build, this_build(part)) != 0)
+                return complain(path_of(part), "has rows of another build; keep new ones elsewhere with --rows");
+        }
+    return 0;
+}
+
+static int run_jobs(void) {
+    time_t begin = time(NULL);
+    int failed = 0, done = 0;
+    if (options.jobs <= 1 || n_jobs <= 1) {
+        for (; done < n_jobs && !out_of_time(); done++) {
+            tell(done, jobs[done].w->name, begin);
+            failed |= run_and_keep(&jobs[done]);
+        }
+    }
+#ifndef _WIN32
+    else {
+        int todo[2], over[2], number;
+        if (pipe(todo) != 0 || pipe(over) != 0) return complain("--jobs", "no pipe");
+        for (int p = 0; p < options.jobs; p++) {
+            if (fork() != 0) continue;
+            close(todo[1]);
+            close(over[0]);
+            _exit(work_off(todo[0], over[1]));
+        }
+        close(todo[0]);
+        close(over[1]);
+        signal(SIGPIPE, SIG_IGN);
+        for (int i = 0; i < n_jobs; i++) /* a pipe holds them all: 8,192 numbers are 32 kB */
+            if (write(todo[1], &i, sizeof i) != (long)sizeof i) failed = 1;
+        close(todo[1]);
+        while (read(over[0], &number, sizeof number) == (long)sizeof number) tell(++done, jobs[number].w->name, begin);
+        close(over[0]);
+        for (int status; wait(&status) > 0;) failed |= status != 0;
+    }
+#endif
+    if (done < n_jobs || failed)
+        fprintf(stderr, "\nbench: %d of %d runs; the same command goes on with the others\n", done, n_jobs);
+    return failed || done < n_jobs;
+}
+
+static int read_rows(int running) {
+    static const char *const parts[] = {"worlds", "text", "words", "digits"};
+    n_rows = 0;
+    for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
+        int needed = !running;
+        for (int c = 0; c < N_CLAIMS; c++)
+            needed = needed || (is_wanted(&claims[c]) && strcmp(find_world(claims[c].world)->part, parts[i]) == 0);
+        if (needed && read_part(parts[i], running)) return 1;
+    }
+    return 0;
+}
+
+/* First the grid, then with its best the seeds for judging. */
+static int run_missing(void) {
+    started = time(NULL);
+    for (int judging = 0; judging < 2; judging++) {
+        n_jobs = 0;
+        if (read_rows(1)) return 1;
+        for (int c = 0; c < N_CLAIMS; c++) {
+            const world *w = find_world(claims[c].world);
+            if (!is_wanted(&claims[c])) continue;
+            if (w->kind == TEXT && texts_read(w->strength > 0, options.text, options.test)) return 1;
+            if ((w->kind == DIGITS || w->kind == PATCHES) && digits_read()) return 1;
+            want_arm(w, claims[c].arm, judging);
+            want_arm(w, claims[c].baseline, judging);
+            if (strcmp(w->part, "worlds") == 0 && w->kind != TOY && w->kind != MODULES) want_arm(w, "oracle", judging);
+        }
+        if (n_jobs > 0 && (check_builds() || run_jobs())) return 1;
+    }
+    return read_rows(1);
+}
+
+/* ---- judging ---- */
+
+/* The outcome of an arm by seed; the number of leading seeds that have it. */
+static int values_of(const world *w, const char *name, int outcome, double *out) {
+    job j;
+    int n = 0;
+    if (!tuned(w, find_arm(name), 0, &j)) return 0;
+    for (const row *r; n < seeds_of(w) && n < MAX_SEEDS; n++) {
+        j.seed = seed_of(n);
+        if ((r = find_row(&j)) == NULL) break;
+        out[n] = r->f.value[outcome];
+    }
+    return n;
+}
+
+/* The numbers of a list of a run, "name=1:2:3"; how many. */
+static int list_of(const row *r, const char *name, double *out, int most) {
+    const char *at = strstr(r->f.lists, name);
+    int n = 0;
+    for (char *end; at != NULL && n < most && (*(at += n == 0 ? strlen(name) : 0) == '=' || *at == ':'); n++, at = end)
+        out[n] = strtod(at + 1, &end);
+    return n;
+}
+
+/* Over blocks of the test text, of the mean over seeds. */
+static void blocks_of(const claim *c, int seeds, judgement *g) {
+    double d[MAX_BLOCKS] = {0}, a[MAX_BLOCKS], b[MAX_BLOCKS];
+    job ja, jb;
+    int n = 0;
+    g->block_low = g->block_high = MISSING;
+    if (c->outcome != LOSS || !tuned(find_world(c->world), find_arm(c->arm), 0, &ja) ||
+        !tuned(find_world(c->world), find_arm(c->baseline), 0, &jb))
+        return;
+    for (int s = 0; s < seeds; s++) {
+        const row *ra, *rb;
+        ja.seed = jb.seed = seed_of(s);
+        ra = find_row(&ja);
+        rb = find_row(&jb);
+        n = list_of(ra, "blocks", a, MAX_BLOCKS);
+        if (n < 2 || list_of(rb, "blocks", b, MAX_BLOCKS) != n) return;
+        for (int i = 0; i < n; i++) d[i] += (a[i] - b[i]) / seeds;
+    }
+    if (n > 1) judge_blocks(d, n, &g->block_low, &g->block_high);
+}
+
+static void judge_all(judgement *g) {
+    for (int c = 0; c < N_CLAIMS; c++) {
+        double a[MAX_SEEDS], b[MAX_SEEDS];
+        const world *w = find_world(claims[c].world);
+        int n = values_of(w, claims[c].arm, claims[c].outcome, a);
+        int of_baseline = values_of(w, claims[c].baseline, claims[c].outcome, b);
+        n = of_baseline < n ? of_baseline : n;
+        memset(&g[c], 0, sizeof g[c]);
+        if (n < seeds_of(w)) n = 0; /* judged once, when all seeds are there */
+        g[c].r = statistics_paired((size_t)n, a, b);
+        g[c].arm = statistics_paired((size_t)n, a, NULL).mean;
+        g[c].baseline = statistics_paired((size_t)n, b, NULL).mean;
+        g[c].p = g[c].holm = g[c].r.p;
+        if (n > 1) blocks_of(&claims[c], n, &g[c]);
+    }
+    for (int family = 0; family < 2; family++) { /* planted worlds, natural data */
+        double p[N_CLAIMS], adjusted[N_CLAIMS];
+        int place[N_CLAIMS];
+        size_t m = 0;
+        for (int c = 0; c < N_CLAIMS; c++)
+            if (claims[c].kind == PRIMARY && (strcmp(find_world(claims[c].world)->part, "worlds") == 0) == !family) {
+                p[m] = g[c].p; /* 1 where it has not been run: counted all the same */
+                place[m++] = c;
+            }
+        statistics_holm(m, p, adjusted);
+        for (size_t i = 0; i < m; i++) g[place[i]].holm = adjusted[i];
+    }
+    for (int c = 0; c < N_CLAIMS; c++) {
+        const claim *k = &claims[c];
+        g[c].verdict = judge(&g[c].r, k->sign, k->margin, k->papers, k->kind == KEEPS, g[c].holm);
+        if (g[c].verdict == UNDERPOWERED) g[c].seeds = judge_seeds(g[c].r.error * sqrt((double)g[c].r.n), k->margin);
+    }
+}
+
+/* ---- tables ---- */
+
+static moe_buffer printed;
+static moe_stream printer;
+
+static void print(const char *format, ...) {
+    char text[2000];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    (void)printer.write(printer.ctx, text, strlen(text));
+}
+
+static void print_verdict(const claim *c, const judgement *g) {
+    int kept = g->verdict == OPPOSITE || g->verdict == EXCLUDED || g->verdict == NO_EFFECT;
+    print("%s", verdict_names[g->verdict]);
+    if (g->verdict == UNDERPOWERED) print(" (%d seeds would decide)", g->seeds);
+    if (c->kind == FAILS && g->verdict != NOT_RUN)
+        print(", %s", kept ? "as it must" : g->verdict == REPRODUCED ? "**though it must not be**" : "open");
+}
+
+/* The claims of the planted worlds or of natural data that have been run. */
+static void print_claims(const judgement *g, int in_worlds) {
+    static const char *const kinds[] = {"**primary**", "", "control", "keeps"};
+    const char *paper = "";
+    print("| claim | world | outcome | arm | baseline | difference | margin | p | verdict |\n");
+    print("|---|---|---|--:|--:|--:|--:|--:|---|\n");
+    for (int c = 0; c < N_CLAIMS; c++) {
+        const claim *k = &claims[c];
+        int digits = outcomes[k->outcome].decimals;
+        if ((strcmp(find_world(k->world)->part, "worlds") == 0) != in_worlds || g[c].verdict == NOT_RUN) continue;
+        if (strcmp(paper, k->paper) != 0) print("| *%s* | | | | | | | | |\n", k->paper);
+        paper = k->paper;
+        print("| %s%s%s | %s | %s | %.*f | %.*f | %+.*f [%.*f, %.*f]", k->text, *kinds[k->kind] != '\0' ? "; " : "",
+              kinds[k->kind], k->world, outcomes[k->outcome].name, digits, g[c].arm, digits, g[c].baseline, digits,
+              g[c].r.mean, digits, g[c].r.low, digits, g[c].r.high);
+        if (!isnan(g[c].block_low)) print("; blocks [%.*f, %.*f]", digits, g[c].block_low, digits, g[c].block_high);
+        print(" | %s%g%s | %.2g | ", k->sign > 0 ? "+" : "-", k->margin, k->papers ? " (paper)" : "", g[c].holm);
+        print_verdict(k, &g[c]);
+        print(" |\n");
+    }
+}
+
+/* What has been declared and not been run. */
+static void print_missing(const judgement *g) {
+    for (int c = 0; c < N_CLAIMS; c++)
+        if (g[c].verdict == NOT_RUN)
+            print("| %s | %s %s | %s | %s against %s | not run yet |\n", claims[c].text, claims[c].paper,
+                  claims[c].place, claims[c].world, claims[c].arm, claims[c].baseline);
+}
+
+static int is_arm_of(const arm *a, const world *w) {
+    if (strcmp(a->name, "oracle") == 0) return 1;
+    for (int c = 0; c < N_CLAIMS; c++)
+        if (strcmp(claims[c].world, w->name) == 0 &&
+            (strcmp(claims[c].arm, a->name) == 0 || strcmp(claims[c].baseline, a->name) == 0))
+            return 1;
+    return 0;
+}
+
+/* Means of every arm in every world, beside the oracle. */
+static void print_arms(void) {
+    static const int shown[] = {LOSS, LOG_LOSS, RECOVERY, INFORMATION, FLIP, ENTROPY, LOAD_MAX, ROWS, MS};
+    enum { SHOWN = sizeof shown / sizeof shown[0] };
+    print("| world | router | rate | balance | loss | log_loss | recovery | information | flip | entropy | load_max "
+          "| rows | ms |\n|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|\n");
+    for (int w = 0; w < N_WORLDS; w++)
+        for (int i = 0; i < N_ARMS; i++) {
+            double v[MAX_SEEDS];
+            job best;
+            int n = is_arm_of(&arms[i], &worlds[w]) ? values_of(&worlds[w], arms[i].name, LOSS, v) : 0;
+            if (n < seeds_of(&worlds[w]) || !tuned(&worlds[w], &arms[i], 0, &best)) continue;
+            print("| %s | %s | %g | ", worlds[w].name, arms[i].name, best.rate);
+            if (has_balance(&worlds[w], &arms[i])) print("%g |", best.balance);
+            else print("|");
+            for (int m = 0; m < SHOWN; m++) {
+                double mean = statistics_paired((size_t)values_of(&worlds[w], arms[i].name, shown[m], v), v, NULL).mean;
+                if (isnan(mean)) print(" |");
+                else print(" %.*f |", outcomes[shown[m]].decimals, mean);
+            }
+            print("\n");
+        }
+}
+
+static void print_builds(void) {
+    print("| rows of | runs | version | commit | build, compiler, kernels, threads | processor hours |\n"
+          "|---|--:|---|---|---|--:|\n");
+    for (size_t i = 0; i < n_rows; i++) {
+        const char *part = find_world(rows[i].world)->part;
+        double seconds = 0;
+        int n = 0;
+        if (i > 0 && strcmp(find_world(rows[i - 1].world)->part, part) == 0) continue;
+        for (size_t k = 0; k < n_rows; k++)
+            if (strcmp(find_world(rows[k].world)->part, part) == 0) {
+                seconds += rows[k].seconds;
+                n++;
+            }
+        print("| %s | %d | %d.%d.%d | %s | %s | %.1f |\n", part, n, MOE_VERSION_MAJOR, MOE_VERSION_MINOR,
+              MOE_VERSION_PATCH, rows[i].commit, rows[i].build, seconds / 3600);
+    }
+}
+
+/* ---- README.md ---- */
+
+static const char *const blocks[] = {"worlds", "natural", "missing", "routers", "builds"};
+
+static void print_block(const char *name, const judgement *g) {
+    if (strcmp(name, "worlds") == 0) print_claims(g, 1);
+    else if (strcmp(name, "natural") == 0) print_claims(g, 0);
+    else if (strcmp(name, "missing") == 0) {
+        print("| claim | paper | world | comparison | verdict |\n|---|---|---|---|---|\n");
+        print_missing(g);
+    } else if (strcmp(name, "routers") == 0) print_arms();
+    else print_builds();
+}
+
+/* The page with every block between "<!-- rows: NAME -->" and "<!-- end -->" made anew. */
+static int make_page(const moe_buffer *page, const judgement *g, moe_buffer *out) {
+    const char *at = (const char *)page->data, *end = at + page->size;
+    printed = (moe_buffer){0};
+    printer = moe_buffer_stream(&printed);
+    for (size_t i = 0; i < sizeof blocks / sizeof blocks[0]; i++) {
+        char open[64];
+        const char *from, *to;
+        snprintf(open, sizeof open, "<!-- rows: %s -->\n", blocks[i]);
+        from = strstr(at, open);
+        to = from != NULL ? strstr(from, "<!-- end -->") : NULL;
+        if (to == NULL) return complain("README.md", open);
+        from += strlen(open);
+        (void)printer.write(printer.ctx, at, (size_t)(from - at));
+        print("\n");
+        print_block(blocks[i], g);
+        print("\n");
+        at = to;
+    }
+    (void)printer.write(printer.ctx, at, (size_t)(end - at));
+    *out = printed;
+    return 0;
+}
+
+static moe_status write_buffer(void *ctx, moe_stream *stream) {
+    const moe_buffer *b = (const moe_buffer *)ctx;
+    return stream->write(stream->ctx, b->data, b->size);
+}
+
+/* Every claim that was run as a line: the difference in margins, the prediction to the right. */
+static moe_status write_figure(void *ctx, moe_stream *stream) {
+    const judgement *g = (const judgement *)ctx;
+    static const char *const colors[] = {"#15803d", "#c2410c", "#a16207", "#0b62c4", "#777", "#777"};
+    enum { STEP = 15, ZERO = 560, UNIT = 90, WIDE = 860 };
+    int y = 50, shown = 0;
+    printed = (moe_buffer){0};
+    printer = moe_buffer_stream(&printed);
+    for (int c = 0; c < N_CLAIMS; c++) shown += g[c].verdict != NOT_RUN;
+    print("<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %d %d\" font-family=\"sans-serif\" "
+          "font-size=\"11\">\n<style>text{fill:#222}.b{fill:#fff}@media(prefers-color-scheme:dark){text{fill:#ddd}"
+          ".b{fill:#161616}}</style>\n<rect class=\"b\" width=\"%d\" height=\"%d\"/>\n",
+          WIDE, 60 + STEP * shown, WIDE, 60 + STEP * shown);
+    print("<text x=\"10\" y=\"20\" font-size=\"14\">Difference to the baseline in margins, the prediction to the "
+          "right; 95 %% intervals</text>\n");
+    for (int m = -2; m <= 3; m++)
+        print("<path d=\"M%d 34v%d\" stroke=\"#999\" opacity=\"%s\"/><text x=\"%d\" y=\"32\" "
+              "text-anchor=\"middle\">%d</text>\n",
+              ZERO + m * UNIT, STEP * shown + 10, m == 0 ? "1" : ".3", ZERO + m * UNIT, m);
+    for (int c = 0; c < N_CLAIMS; c++) {
+        double unit = UNIT * claims[c].sign / claims[c].margin;
+        double low = g[c].r.low * unit, high = g[c].r.high * unit;
+        double middle = fmin(fmax(g[c].r.mean * unit, -200), 290);
+        if (g[c].verdict == NOT_RUN) continue;
+        print("<text x=\"330\" y=\"%d\" text-anchor=\"end\">%s</text><g stroke=\"%s\" fill=\"%s\"><path "
+              "d=\"M%.1f %dH%.1f\"/><circle cx=\"%.1f\" cy=\"%d\" r=\"3\"/></g>\n",
+              y + 4, claims[c].id, colors[g[c].verdict], colors[g[c].verdict],
+              ZERO + fmin(fmax(fmin(low, high), -200), 290), y, ZERO + fmin(fmax(fmax(low, high), -200), 290),
+              ZERO + middle, y);
+        y += STEP;
+    }
+    print("</svg>\n");
+    return stream->write(stream->ctx, printed.data, printed.size);
+}
+
+/* --write and --verify. */
+static int do_page(const judgement *g) {
+    char path[1024], figure[1024];
+    moe_buffer page = {0}, made = {0};
+    moe_error error;
+    int failed;
+    snprintf(path, sizeof path, "%s", example_file("bench/README.md"));
+    snprintf(figure, sizeof figure, "%s", example_file("bench/claims.svg"));
+    if (moe_file_read(path, &page, &error) != MOE_OK) return complain(path, error.message);
+    (void)moe_buffer_stream(&page).write(&page, "", 0);
+    if ((failed = make_page(&page, g, &made)) == 0) {
+        failed = page.size != made.size || memcmp(page.data, made.data, page.size) != 0;
+        if (options.verify) printf("README.md %s\n", failed ? "DIFFERS from the rows" : "has what the rows say");
+        else if (moe_file_replace(path, write_buffer, &made, &error) != MOE_OK ||
+                 moe_file_replace(figure, write_figure, (void *)g, &error) != MOE_OK)
+            failed = complain(path, error.message);
+        else failed = 0;
+    }
+    moe_buffer_free(&page);
+    moe_buffer_free(&made);
+    return failed;
+}
+
+/* ---- report: curves with bands ---- */
+
+static void report_curves(const world *w) {
+    enum { TIMES = WORLD_TIMES };
+    moe_figure *f;
+    const char **names = (const char **)report_grab(3 * N_ARMS, sizeof *names);
+    double *values = (double *)report_grab(3 * N_ARMS * TIMES, sizeof *values);
+    size_t n_lines = 0;
+    for (int a = 0; a < N_ARMS; a++) {
+        double curve[MAX_SEEDS][TIMES], at[MAX_SEEDS];
+        int n = 0, points = 0;
+        job best;
+        if (!is_arm_of(&arms[a], w) || !tuned(w, &arms[a], 0, &best)) continue;
+        for (const row *r; n < seeds_of(w); n++) {
+            best.seed = seed_of(n);
+            if ((r = find_row(&best)) == NULL || (points = list_of(r, "curve", curve[n], TIMES)) < TIMES) break;
+        }
+        if (n < 2 || points < TIMES) continue;
+        for (int t = 0; t < TIMES; t++) {
+            statistics_result r;
+            for (int s = 0; s < n; s++) at[s] = curve[s][t];
+            r = statistics_paired((size_t)n, at, NULL);
+            values[n_lines * TIMES + (size_t)t] = r.mean;
+            values[(n_lines + 1) * TIMES + (size_t)t] = r.low;
+            values[(n_lines + 2) * TIMES + (size_t)t] = r.high;
+        }
+        names[n_lines] = arms[a].name;
+        names[n_lines + 1] = names[n_lines + 2] = "its 95 % band";
+        n_lines += 3;
+    }
+    if (n_lines == 0) return;
+    f = report_add(MOE_FIGURE_LINES, w->name, n_lines, TIMES);
+    f->values = values;
+    f->row_names = names;
+    f->caption = w->about;
+    f->value_label = w->kind == TEXT ? "loss, nats per token" : "ln of the squared error";
+    f->column_label = "tenth of the steps";
+}
+
+/* ---- command line ---- */
+
+static void print_list(void) {
+    for (int i = 0; i < N_CLAIMS; i++)
+        printf("claim %-28s %s (%s%s%s): %s, %s against %s, %s %s by %g\n", claims[i].id, claims[i].text,
+               claims[i].paper, *claims[i].place != '\0' ? ", " : "", claims[i].place, claims[i].world, claims[i].arm,
+               claims[i].baseline, outcomes[claims[i].outcome].name, claims[i].sign > 0 ? "up" : "down",
+               claims[i].margin);
+    for (int i = 0; i < N_WORLDS; i++) printf("world %-20s %s\n", worlds[i].name, worlds[i].about);
+    for (int i = 0; i < N_ARMS; i++) {
+        char text[2 * TEXT_ROOM + 80];
+        job j = make_job(&worlds[0], &arms[i], 0, 1, 0, 0.01);
+        arm_router(&j, text);
+        printf("router %-22s %s\n", arms[i].name, text);
+    }
+    for (int i = 0; i < N_OUTCOMES; i++) printf("outcome %-16s %s\n", outcomes[i].name, outcomes[i].about);
+}
+
+static int read_number(const char *name, const char *text, double least, double most, double *out) {
+    char *end;
+    *out = strtod(text, &end);
+    if (*text != '\0' && *end == '\0' && *out >= least && *out <= most) return 0;
+    fprintf(stderr, "bench: %s %s: must be a number from %g to %g\n", name, text, least, most);
+    return 1;
+}
+
+static int read_options(int count, char **words) {
+    static const struct {
+        const char *name;
+        const char **text;
+        int *flag, *whole;
+        double *real;
+    } known[] = {{"--only", &options.only, NULL, NULL, NULL},     {"--rows", &options.rows, NULL, NULL, NULL},
+                 {"--text", &options.text, NULL, NULL, NULL},     {"--test", &options.test, NULL, NULL, NULL},
+                 {"--report", &report_path, NULL, NULL, NULL},    {"--jobs", NULL, NULL, &options.jobs, NULL},
+                 {"--seeds", NULL, NULL, &options.seeds, NULL},   {"--minutes", NULL, NULL, NULL, &options.minutes},
+                 {"--unseen", NULL, &options.unseen, NULL, NULL}, {"--short", NULL, &bench_short, NULL, NULL},
+                 {"--list", NULL, &options.list, NULL, NULL},     {"--tables", NULL, &options.tables, NULL, NULL},
+                 {"--write", NULL, &options.write, NULL, NULL},   {"--verify", NULL, &options.verify, NULL, NULL},
+                 {"--check", NULL, &options.check, NULL, NULL}};
+    for (int i = 1; i < count; i++) {
+        size_t k = 0;
+        double number = 0;
+        const char *value = i + 1 < count ? words[i + 1] : "";
+        if (strcmp(words[i], "-h") == 0 || strcmp(words[i], "--help") == 0) exit(fputs(help, stdout) < 0);
+        while (k < sizeof known / sizeof known[0] && strcmp(known[k].name, words[i]) != 0) k++;
+        if (k == sizeof known / sizeof known[0]) return complain(words[i], "no such option; -h explains");
+        if (known[k].flag != NULL) {
+            *known[k].flag = 1;
+            continue;
+        }
+        if (*value == '\0') return complain(words[i], "its value is missing; -h explains");
+        i++;
+        if (known[k].text != NULL) *known[k].text = value;
+        else if (read_number(words[i - 1], value, known[k].whole != NULL ? 1 : 0.01,
+                             known[k].whole != NULL ? MAX_SEEDS : 1e6, &number))
+            return 1;
+        if (known[k].whole != NULL) *known[k].whole = (int)number;
+        if (known[k].real != NULL) *known[k].real = number;
+    }
+    for (int c = 0, some = 0; c < N_CLAIMS && options.only != NULL; c++) {
+        some |= is_wanted(&claims[c]);
+        if (c + 1 == N_CLAIMS && !some) return complain(options.only, "is no claim, world or part; --list has them");
+    }
+    return 0;
+}
+
+#include "check.h"
+
+static int perform(void) {
+    static judgement g[N_CLAIMS];
+    int failed = 0;
+    if (!options.tables && !options.write && !options.verify) failed = run_missing();
+    else if (read_rows(0)) return 1;
+    judge_all(g);
+    if (options.write || options.verify) return do_page(g);
+    printer = (moe_stream){stdout, NULL, report_to_screen, NULL};
+    for (size_t i = 0; i < sizeof blocks / sizeof blocks[0] && !failed; i++) {
+        if (strcmp(blocks[i], "missing") == 0 && !options.tables) continue;
+        print("%s%s\n\n", i > 0 ? "\n" : "", blocks[i]);
+        print_block(blocks[i], g);
+    }
+    for (int w = 0; w < N_WORLDS && report_path != NULL; w++) report_curves(&worlds[w]);
+    failed |= report_write_added("bench", "Claims about routers");
+    if (fflush(stdout) != 0 || ferror(stdout)) return complain("the output", "cannot be written");
+    return failed;
+}
+
+int main(int count, char **words) {
+    int failed;
+    if (read_options(count, words)) return EXIT_USAGE;
+    if (report_refused() != NULL) return complain(report_path, report_refused());
+    signal(SIGINT, on_signal);
+    signal(SIGTERM, on_signal);
+    if (options.list) {
+        print_list();
+        return 0;
+    }
+    failed = options.check ? check_all() : perform();
+    free(rows);
+    texts_free();
+    return failed;
+}
