@@ -25,24 +25,24 @@
 /* What the program was made of, by examples/bench/run: the commit, and checksums of the files that
    the rows of each part depend on. */
 #ifndef BENCH_COMMIT
-#define BENCH_COMMIT "unknown"
+#define BENCH_COMMIT unknown
 #endif
 #ifndef BENCH_WORLDS
-#define BENCH_WORLDS "unknown"
-#define BENCH_TEXTS "unknown"
-#define BENCH_DIGITS "unknown"
+#define BENCH_WORLDS unknown
+#define BENCH_TEXTS unknown
+#define BENCH_DIGITS unknown
 #endif
 #if defined __clang__
-#define BENCH_COMPILER "clang " MOE_TEXT(__clang_major__)
+#define BENCH_COMPILER "clang " BENCH_TEXT(__clang_major__)
 #elif defined __TINYC__
 #define BENCH_COMPILER "tcc"
 #elif defined __GNUC__
-#define BENCH_COMPILER "gcc " MOE_TEXT(__GNUC__)
+#define BENCH_COMPILER "gcc " BENCH_TEXT(__GNUC__)
 #else
 #define BENCH_COMPILER "unknown"
 #endif
-#define MOE_TEXT(x) MOE_TEXT2(x)
-#define MOE_TEXT2(x) #x
+#define BENCH_TEXT(x) BENCH_TEXT2(x)
+#define BENCH_TEXT2(x) #x
 
 enum { MAX_JOBS = 8192, MAX_SEEDS = 64, LINE = 8192, FIELD = 2400, MAX_BLOCKS = 64, FIRST_TUNING = 1001 };
 
@@ -108,7 +108,9 @@ static const char *path_of(const char *part) {
 /* What must be the same in all rows of a file. */
 static const char *this_build(const char *part) {
     static char text[96];
-    const char *sources = strcmp(part, "worlds") == 0 ? BENCH_WORLDS : *part == 'd' ? BENCH_DIGITS : BENCH_TEXTS;
+    const char *sources = strcmp(part, "worlds") == 0 ? BENCH_TEXT(BENCH_WORLDS)
+                          : *part == 'd'                ? BENCH_TEXT(BENCH_DIGITS)
+                                                         : BENCH_TEXT(BENCH_TEXTS);
     snprintf(text, sizeof text, "%s," BENCH_COMPILER ",%s,1", sources, moe_kernels_select(MOE_KERNELS_AUTO)->name);
     return text;
 }
@@ -368,7 +370,7 @@ static moe_status run_job(const job *j, row *r, moe_error *error) {
     snprintf(r->arm, sizeof r->arm, "%s", j->a->name);
     snprintf(r->stage, sizeof r->stage, "%s", j->tuning ? "tune" : "judge");
     snprintf(r->build, sizeof r->build, "%s", this_build(j->w->part));
-    snprintf(r->commit, sizeof r->commit, "%s", BENCH_COMMIT);
+    snprintf(r->commit, sizeof r->commit, "%s", BENCH_TEXT(BENCH_COMMIT));
     arm_router(j, r->router);
     r->checksum = job_checksum(j);
     r->seed = j->seed;
