@@ -8,6 +8,7 @@
      >>recipe   >>program   >>options   >>manual   >>families   >>limits
      >>layer       moe_import_layer, moe_import_read, moe_import_source, moe_import_memory
      >>save        moe_import_save, moe_import_write
+     >>tokenizer   moe_import_tokenizer, moe_tokenizer_encode, moe_tokenizer_decode
      >>blocks      moe_import_pack_blocks, moe_import_unpack_blocks
      >>code        the implementation, in the order of the data flow:
                    >>names >>sources >>gguf >>json >>walk >>prefix >>collect >>family >>shapes
@@ -147,9 +148,17 @@
 #define moe_import_memory moe_import_memory_f64
 #define moe_import_pack_blocks moe_import_pack_blocks_f64
 #define moe_import_read moe_import_read_f64
+#define moe_import_read_tokenizer moe_import_read_tokenizer_f64
 #define moe_import_save moe_import_save_f64
+#define moe_import_tokenizer moe_import_tokenizer_f64
 #define moe_import_unpack_blocks moe_import_unpack_blocks_f64
 #define moe_import_write moe_import_write_f64
+#define moe_tokenizer_decode moe_tokenizer_decode_f64
+#define moe_tokenizer_encode moe_tokenizer_encode_f64
+#define moe_tokenizer_find moe_tokenizer_find_f64
+#define moe_tokenizer_free moe_tokenizer_free_f64
+#define moe_tokenizer_is_end moe_tokenizer_is_end_f64
+#define moe_tokenizer_room moe_tokenizer_room_f64
 #endif
 
 #ifdef __cplusplus
@@ -252,6 +261,115 @@ MOE_API moe_status moe_import_pack_blocks(int type, size_t n, size_t inner, cons
 MOE_API moe_status moe_import_unpack_blocks(int type, size_t n, size_t inner, const void *packed, size_t stride,
                                             void *blocks);
 #endif
+
+/* ---- >>tokenizer: text to token ids and back ---- */
+
+/* How text becomes tokens. */
+enum {
+    MOE_TOKENIZER_BYTES,   /* byte-level BPE (Sennrich and others, 2016; Radford and others, 2019): text is
+                              cut into words, then bytes are merged, the pair of least rank first */
+    MOE_TOKENIZER_SCORES,  /* SentencePiece BPE (Kudo and Richardson, 2018): characters are merged, the
+                              result with the highest score first */
+    MOE_TOKENIZER_RANKS,   /* the same with ranked pairs, as tokenizer.json writes it */
+    MOE_TOKENIZER_UNIGRAM  /* SentencePiece unigram (Kudo, 2018): the cut with the highest sum of scores */
+};
+
+/* Flags of encoding and decoding.
+     SPECIAL  encode: control tokens in the text, such as <|im_end|>, become one id; without it they
+              are text. decode: they yield their text; without it nothing. Tokens that a vocabulary
+              adds as text (type 4 in GGUF, "special": false in tokenizer.json) always become one id
+     BOUNDS   encode: adds bos and eos as the file wants them (add_bos, add_eos) */
+enum { MOE_TOKENIZER_SPECIAL = 1, MOE_TOKENIZER_BOUNDS = 2 };
+
+/* A vocabulary and its rules. Read-only after loading, so threads may share it; encoding allocates
+   from its allocator, which then must be thread-safe. Ids are -1 where the file names none. */
+typedef struct moe_tokenizer {
+    int32_t n_tokens;           /* ids are 0 to n_tokens - 1 */
+    int32_t bos, eos;           /* begin and end of a text */
+    int32_t eot;                /* end of a turn in a chat, by its key or by its text (<|im_end|>, ...) */
+    int32_t unknown, padding;
+    int kind;                   /* MOE_TOKENIZER_BYTES, ... */
+    int add_bos, add_eos;       /* 1: MOE_TOKENIZER_BOUNDS adds it */
+    int wants_nfc;              /* 1: tokenizer.json asks for text in Unicode form NFC; it is not converted */
+    const char *chat_template;  /* the file's own, a Jinja text; NULL: none. Owned */
+    char architecture[32];      /* general.architecture of GGUF, model_type of config.json; "": unknown */
+    /* the rest is private */
+    int space;                  /* of MOEI_SPACE_ */
+    int strip;                  /* 1: decoding takes a space off the beginning */
+    int whole;                  /* 1: a word that is a token is not merged from its bytes */
+    int n_passes;
+    unsigned char passes[8];    /* of MOEI_PASS_ */
+    uint32_t n_symbols;         /* tokens, then texts that occur in merges only */
+    uint32_t longest;           /* bytes of a token */
+    float lowest;               /* score of a token, or 0 */
+    uint32_t n_special[257];    /* of tokens to cut out: how many begin with a lower byte */
+    int32_t bytes[256];         /* symbol of a byte; -1: none */
+    moe_allocator allocator;
+    moe_buffer texts, symbols, lookup, merges, pairs, special, chat;
+} moe_tokenizer;
+
+#ifndef MOE_NO_STDIO
+/* Loads the tokenizer of a model.
+     path       a .gguf file (of a split one, part 1), a tokenizer.json, or a folder with
+                tokenizer.json; tokenizer_config.json and config.json beside it are read if they
+                exist
+     allocator  NULL: the standard heap
+   Free it with moe_tokenizer_free. On failure *t is untouched.
+     MOE_ERR_NOT_FOUND    the file has no vocabulary
+     MOE_ERR_UNSUPPORTED  a kind of tokenizer, of cut or of normalization; more than 4,194,304
+                          tokens or 8,388,608 merges; named in the message
+     MOE_ERR_FORMAT       a malformed file: a missing or short array, an id beyond the vocabulary,
+                          a merge that is not two texts, a score that is not a number
+     MOE_ERR_ARGUMENT     t or path is NULL; path is too long
+     MOE_ERR_IO, MOE_ERR_MEMORY, MOE_ERR_OVERFLOW
+   It needs about 50 bytes per token and merge besides their texts, and while it loads
+   tokenizer.json the whole file (at most 128 MiB). Thread-safe. */
+MOE_API moe_status moe_import_tokenizer(moe_tokenizer *t, const char *path, const moe_allocator *allocator,
+                                        moe_error *error);
+#endif
+/* The same without paths: sources[0], n_sources >= 1, is a GGUF file or tokenizer.json; the other
+   files are found among the other sources by name. Errors as above, and what read_at returns. */
+MOE_API moe_status moe_import_read_tokenizer(moe_tokenizer *t, const moe_import_source *sources, size_t n_sources,
+                                             const moe_allocator *allocator, moe_error *error);
+/* Frees what the tokenizer owns and clears it. NULL and {0} are allowed. */
+MOE_API void moe_tokenizer_free(moe_tokenizer *t);
+
+/* Writes the token ids of text[0..size-1] to ids[0..room-1] and their number to *n. A byte that is
+   not part of valid UTF-8 is cut as U+FFFD would be, and encoded as that byte.
+     flags  MOE_TOKENIZER_ bits; 0: the text alone
+   A text has at most 3 * size + 5 tokens, nearly always fewer than size.
+     MOE_ERR_SPACE     there are more than room; *n is how many
+     MOE_ERR_ARGUMENT  t or n is NULL, or text or ids is NULL though it must not be empty
+     MOE_ERR_OVERFLOW  text of 1 GiB or more
+     MOE_ERR_MEMORY    it needs about 64 bytes per byte of the longest word, in SentencePiece of
+                       the text
+   Time grows as size * log(size), whatever the text. */
+MOE_API moe_status moe_tokenizer_encode(const moe_tokenizer *t, const char *text, size_t size, int flags, int32_t *ids,
+                                        size_t room, size_t *n);
+
+/* Decodes ids one by one. Its output is made of whole UTF-8 characters: bytes of a character whose
+   rest is still to come are held back. {&tokenizer, flags} and zeros begin a text. */
+typedef struct moe_decoder {
+    const moe_tokenizer *tokenizer;
+    int flags;              /* 0 or MOE_TOKENIZER_SPECIAL */
+    int begun;              /* private: some text was decoded */
+    int n_held;             /* bytes held back, 0 to 3 */
+    unsigned char held[4];
+} moe_decoder;
+
+/* Appends the text of an id to text[0..room-1]; returns the number of bytes, without a terminating
+   zero. A negative id ends the text: held bytes come out as they are. All outputs together are the
+   bytes that encode was given, also where these were not UTF-8, as long as encode found no unknown
+   character. An id that does not exist yields nothing. If the text has more than room bytes, which
+   moe_tokenizer_room excludes, nothing is written, the state stays as it was, and the number of
+   bytes is returned. */
+MOE_API size_t moe_tokenizer_decode(moe_decoder *d, int32_t id, char *text, size_t room);
+/* The most bytes that one call of moe_tokenizer_decode writes. */
+MOE_API size_t moe_tokenizer_room(const moe_tokenizer *t);
+/* The id of a token by its text as the file writes it ("<|im_start|>"); -1: none. */
+MOE_API int32_t moe_tokenizer_find(const moe_tokenizer *t, const char *text);
+/* 1 if generation ends at this id: eos, eot, and tokens whose text says so (<|endoftext|>, ...). */
+MOE_API int moe_tokenizer_is_end(const moe_tokenizer *t, int32_t id);
 
 #ifdef __cplusplus
 }
@@ -3898,6 +4016,2264 @@ moe_status moe_import_unpack_blocks(int type, size_t n, size_t inner, const void
         }
     }
     return MOE_OK;
+}
+#endif
+
+/* ==== >>code_tokenizer ======================================================================== */
+
+/* ---- classes of code points ---- */
+
+/* A code point, or a byte that is not part of valid UTF-8, which counts as U+FFFD. */
+typedef struct moei_rune {
+    uint32_t code;
+    unsigned kind; /* one bit, MOEI_RUNE_ */
+    size_t size;   /* bytes; 0 at the end */
+} moei_rune;
+
+enum {
+    MOEI_RUNE_OTHER = 1 << 0,
+    MOEI_RUNE_UPPER = 1 << 1, /* Lu, Lt */
+    MOEI_RUNE_LOWER = 1 << 2, /* Ll */
+    MOEI_RUNE_CASELESS = 1 << 3, /* Lm, Lo */
+    MOEI_RUNE_NUMBER = 1 << 4,
+    MOEI_RUNE_MARK = 1 << 5,
+    MOEI_RUNE_PUNCTUATION = 1 << 6,
+    MOEI_RUNE_SYMBOL = 1 << 7,
+    MOEI_RUNE_SPACE = 1 << 8,
+    MOEI_RUNE_END = 1 << 11,
+    MOEI_RUNE_LETTER = MOEI_RUNE_UPPER | MOEI_RUNE_LOWER | MOEI_RUNE_CASELESS,
+    MOEI_RUNE_SIGN = MOEI_RUNE_OTHER | MOEI_RUNE_MARK | MOEI_RUNE_PUNCTUATION | MOEI_RUNE_SYMBOL
+};
+
+/* Where the class changes: code point << 4 | number of the class; 9: even code points are UPPER and
+   odd ones LOWER, 10: the reverse. Unicode 14, made by tests/quality/unicode.py. */
+static const uint32_t moei_rune_changes[] = {
+    0x0, 0x98, 0xe0, 0x208, 0x216, 0x247, 0x256, 0x2b7, 0x2c6, 0x304, 0x3a6, 0x3c7, 0x3f6, 0x411, 0x5b6, 0x5e7, 0x5f6,
+    0x607, 0x612, 0x7b6, 0x7c7, 0x7d6, 0x7e7, 0x7f0, 0x858, 0x860, 0xa08, 0xa16, 0xa27, 0xa76, 0xa87, 0xaa3, 0xab6,
+    0xac7, 0xad0, 0xae7, 0xb24, 0xb47, 0xb52, 0xb66, 0xb87, 0xb94, 0xba3, 0xbb6, 0xbc4, 0xbf6, 0xc01, 0xd77, 0xd81,
+    0xdf2, 0xf77, 0xf82, 0x1009, 0x1372, 0x139a, 0x1482, 0x14a9, 0x1781, 0x17aa, 0x17e2, 0x1811, 0x1839, 0x1861, 0x1882,
+    0x1891, 0x18c2, 0x18e1, 0x1922, 0x1931, 0x1952, 0x1961, 0x1992, 0x19c1, 0x19e2, 0x19f1, 0x1a19, 0x1a61, 0x1a82,
+    0x1a91, 0x1aa2, 0x1ac1, 0x1ad2, 0x1ae1, 0x1b02, 0x1b11, 0x1b4a, 0x1b71, 0x1b92, 0x1bb3, 0x1bc1, 0x1bd2, 0x1c03,
+    0x1c41, 0x1c62, 0x1c71, 0x1c92, 0x1ca1, 0x1cca, 0x1dc2, 0x1de9, 0x1ef2, 0x1f11, 0x1f39, 0x1f61, 0x1f99, 0x2332,
+    0x23a1, 0x23c2, 0x23d1, 0x23f2, 0x2411, 0x2422, 0x2431, 0x2479, 0x24f2, 0x2943, 0x2952, 0x2b03, 0x2c27, 0x2c63,
+    0x2d27, 0x2e03, 0x2e57, 0x2ec3, 0x2ed7, 0x2ee3, 0x2ef7, 0x3005, 0x3709, 0x3743, 0x3757, 0x3761, 0x3772, 0x3780,
+    0x37a3, 0x37b2, 0x37e6, 0x37f1, 0x3800, 0x3847, 0x3861, 0x3876, 0x3881, 0x38b0, 0x38c1, 0x38d0, 0x38e1, 0x3902,
+    0x3911, 0x3a20, 0x3a31, 0x3ac2, 0x3cf1, 0x3d02, 0x3d21, 0x3d52, 0x3d89, 0x3ef2, 0x3f41, 0x3f52, 0x3f67, 0x3f71,
+    0x3f82, 0x3f91, 0x3fb2, 0x3fd1, 0x4302, 0x4609, 0x4827, 0x4835, 0x48a9, 0x4c01, 0x4c2a, 0x4ce2, 0x4d09, 0x5300,
+    0x5311, 0x5570, 0x5593, 0x55a6, 0x5602, 0x5896, 0x58b0, 0x58d7, 0x5900, 0x5915, 0x5be6, 0x5bf5, 0x5c06, 0x5c15,
+    0x5c36, 0x5c45, 0x5c66, 0x5c75, 0x5c80, 0x5d03, 0x5eb0, 0x5ef3, 0x5f36, 0x5f50, 0x6067, 0x6096, 0x60b7, 0x60c6,
+    0x60e7, 0x6105, 0x61b6, 0x61c0, 0x61d6, 0x6203, 0x64b5, 0x6604, 0x66a6, 0x66e3, 0x6705, 0x6713, 0x6d46, 0x6d53,
+    0x6d65, 0x6dd0, 0x6de7, 0x6df5, 0x6e53, 0x6e75, 0x6e97, 0x6ea5, 0x6ee3, 0x6f04, 0x6fa3, 0x6fd7, 0x6ff3, 0x7006,
+    0x70e0, 0x7103, 0x7115, 0x7123, 0x7305, 0x74b0, 0x74d3, 0x7a65, 0x7b13, 0x7b20, 0x7c04, 0x7ca3, 0x7eb5, 0x7f43,
+    0x7f67, 0x7f76, 0x7fa3, 0x7fb0, 0x7fd5, 0x7fe7, 0x8003, 0x8165, 0x81a3, 0x81b5, 0x8243, 0x8255, 0x8283, 0x8295,
+    0x82e0, 0x8306, 0x83f0, 0x8403, 0x8595, 0x85c0, 0x85e6, 0x85f0, 0x8603, 0x86b0, 0x8703, 0x8887, 0x8893, 0x88f0,
+    0x8985, 0x8a03, 0x8ca5, 0x8e20, 0x8e35, 0x9043, 0x93a5, 0x93d3, 0x93e5, 0x9503, 0x9515, 0x9583, 0x9625, 0x9646,
+    0x9664, 0x9706, 0x9713, 0x9815, 0x9840, 0x9853, 0x98d0, 0x98f3, 0x9910, 0x9933, 0x9a90, 0x9aa3, 0x9b10, 0x9b23,
+    0x9b30, 0x9b63, 0x9ba0, 0x9bc5, 0x9bd3, 0x9be5, 0x9c50, 0x9c75, 0x9c90, 0x9cb5, 0x9ce3, 0x9cf0, 0x9d75, 0x9d80,
+    0x9dc3, 0x9de0, 0x9df3, 0x9e25, 0x9e40, 0x9e64, 0x9f03, 0x9f27, 0x9f44, 0x9fa7, 0x9fc3, 0x9fd6, 0x9fe5, 0x9ff0,
+    0xa015, 0xa040, 0xa053, 0xa0b0, 0xa0f3, 0xa110, 0xa133, 0xa290, 0xa2a3, 0xa310, 0xa323, 0xa340, 0xa353, 0xa370,
+    0xa383, 0xa3a0, 0xa3c5, 0xa3d0, 0xa3e5, 0xa430, 0xa475, 0xa490, 0xa4b5, 0xa4e0, 0xa515, 0xa520, 0xa593, 0xa5d0,
+    0xa5e3, 0xa5f0, 0xa664, 0xa705, 0xa723, 0xa755, 0xa766, 0xa770, 0xa815, 0xa840, 0xa853, 0xa8e0, 0xa8f3, 0xa920,
+    0xa933, 0xaa90, 0xaaa3, 0xab10, 0xab23, 0xab40, 0xab53, 0xaba0, 0xabc5, 0xabd3, 0xabe5, 0xac60, 0xac75, 0xaca0,
+    0xacb5, 0xace0, 0xad03, 0xad10, 0xae03, 0xae25, 0xae40, 0xae64, 0xaf06, 0xaf17, 0xaf20, 0xaf93, 0xafa5, 0xb000,
+    0xb015, 0xb040, 0xb053, 0xb0d0, 0xb0f3, 0xb110, 0xb133, 0xb290, 0xb2a3, 0xb310, 0xb323, 0xb340, 0xb353, 0xb3a0,
+    0xb3c5, 0xb3d3, 0xb3e5, 0xb450, 0xb475, 0xb490, 0xb4b5, 0xb4e0, 0xb555, 0xb580, 0xb5c3, 0xb5e0, 0xb5f3, 0xb625,
+    0xb640, 0xb664, 0xb707, 0xb713, 0xb724, 0xb780, 0xb825, 0xb833, 0xb840, 0xb853, 0xb8b0, 0xb8e3, 0xb910, 0xb923,
+    0xb960, 0xb993, 0xb9b0, 0xb9c3, 0xb9d0, 0xb9e3, 0xba00, 0xba33, 0xba50, 0xba83, 0xbab0, 0xbae3, 0xbba0, 0xbbe5,
+    0xbc30, 0xbc65, 0xbc90, 0xbca5, 0xbce0, 0xbd03, 0xbd10, 0xbd75, 0xbd80, 0xbe64, 0xbf37, 0xbfb0, 0xc005, 0xc053,
+    0xc0d0, 0xc0e3, 0xc110, 0xc123, 0xc290, 0xc2a3, 0xc3a0, 0xc3c5, 0xc3d3, 0xc3e5, 0xc450, 0xc465, 0xc490, 0xc4a5,
+    0xc4e0, 0xc555, 0xc570, 0xc583, 0xc5b0, 0xc5d3, 0xc5e0, 0xc603, 0xc625, 0xc640, 0xc664, 0xc700, 0xc776, 0xc784,
+    0xc7f7, 0xc803, 0xc815, 0xc846, 0xc853, 0xc8d0, 0xc8e3, 0xc910, 0xc923, 0xca90, 0xcaa3, 0xcb40, 0xcb53, 0xcba0,
+    0xcbc5, 0xcbd3, 0xcbe5, 0xcc50, 0xcc65, 0xcc90, 0xcca5, 0xcce0, 0xcd55, 0xcd70, 0xcdd3, 0xcdf0, 0xce03, 0xce25,
+    0xce40, 0xce64, 0xcf00, 0xcf13, 0xcf30, 0xd005, 0xd043, 0xd0d0, 0xd0e3, 0xd110, 0xd123, 0xd3b5, 0xd3d3, 0xd3e5,
+    0xd450, 0xd465, 0xd490, 0xd4a5, 0xd4e3, 0xd4f7, 0xd500, 0xd543, 0xd575, 0xd584, 0xd5f3, 0xd625, 0xd640, 0xd664,
+    0xd797, 0xd7a3, 0xd800, 0xd815, 0xd840, 0xd853, 0xd970, 0xd9a3, 0xdb20, 0xdb33, 0xdbc0, 0xdbd3, 0xdbe0, 0xdc03,
+    0xdc70, 0xdca5, 0xdcb0, 0xdcf5, 0xdd50, 0xdd65, 0xdd70, 0xdd85, 0xde00, 0xde64, 0xdf00, 0xdf25, 0xdf46, 0xdf50,
+    0xe013, 0xe315, 0xe323, 0xe345, 0xe3b0, 0xe3f7, 0xe403, 0xe475, 0xe4f6, 0xe504, 0xe5a6, 0xe5c0, 0xe813, 0xe830,
+    0xe843, 0xe850, 0xe863, 0xe8b0, 0xe8c3, 0xea40, 0xea53, 0xea60, 0xea73, 0xeb15, 0xeb23, 0xeb45, 0xebd3, 0xebe0,
+    0xec03, 0xec50, 0xec63, 0xec70, 0xec85, 0xece0, 0xed04, 0xeda0, 0xedc3, 0xee00, 0xf003, 0xf017, 0xf046, 0xf137,
+    0xf146, 0xf157, 0xf185, 0xf1a7, 0xf204, 0xf347, 0xf355, 0xf367, 0xf375, 0xf387, 0xf395, 0xf3a6, 0xf3e5, 0xf403,
+    0xf480, 0xf493, 0xf6d0, 0xf715, 0xf856, 0xf865, 0xf883, 0xf8d5, 0xf980, 0xf995, 0xfbd0, 0xfbe7, 0xfc65, 0xfc77,
+    0xfcd0, 0xfce7, 0xfd06, 0xfd57, 0xfd96, 0xfdb0, 0x10003, 0x102b5, 0x103f3, 0x10404, 0x104a6, 0x10503, 0x10565,
+    0x105a3, 0x105e5, 0x10613, 0x10625, 0x10653, 0x10675, 0x106e3, 0x10715, 0x10753, 0x10825, 0x108e3, 0x108f5, 0x10904,
+    0x109a5, 0x109e7, 0x10a01, 0x10c60, 0x10c71, 0x10c80, 0x10cd1, 0x10ce0, 0x10d02, 0x10fb6, 0x10fc3, 0x10fd2, 0x11003,
+    0x12490, 0x124a3, 0x124e0, 0x12503, 0x12570, 0x12583, 0x12590, 0x125a3, 0x125e0, 0x12603, 0x12890, 0x128a3, 0x128e0,
+    0x12903, 0x12b10, 0x12b23, 0x12b60, 0x12b83, 0x12bf0, 0x12c03, 0x12c10, 0x12c23, 0x12c60, 0x12c83, 0x12d70, 0x12d83,
+    0x13110, 0x13123, 0x13160, 0x13183, 0x135b0, 0x135d5, 0x13606, 0x13694, 0x137d0, 0x13803, 0x13907, 0x139a0, 0x13a01,
+    0x13f60, 0x13f82, 0x13fe0, 0x14006, 0x14013, 0x166d7, 0x166e6, 0x166f3, 0x16808, 0x16813, 0x169b6, 0x169d0, 0x16a03,
+    0x16eb6, 0x16ee4, 0x16f13, 0x16f90, 0x17003, 0x17125, 0x17160, 0x171f3, 0x17325, 0x17356, 0x17370, 0x17403, 0x17525,
+    0x17540, 0x17603, 0x176d0, 0x176e3, 0x17710, 0x17725, 0x17740, 0x17803, 0x17b45, 0x17d46, 0x17d73, 0x17d86, 0x17db7,
+    0x17dc3, 0x17dd5, 0x17de0, 0x17e04, 0x17ea0, 0x17f04, 0x17fa0, 0x18006, 0x180b5, 0x180e0, 0x180f5, 0x18104, 0x181a0,
+    0x18203, 0x18790, 0x18803, 0x18855, 0x18873, 0x18a95, 0x18aa3, 0x18ab0, 0x18b03, 0x18f60, 0x19003, 0x191f0, 0x19205,
+    0x192c0, 0x19305, 0x193c0, 0x19407, 0x19410, 0x19446, 0x19464, 0x19503, 0x196e0, 0x19703, 0x19750, 0x19803, 0x19ac0,
+    0x19b03, 0x19ca0, 0x19d04, 0x19db0, 0x19de7, 0x1a003, 0x1a175, 0x1a1c0, 0x1a1e6, 0x1a203, 0x1a555, 0x1a5f0, 0x1a605,
+    0x1a7d0, 0x1a7f5, 0x1a804, 0x1a8a0, 0x1a904, 0x1a9a0, 0x1aa06, 0x1aa73, 0x1aa86, 0x1aae0, 0x1ab05, 0x1acf0, 0x1b005,
+    0x1b053, 0x1b345, 0x1b453, 0x1b4d0, 0x1b504, 0x1b5a6, 0x1b617, 0x1b6b5, 0x1b747, 0x1b7d6, 0x1b7f0, 0x1b805, 0x1b833,
+    0x1ba15, 0x1bae3, 0x1bb04, 0x1bba3, 0x1be65, 0x1bf40, 0x1bfc6, 0x1c003, 0x1c245, 0x1c380, 0x1c3b6, 0x1c404, 0x1c4a0,
+    0x1c4d3, 0x1c504, 0x1c5a3, 0x1c7e6, 0x1c802, 0x1c890, 0x1c901, 0x1cbb0, 0x1cbd1, 0x1cc06, 0x1cc80, 0x1cd05, 0x1cd36,
+    0x1cd45, 0x1ce93, 0x1ced5, 0x1cee3, 0x1cf45, 0x1cf53, 0x1cf75, 0x1cfa3, 0x1cfb0, 0x1d002, 0x1d2c3, 0x1d6b2, 0x1d783,
+    0x1d792, 0x1d9b3, 0x1dc05, 0x1e009, 0x1e952, 0x1e9e9, 0x1eff2, 0x1f081, 0x1f102, 0x1f160, 0x1f181, 0x1f1e0, 0x1f202,
+    0x1f281, 0x1f302, 0x1f381, 0x1f402, 0x1f460, 0x1f481, 0x1f4e0, 0x1f502, 0x1f580, 0x1f591, 0x1f5a0, 0x1f5b1, 0x1f5c0,
+    0x1f5d1, 0x1f5e0, 0x1f5f1, 0x1f602, 0x1f681, 0x1f702, 0x1f7e0, 0x1f802, 0x1f881, 0x1f902, 0x1f981, 0x1fa02, 0x1fa81,
+    0x1fb02, 0x1fb50, 0x1fb62, 0x1fb81, 0x1fbd7, 0x1fbe2, 0x1fbf7, 0x1fc22, 0x1fc50, 0x1fc62, 0x1fc81, 0x1fcd7, 0x1fd02,
+    0x1fd40, 0x1fd62, 0x1fd81, 0x1fdc0, 0x1fdd7, 0x1fe02, 0x1fe81, 0x1fed7, 0x1ff00, 0x1ff22, 0x1ff50, 0x1ff62, 0x1ff81,
+    0x1ffd7, 0x1fff0, 0x20008, 0x200b0, 0x20106, 0x20288, 0x202a0, 0x202f8, 0x20306, 0x20447, 0x20456, 0x20527, 0x20536,
+    0x205f8, 0x20600, 0x20704, 0x20713, 0x20720, 0x20744, 0x207a7, 0x207d6, 0x207f3, 0x20804, 0x208a7, 0x208d6, 0x208f0,
+    0x20903, 0x209d0, 0x20a07, 0x20c10, 0x20d05, 0x20f10, 0x21007, 0x21021, 0x21037, 0x21071, 0x21087, 0x210a2, 0x210b1,
+    0x210e2, 0x21101, 0x21132, 0x21147, 0x21151, 0x21167, 0x21191, 0x211e7, 0x21241, 0x21257, 0x21261, 0x21277, 0x21281,
+    0x21297, 0x212a1, 0x212e7, 0x212f2, 0x21301, 0x21342, 0x21353, 0x21392, 0x213a7, 0x213c2, 0x213e1, 0x21407, 0x21451,
+    0x21462, 0x214a7, 0x214e2, 0x214f7, 0x21504, 0x21831, 0x21842, 0x21854, 0x218a7, 0x218c0, 0x21907, 0x23086, 0x230c7,
+    0x23296, 0x232b7, 0x24270, 0x24407, 0x244b0, 0x24604, 0x249c7, 0x24ea4, 0x25007, 0x27686, 0x27764, 0x27947, 0x27c56,
+    0x27c77, 0x27e66, 0x27f07, 0x29836, 0x29997, 0x29d86, 0x29dc7, 0x29fc6, 0x29fe7, 0x2b740, 0x2b767, 0x2b960, 0x2b977,
+    0x2c001, 0x2c302, 0x2c601, 0x2c612, 0x2c621, 0x2c652, 0x2c67a, 0x2c6d1, 0x2c712, 0x2c721, 0x2c732, 0x2c751, 0x2c762,
+    0x2c7c3, 0x2c7e1, 0x2c819, 0x2ce32, 0x2ce57, 0x2ceba, 0x2cef5, 0x2cf21, 0x2cf32, 0x2cf40, 0x2cf96, 0x2cfd4, 0x2cfe6,
+    0x2d002, 0x2d260, 0x2d272, 0x2d280, 0x2d2d2, 0x2d2e0, 0x2d303, 0x2d680, 0x2d6f3, 0x2d706, 0x2d710, 0x2d7f5, 0x2d803,
+    0x2d970, 0x2da03, 0x2da70, 0x2da83, 0x2daf0, 0x2db03, 0x2db70, 0x2db83, 0x2dbf0, 0x2dc03, 0x2dc70, 0x2dc83, 0x2dcf0,
+    0x2dd03, 0x2dd70, 0x2dd83, 0x2ddf0, 0x2de05, 0x2e006, 0x2e2f3, 0x2e306, 0x2e507, 0x2e526, 0x2e5e0, 0x2e807, 0x2e9a0,
+    0x2e9b7, 0x2ef40, 0x2f007, 0x2fd60, 0x2ff07, 0x2ffc0, 0x30008, 0x30016, 0x30047, 0x30053, 0x30074, 0x30086, 0x30127,
+    0x30146, 0x30207, 0x30214, 0x302a5, 0x30306, 0x30313, 0x30367, 0x30384, 0x303b3, 0x303d6, 0x303e7, 0x30400, 0x30413,
+    0x30970, 0x30995, 0x309b7, 0x309d3, 0x30a06, 0x30a13, 0x30fb6, 0x30fc3, 0x31000, 0x31053, 0x31300, 0x31313, 0x318f0,
+    0x31907, 0x31924, 0x31967, 0x31a03, 0x31c07, 0x31e40, 0x31f03, 0x32007, 0x321f0, 0x32204, 0x322a7, 0x32484, 0x32507,
+    0x32514, 0x32607, 0x32804, 0x328a7, 0x32b14, 0x32c07, 0x34003, 0x4dc07, 0x4e003, 0xa48d0, 0xa4907, 0xa4c70, 0xa4d03,
+    0xa4fe6, 0xa5003, 0xa60d6, 0xa6103, 0xa6204, 0xa62a3, 0xa62c0, 0xa6409, 0xa66e3, 0xa66f5, 0xa6736, 0xa6745, 0xa67e6,
+    0xa67f3, 0xa6809, 0xa69c3, 0xa69e5, 0xa6a03, 0xa6e64, 0xa6f05, 0xa6f26, 0xa6f80, 0xa7007, 0xa7173, 0xa7207, 0xa7229,
+    0xa72f2, 0xa7329, 0xa7703, 0xa7712, 0xa779a, 0xa77d1, 0xa77f9, 0xa7883, 0xa7897, 0xa78ba, 0xa78f3, 0xa7909, 0xa7932,
+    0xa7969, 0xa7aa1, 0xa7af2, 0xa7b01, 0xa7b59, 0xa7c41, 0xa7c8a, 0xa7cb0, 0xa7d01, 0xa7d12, 0xa7d20, 0xa7d32, 0xa7d40,
+    0xa7d59, 0xa7da0, 0xa7f23, 0xa7f51, 0xa7f62, 0xa7f73, 0xa7fa2, 0xa7fb3, 0xa8025, 0xa8033, 0xa8065, 0xa8073, 0xa80b5,
+    0xa80c3, 0xa8235, 0xa8287, 0xa82c5, 0xa82d0, 0xa8304, 0xa8367, 0xa83a0, 0xa8403, 0xa8746, 0xa8780, 0xa8805, 0xa8823,
+    0xa8b45, 0xa8c60, 0xa8ce6, 0xa8d04, 0xa8da0, 0xa8e05, 0xa8f23, 0xa8f86, 0xa8fb3, 0xa8fc6, 0xa8fd3, 0xa8ff5, 0xa9004,
+    0xa90a3, 0xa9265, 0xa92e6, 0xa9303, 0xa9475, 0xa9540, 0xa95f6, 0xa9603, 0xa97d0, 0xa9805, 0xa9843, 0xa9b35, 0xa9c16,
+    0xa9ce0, 0xa9cf3, 0xa9d04, 0xa9da0, 0xa9de6, 0xa9e03, 0xa9e55, 0xa9e63, 0xa9f04, 0xa9fa3, 0xa9ff0, 0xaa003, 0xaa295,
+    0xaa370, 0xaa403, 0xaa435, 0xaa443, 0xaa4c5, 0xaa4e0, 0xaa504, 0xaa5a0, 0xaa5c6, 0xaa603, 0xaa777, 0xaa7a3, 0xaa7b5,
+    0xaa7e3, 0xaab05, 0xaab13, 0xaab25, 0xaab53, 0xaab75, 0xaab93, 0xaabe5, 0xaac03, 0xaac15, 0xaac23, 0xaac30, 0xaadb3,
+    0xaade6, 0xaae03, 0xaaeb5, 0xaaf06, 0xaaf23, 0xaaf55, 0xaaf70, 0xab013, 0xab070, 0xab093, 0xab0f0, 0xab113, 0xab170,
+    0xab203, 0xab270, 0xab283, 0xab2f0, 0xab302, 0xab5b7, 0xab5c3, 0xab602, 0xab693, 0xab6a7, 0xab6c0, 0xab702, 0xabc03,
+    0xabe35, 0xabeb6, 0xabec5, 0xabee0, 0xabf04, 0xabfa0, 0xac003, 0xd7a40, 0xd7b03, 0xd7c70, 0xd7cb3, 0xd7fc0, 0xf9003,
+    0xfa6e0, 0xfa703, 0xfada0, 0xfb002, 0xfb070, 0xfb132, 0xfb180, 0xfb1d3, 0xfb1e5, 0xfb1f3, 0xfb297, 0xfb2a3, 0xfb370,
+    0xfb383, 0xfb3d0, 0xfb3e3, 0xfb3f0, 0xfb403, 0xfb420, 0xfb433, 0xfb450, 0xfb463, 0xfbb27, 0xfbc30, 0xfbd33, 0xfd3e6,
+    0xfd407, 0xfd503, 0xfd900, 0xfd923, 0xfdc80, 0xfdcf7, 0xfdd00, 0xfdf03, 0xfdfc7, 0xfe005, 0xfe106, 0xfe1a0, 0xfe205,
+    0xfe306, 0xfe530, 0xfe546, 0xfe627, 0xfe636, 0xfe647, 0xfe670, 0xfe686, 0xfe697, 0xfe6a6, 0xfe6c0, 0xfe703, 0xfe750,
+    0xfe763, 0xfefd0, 0xff016, 0xff047, 0xff056, 0xff0b7, 0xff0c6, 0xff104, 0xff1a6, 0xff1c7, 0xff1f6, 0xff211, 0xff3b6,
+    0xff3e7, 0xff3f6, 0xff407, 0xff412, 0xff5b6, 0xff5c7, 0xff5d6, 0xff5e7, 0xff5f6, 0xff663, 0xffbf0, 0xffc23, 0xffc80,
+    0xffca3, 0xffd00, 0xffd23, 0xffd80, 0xffda3, 0xffdd0, 0xffe07, 0xffe70, 0xffe87, 0xffef0, 0xfffc7, 0xfffe0,
+    0x100003, 0x1000c0, 0x1000d3, 0x100270, 0x100283, 0x1003b0, 0x1003c3, 0x1003e0, 0x1003f3, 0x1004e0, 0x100503,
+    0x1005e0, 0x100803, 0x100fb0, 0x101006, 0x101030, 0x101074, 0x101340, 0x101377, 0x101404, 0x101797, 0x1018a4,
+    0x1018c7, 0x1018f0, 0x101907, 0x1019d0, 0x101a07, 0x101a10, 0x101d07, 0x101fd5, 0x101fe0, 0x102803, 0x1029d0,
+    0x102a03, 0x102d10, 0x102e05, 0x102e14, 0x102fc0, 0x103003, 0x103204, 0x103240, 0x1032d3, 0x103414, 0x103423,
+    0x1034a4, 0x1034b0, 0x103503, 0x103765, 0x1037b0, 0x103803, 0x1039e0, 0x1039f6, 0x103a03, 0x103c40, 0x103c83,
+    0x103d06, 0x103d14, 0x103d60, 0x104001, 0x104282, 0x104503, 0x1049e0, 0x104a04, 0x104aa0, 0x104b01, 0x104d40,
+    0x104d82, 0x104fc0, 0x105003, 0x105280, 0x105303, 0x105640, 0x1056f6, 0x105701, 0x1057b0, 0x1057c1, 0x1058b0,
+    0x1058c1, 0x105930, 0x105941, 0x105960, 0x105972, 0x105a20, 0x105a32, 0x105b20, 0x105b32, 0x105ba0, 0x105bb2,
+    0x105bd0, 0x106003, 0x107370, 0x107403, 0x107560, 0x107603, 0x107680, 0x107803, 0x107860, 0x107873, 0x107b10,
+    0x107b23, 0x107bb0, 0x108003, 0x108060, 0x108083, 0x108090, 0x1080a3, 0x108360, 0x108373, 0x108390, 0x1083c3,
+    0x1083d0, 0x1083f3, 0x108560, 0x108576, 0x108584, 0x108603, 0x108777, 0x108794, 0x108803, 0x1089f0, 0x108a74,
+    0x108b00, 0x108e03, 0x108f30, 0x108f43, 0x108f60, 0x108fb4, 0x109003, 0x109164, 0x1091c0, 0x1091f6, 0x109203,
+    0x1093a0, 0x1093f6, 0x109400, 0x109803, 0x109b80, 0x109bc4, 0x109be3, 0x109c04, 0x109d00, 0x109d24, 0x10a003,
+    0x10a015, 0x10a040, 0x10a055, 0x10a070, 0x10a0c5, 0x10a103, 0x10a140, 0x10a153, 0x10a180, 0x10a193, 0x10a360,
+    0x10a385, 0x10a3b0, 0x10a3f5, 0x10a404, 0x10a490, 0x10a506, 0x10a590, 0x10a603, 0x10a7d4, 0x10a7f6, 0x10a803,
+    0x10a9d4, 0x10aa00, 0x10ac03, 0x10ac87, 0x10ac93, 0x10ae55, 0x10ae70, 0x10aeb4, 0x10af06, 0x10af70, 0x10b003,
+    0x10b360, 0x10b396, 0x10b403, 0x10b560, 0x10b584, 0x10b603, 0x10b730, 0x10b784, 0x10b803, 0x10b920, 0x10b996,
+    0x10b9d0, 0x10ba94, 0x10bb00, 0x10c003, 0x10c490, 0x10c801, 0x10cb30, 0x10cc02, 0x10cf30, 0x10cfa4, 0x10d003,
+    0x10d245, 0x10d280, 0x10d304, 0x10d3a0, 0x10e604, 0x10e7f0, 0x10e803, 0x10eaa0, 0x10eab5, 0x10ead6, 0x10eae0,
+    0x10eb03, 0x10eb20, 0x10f003, 0x10f1d4, 0x10f273, 0x10f280, 0x10f303, 0x10f465, 0x10f514, 0x10f556, 0x10f5a0,
+    0x10f703, 0x10f825, 0x10f866, 0x10f8a0, 0x10fb03, 0x10fc54, 0x10fcc0, 0x10fe03, 0x10ff70, 0x110005, 0x110033,
+    0x110385, 0x110476, 0x1104e0, 0x110524, 0x110705, 0x110713, 0x110735, 0x110753, 0x110760, 0x1107f5, 0x110833,
+    0x110b05, 0x110bb6, 0x110bd0, 0x110be6, 0x110c25, 0x110c30, 0x110d03, 0x110e90, 0x110f04, 0x110fa0, 0x111005,
+    0x111033, 0x111275, 0x111350, 0x111364, 0x111406, 0x111443, 0x111455, 0x111473, 0x111480, 0x111503, 0x111735,
+    0x111746, 0x111763, 0x111770, 0x111805, 0x111833, 0x111b35, 0x111c13, 0x111c56, 0x111c95, 0x111cd6, 0x111ce5,
+    0x111d04, 0x111da3, 0x111db6, 0x111dc3, 0x111dd6, 0x111e00, 0x111e14, 0x111f50, 0x112003, 0x112120, 0x112133,
+    0x1122c5, 0x112386, 0x1123e5, 0x1123f0, 0x112803, 0x112870, 0x112883, 0x112890, 0x1128a3, 0x1128e0, 0x1128f3,
+    0x1129e0, 0x1129f3, 0x112a96, 0x112aa0, 0x112b03, 0x112df5, 0x112eb0, 0x112f04, 0x112fa0, 0x113005, 0x113040,
+    0x113053, 0x1130d0, 0x1130f3, 0x113110, 0x113133, 0x113290, 0x1132a3, 0x113310, 0x113323, 0x113340, 0x113353,
+    0x1133a0, 0x1133b5, 0x1133d3, 0x1133e5, 0x113450, 0x113475, 0x113490, 0x1134b5, 0x1134e0, 0x113503, 0x113510,
+    0x113575, 0x113580, 0x1135d3, 0x113625, 0x113640, 0x113665, 0x1136d0, 0x113705, 0x113750, 0x114003, 0x114355,
+    0x114473, 0x1144b6, 0x114504, 0x1145a6, 0x1145c0, 0x1145d6, 0x1145e5, 0x1145f3, 0x114620, 0x114803, 0x114b05,
+    0x114c43, 0x114c66, 0x114c73, 0x114c80, 0x114d04, 0x114da0, 0x115803, 0x115af5, 0x115b60, 0x115b85, 0x115c16,
+    0x115d83, 0x115dc5, 0x115de0, 0x116003, 0x116305, 0x116416, 0x116443, 0x116450, 0x116504, 0x1165a0, 0x116606,
+    0x1166d0, 0x116803, 0x116ab5, 0x116b83, 0x116b96, 0x116ba0, 0x116c04, 0x116ca0, 0x117003, 0x1171b0, 0x1171d5,
+    0x1172c0, 0x117304, 0x1173c6, 0x1173f7, 0x117403, 0x117470, 0x118003, 0x1182c5, 0x1183b6, 0x1183c0, 0x118a01,
+    0x118c02, 0x118e04, 0x118f30, 0x118ff3, 0x119070, 0x119093, 0x1190a0, 0x1190c3, 0x119140, 0x119153, 0x119170,
+    0x119183, 0x119305, 0x119360, 0x119375, 0x119390, 0x1193b5, 0x1193f3, 0x119405, 0x119413, 0x119425, 0x119446,
+    0x119470, 0x119504, 0x1195a0, 0x119a03, 0x119a80, 0x119aa3, 0x119d15, 0x119d80, 0x119da5, 0x119e13, 0x119e26,
+    0x119e33, 0x119e45, 0x119e50, 0x11a003, 0x11a015, 0x11a0b3, 0x11a335, 0x11a3a3, 0x11a3b5, 0x11a3f6, 0x11a475,
+    0x11a480, 0x11a503, 0x11a515, 0x11a5c3, 0x11a8a5, 0x11a9a6, 0x11a9d3, 0x11a9e6, 0x11aa30, 0x11ab03, 0x11af90,
+    0x11c003, 0x11c090, 0x11c0a3, 0x11c2f5, 0x11c370, 0x11c385, 0x11c403, 0x11c416, 0x11c460, 0x11c504, 0x11c6d0,
+    0x11c706, 0x11c723, 0x11c900, 0x11c925, 0x11ca80, 0x11ca95, 0x11cb70, 0x11d003, 0x11d070, 0x11d083, 0x11d0a0,
+    0x11d0b3, 0x11d315, 0x11d370, 0x11d3a5, 0x11d3b0, 0x11d3c5, 0x11d3e0, 0x11d3f5, 0x11d463, 0x11d475, 0x11d480,
+    0x11d504, 0x11d5a0, 0x11d603, 0x11d660, 0x11d673, 0x11d690, 0x11d6a3, 0x11d8a5, 0x11d8f0, 0x11d905, 0x11d920,
+    0x11d935, 0x11d983, 0x11d990, 0x11da04, 0x11daa0, 0x11ee03, 0x11ef35, 0x11ef76, 0x11ef90, 0x11fb03, 0x11fb10,
+    0x11fc04, 0x11fd57, 0x11ff20, 0x11fff6, 0x120003, 0x1239a0, 0x124004, 0x1246f0, 0x124706, 0x124750, 0x124803,
+    0x125440, 0x12f903, 0x12ff16, 0x12ff30, 0x130003, 0x1342f0, 0x144003, 0x146470, 0x168003, 0x16a390, 0x16a403,
+    0x16a5f0, 0x16a604, 0x16a6a0, 0x16a6e6, 0x16a703, 0x16abf0, 0x16ac04, 0x16aca0, 0x16ad03, 0x16aee0, 0x16af05,
+    0x16af56, 0x16af60, 0x16b003, 0x16b305, 0x16b376, 0x16b3c7, 0x16b403, 0x16b446, 0x16b457, 0x16b460, 0x16b504,
+    0x16b5a0, 0x16b5b4, 0x16b620, 0x16b633, 0x16b780, 0x16b7d3, 0x16b900, 0x16e401, 0x16e602, 0x16e804, 0x16e976,
+    0x16e9b0, 0x16f003, 0x16f4b0, 0x16f4f5, 0x16f503, 0x16f515, 0x16f880, 0x16f8f5, 0x16f933, 0x16fa00, 0x16fe03,
+    0x16fe26, 0x16fe33, 0x16fe45, 0x16fe50, 0x16ff05, 0x16ff20, 0x170003, 0x187f80, 0x188003, 0x18cd60, 0x18d003,
+    0x18d090, 0x1aff03, 0x1aff40, 0x1aff53, 0x1affc0, 0x1affd3, 0x1afff0, 0x1b0003, 0x1b1230, 0x1b1503, 0x1b1530,
+    0x1b1643, 0x1b1680, 0x1b1703, 0x1b2fc0, 0x1bc003, 0x1bc6b0, 0x1bc703, 0x1bc7d0, 0x1bc803, 0x1bc890, 0x1bc903,
+    0x1bc9a0, 0x1bc9c7, 0x1bc9d5, 0x1bc9f6, 0x1bca00, 0x1cf005, 0x1cf2e0, 0x1cf305, 0x1cf470, 0x1cf507, 0x1cfc40,
+    0x1d0007, 0x1d0f60, 0x1d1007, 0x1d1270, 0x1d1297, 0x1d1655, 0x1d16a7, 0x1d16d5, 0x1d1730, 0x1d17b5, 0x1d1837,
+    0x1d1855, 0x1d18c7, 0x1d1aa5, 0x1d1ae7, 0x1d1eb0, 0x1d2007, 0x1d2425, 0x1d2457, 0x1d2460, 0x1d2e04, 0x1d2f40,
+    0x1d3007, 0x1d3570, 0x1d3604, 0x1d3790, 0x1d4001, 0x1d41a2, 0x1d4341, 0x1d44e2, 0x1d4550, 0x1d4562, 0x1d4681,
+    0x1d4822, 0x1d49c1, 0x1d49d0, 0x1d49e1, 0x1d4a00, 0x1d4a21, 0x1d4a30, 0x1d4a51, 0x1d4a70, 0x1d4a91, 0x1d4ad0,
+    0x1d4ae1, 0x1d4b62, 0x1d4ba0, 0x1d4bb2, 0x1d4bc0, 0x1d4bd2, 0x1d4c40, 0x1d4c52, 0x1d4d01, 0x1d4ea2, 0x1d5041,
+    0x1d5060, 0x1d5071, 0x1d50b0, 0x1d50d1, 0x1d5150, 0x1d5161, 0x1d51d0, 0x1d51e2, 0x1d5381, 0x1d53a0, 0x1d53b1,
+    0x1d53f0, 0x1d5401, 0x1d5450, 0x1d5461, 0x1d5470, 0x1d54a1, 0x1d5510, 0x1d5522, 0x1d56c1, 0x1d5862, 0x1d5a01,
+    0x1d5ba2, 0x1d5d41, 0x1d5ee2, 0x1d6081, 0x1d6222, 0x1d63c1, 0x1d6562, 0x1d6701, 0x1d68a2, 0x1d6a60, 0x1d6a81,
+    0x1d6c17, 0x1d6c22, 0x1d6db7, 0x1d6dc2, 0x1d6e21, 0x1d6fb7, 0x1d6fc2, 0x1d7157, 0x1d7162, 0x1d71c1, 0x1d7357,
+    0x1d7362, 0x1d74f7, 0x1d7502, 0x1d7561, 0x1d76f7, 0x1d7702, 0x1d7897, 0x1d78a2, 0x1d7901, 0x1d7a97, 0x1d7aa2,
+    0x1d7c37, 0x1d7c42, 0x1d7ca1, 0x1d7cb2, 0x1d7cc0, 0x1d7ce4, 0x1d8007, 0x1da005, 0x1da377, 0x1da3b5, 0x1da6d7,
+    0x1da755, 0x1da767, 0x1da845, 0x1da857, 0x1da876, 0x1da8c0, 0x1da9b5, 0x1daa00, 0x1daa15, 0x1dab00, 0x1df002,
+    0x1df0a3, 0x1df0b2, 0x1df1f0, 0x1e0005, 0x1e0070, 0x1e0085, 0x1e0190, 0x1e01b5, 0x1e0220, 0x1e0235, 0x1e0250,
+    0x1e0265, 0x1e02b0, 0x1e1003, 0x1e12d0, 0x1e1305, 0x1e1373, 0x1e13e0, 0x1e1404, 0x1e14a0, 0x1e14e3, 0x1e14f7,
+    0x1e1500, 0x1e2903, 0x1e2ae5, 0x1e2af0, 0x1e2c03, 0x1e2ec5, 0x1e2f04, 0x1e2fa0, 0x1e2ff7, 0x1e3000, 0x1e7e03,
+    0x1e7e70, 0x1e7e83, 0x1e7ec0, 0x1e7ed3, 0x1e7ef0, 0x1e7f03, 0x1e7ff0, 0x1e8003, 0x1e8c50, 0x1e8c74, 0x1e8d05,
+    0x1e8d70, 0x1e9001, 0x1e9222, 0x1e9445, 0x1e94b3, 0x1e94c0, 0x1e9504, 0x1e95a0, 0x1e95e6, 0x1e9600, 0x1ec714,
+    0x1ecac7, 0x1ecad4, 0x1ecb07, 0x1ecb14, 0x1ecb50, 0x1ed014, 0x1ed2e7, 0x1ed2f4, 0x1ed3e0, 0x1ee003, 0x1ee040,
+    0x1ee053, 0x1ee200, 0x1ee213, 0x1ee230, 0x1ee243, 0x1ee250, 0x1ee273, 0x1ee280, 0x1ee293, 0x1ee330, 0x1ee343,
+    0x1ee380, 0x1ee393, 0x1ee3a0, 0x1ee3b3, 0x1ee3c0, 0x1ee423, 0x1ee430, 0x1ee473, 0x1ee480, 0x1ee493, 0x1ee4a0,
+    0x1ee4b3, 0x1ee4c0, 0x1ee4d3, 0x1ee500, 0x1ee513, 0x1ee530, 0x1ee543, 0x1ee550, 0x1ee573, 0x1ee580, 0x1ee593,
+    0x1ee5a0, 0x1ee5b3, 0x1ee5c0, 0x1ee5d3, 0x1ee5e0, 0x1ee5f3, 0x1ee600, 0x1ee613, 0x1ee630, 0x1ee643, 0x1ee650,
+    0x1ee673, 0x1ee6b0, 0x1ee6c3, 0x1ee730, 0x1ee743, 0x1ee780, 0x1ee793, 0x1ee7d0, 0x1ee7e3, 0x1ee7f0, 0x1ee803,
+    0x1ee8a0, 0x1ee8b3, 0x1ee9c0, 0x1eea13, 0x1eea40, 0x1eea53, 0x1eeaa0, 0x1eeab3, 0x1eebc0, 0x1eef07, 0x1eef20,
+    0x1f0007, 0x1f02c0, 0x1f0307, 0x1f0940, 0x1f0a07, 0x1f0af0, 0x1f0b17, 0x1f0c00, 0x1f0c17, 0x1f0d00, 0x1f0d17,
+    0x1f0f60, 0x1f1004, 0x1f10d7, 0x1f1ae0, 0x1f1e67, 0x1f2030, 0x1f2107, 0x1f23c0, 0x1f2407, 0x1f2490, 0x1f2507,
+    0x1f2520, 0x1f2607, 0x1f2660, 0x1f3007, 0x1f6d80, 0x1f6dd7, 0x1f6ed0, 0x1f6f07, 0x1f6fd0, 0x1f7007, 0x1f7740,
+    0x1f7807, 0x1f7d90, 0x1f7e07, 0x1f7ec0, 0x1f7f07, 0x1f7f10, 0x1f8007, 0x1f80c0, 0x1f8107, 0x1f8480, 0x1f8507,
+    0x1f85a0, 0x1f8607, 0x1f8880, 0x1f8907, 0x1f8ae0, 0x1f8b07, 0x1f8b20, 0x1f9007, 0x1fa540, 0x1fa607, 0x1fa6e0,
+    0x1fa707, 0x1fa750, 0x1fa787, 0x1fa7d0, 0x1fa807, 0x1fa870, 0x1fa907, 0x1faad0, 0x1fab07, 0x1fabb0, 0x1fac07,
+    0x1fac60, 0x1fad07, 0x1fada0, 0x1fae07, 0x1fae80, 0x1faf07, 0x1faf70, 0x1fb007, 0x1fb930, 0x1fb947, 0x1fbcb0,
+    0x1fbf04, 0x1fbfa0, 0x200003, 0x2a6e00, 0x2a7003, 0x2b7390, 0x2b7403, 0x2b81e0, 0x2b8203, 0x2cea20, 0x2ceb03,
+    0x2ebe10, 0x2f8003, 0x2fa1e0, 0x300003, 0x3134b0, 0xe01005, 0xe01f00,
+};
+enum { MOEI_RUNE_CHANGES = (int)(sizeof moei_rune_changes / sizeof *moei_rune_changes) };
+
+static unsigned moei_rune_kind(uint32_t code) {
+    int low = 0, high = MOEI_RUNE_CHANGES;
+    unsigned number;
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (moei_rune_changes[middle] >> 4 <= code) low = middle;
+        else high = middle;
+    }
+    number = (unsigned)moei_rune_changes[low] & 15u;
+    return number < 9 ? 1u << number : (code + number) % 2 != 0 ? (unsigned)MOEI_RUNE_UPPER : (unsigned)MOEI_RUNE_LOWER;
+}
+
+static moei_rune moei_rune_at(const char *p, const char *end) {
+    const char *next = p;
+    moei_rune r;
+    r.code = 0;
+    r.kind = MOEI_RUNE_END;
+    r.size = 0;
+    if (p >= end) return r;
+    if (!moei_next_utf8(&next, end, &r.code)) {
+        r.code = 0xFFFDu;
+        next = p + 1;
+    }
+    r.size = (size_t)(next - p);
+    r.kind = moei_rune_kind(r.code);
+    return r;
+}
+
+/* Sets of code points that some expressions list. */
+enum {
+    MOEI_RUNES_NONE,
+    MOEI_RUNES_HAN,     /* Script=Han, Unicode 14 */
+    MOEI_RUNES_KANA,    /* deepseek-v3: ideographs and kana */
+    MOEI_RUNES_EAST,    /* deepseek-llm and -coder: U+0800 to ideographs, Hangul */
+    MOEI_RUNES_CASED,   /* deepseek-llm: letters that have case, from its tokenizer.json */
+    MOEI_RUNES_MARKS,   /* deepseek-llm: punctuation, and ASCII from : to ~ */
+    MOEI_RUNES_LINE,
+    MOEI_RUNES_FALCON,
+    MOEI_RUNES_DEFAULT,
+    MOEI_RUNES_DIGIT
+};
+
+typedef struct moei_rune_range {
+    int set;
+    uint32_t first, last;
+} moei_rune_range;
+
+static const moei_rune_range moei_rune_ranges[] = {
+    {MOEI_RUNES_HAN, 0x2e80, 0x2e99}, {MOEI_RUNES_HAN, 0x2e9b, 0x2ef3}, {MOEI_RUNES_HAN, 0x2f00, 0x2fd5},
+    {MOEI_RUNES_HAN, 0x3005, 0x3005}, {MOEI_RUNES_HAN, 0x3007, 0x3007}, {MOEI_RUNES_HAN, 0x3021, 0x3029},
+    {MOEI_RUNES_HAN, 0x3038, 0x303b}, {MOEI_RUNES_HAN, 0x3400, 0x4dbf}, {MOEI_RUNES_HAN, 0x4e00, 0x9fff},
+    {MOEI_RUNES_HAN, 0xf900, 0xfa6d}, {MOEI_RUNES_HAN, 0xfa70, 0xfad9}, {MOEI_RUNES_HAN, 0x16fe2, 0x16fe3},
+    {MOEI_RUNES_HAN, 0x16ff0, 0x16ff1}, {MOEI_RUNES_HAN, 0x20000, 0x2a6df}, {MOEI_RUNES_HAN, 0x2a700, 0x2b738},
+    {MOEI_RUNES_HAN, 0x2b740, 0x2b81d}, {MOEI_RUNES_HAN, 0x2b820, 0x2cea1}, {MOEI_RUNES_HAN, 0x2ceb0, 0x2ebe0},
+    {MOEI_RUNES_HAN, 0x2f800, 0x2fa1d}, {MOEI_RUNES_HAN, 0x30000, 0x3134a},
+    {MOEI_RUNES_KANA, 0x3040, 0x30ff}, {MOEI_RUNES_KANA, 0x4e00, 0x9fa5},
+    {MOEI_RUNES_EAST, 0x800, 0x9fa5}, {MOEI_RUNES_EAST, 0xac00, 0xd7ff},
+    {MOEI_RUNES_CASED, 0x41, 0x5a}, {MOEI_RUNES_CASED, 0x61, 0x7a}, {MOEI_RUNES_CASED, 0xb5, 0xb5},
+    {MOEI_RUNES_CASED, 0xc0, 0xd6}, {MOEI_RUNES_CASED, 0xd8, 0xf6}, {MOEI_RUNES_CASED, 0xf8, 0x1ba},
+    {MOEI_RUNES_CASED, 0x1bc, 0x1bf}, {MOEI_RUNES_CASED, 0x1c4, 0x293}, {MOEI_RUNES_CASED, 0x295, 0x2af},
+    {MOEI_RUNES_CASED, 0x370, 0x373}, {MOEI_RUNES_CASED, 0x376, 0x376}, {MOEI_RUNES_CASED, 0x377, 0x377},
+    {MOEI_RUNES_CASED, 0x37b, 0x37d}, {MOEI_RUNES_CASED, 0x37f, 0x37f}, {MOEI_RUNES_CASED, 0x386, 0x386},
+    {MOEI_RUNES_CASED, 0x388, 0x38a}, {MOEI_RUNES_CASED, 0x38c, 0x38c}, {MOEI_RUNES_CASED, 0x38e, 0x3a1},
+    {MOEI_RUNES_CASED, 0x3a3, 0x3f5}, {MOEI_RUNES_CASED, 0x3f7, 0x481}, {MOEI_RUNES_CASED, 0x48a, 0x52f},
+    {MOEI_RUNES_CASED, 0x531, 0x556}, {MOEI_RUNES_CASED, 0x10a0, 0x10c5}, {MOEI_RUNES_CASED, 0x13a0, 0x13f5},
+    {MOEI_RUNES_CASED, 0x13f8, 0x13fd}, {MOEI_RUNES_CASED, 0x1c90, 0x1cba}, {MOEI_RUNES_CASED, 0x1cbd, 0x1cbf},
+    {MOEI_RUNES_CASED, 0x1d00, 0x1d2b}, {MOEI_RUNES_CASED, 0x1d6b, 0x1d77}, {MOEI_RUNES_CASED, 0x1d79, 0x1d9a},
+    {MOEI_RUNES_CASED, 0x1e00, 0x1f15}, {MOEI_RUNES_CASED, 0x1f18, 0x1f1d}, {MOEI_RUNES_CASED, 0x1f20, 0x1f45},
+    {MOEI_RUNES_CASED, 0x1f48, 0x1f4d}, {MOEI_RUNES_CASED, 0x1f50, 0x1f57}, {MOEI_RUNES_CASED, 0x1f59, 0x1f59},
+    {MOEI_RUNES_CASED, 0x1f5b, 0x1f5b}, {MOEI_RUNES_CASED, 0x1f5d, 0x1f5d}, {MOEI_RUNES_CASED, 0x1f5f, 0x1f7d},
+    {MOEI_RUNES_CASED, 0x1f80, 0x1fb4}, {MOEI_RUNES_CASED, 0x1fb6, 0x1fbc}, {MOEI_RUNES_CASED, 0x1fbe, 0x1fbe},
+    {MOEI_RUNES_CASED, 0x1fc2, 0x1fc4}, {MOEI_RUNES_CASED, 0x1fc6, 0x1fcc}, {MOEI_RUNES_CASED, 0x1fd0, 0x1fd3},
+    {MOEI_RUNES_CASED, 0x1fd6, 0x1fdb}, {MOEI_RUNES_CASED, 0x1fe0, 0x1fec}, {MOEI_RUNES_CASED, 0x1ff2, 0x1ff4},
+    {MOEI_RUNES_CASED, 0x1ff6, 0x1ffc}, {MOEI_RUNES_CASED, 0x2102, 0x2102}, {MOEI_RUNES_CASED, 0x2107, 0x2107},
+    {MOEI_RUNES_CASED, 0x210a, 0x2113}, {MOEI_RUNES_CASED, 0x2115, 0x2115}, {MOEI_RUNES_CASED, 0x2119, 0x211d},
+    {MOEI_RUNES_CASED, 0x2124, 0x2124}, {MOEI_RUNES_CASED, 0x2126, 0x2126}, {MOEI_RUNES_CASED, 0x2128, 0x2128},
+    {MOEI_RUNES_CASED, 0x212a, 0x212d}, {MOEI_RUNES_CASED, 0x212f, 0x2134}, {MOEI_RUNES_CASED, 0x2139, 0x2139},
+    {MOEI_RUNES_CASED, 0x213c, 0x213f}, {MOEI_RUNES_CASED, 0x2145, 0x2149}, {MOEI_RUNES_CASED, 0x214e, 0x214e},
+    {MOEI_RUNES_CASED, 0x2183, 0x2183}, {MOEI_RUNES_CASED, 0x2184, 0x2184}, {MOEI_RUNES_CASED, 0x2c00, 0x2c7b},
+    {MOEI_RUNES_CASED, 0x2c7e, 0x2ce4}, {MOEI_RUNES_CASED, 0x2ceb, 0x2cee}, {MOEI_RUNES_CASED, 0x2cf2, 0x2cf2},
+    {MOEI_RUNES_CASED, 0x2cf3, 0x2cf3}, {MOEI_RUNES_CASED, 0xa640, 0xa66d}, {MOEI_RUNES_CASED, 0xa680, 0xa69b},
+    {MOEI_RUNES_CASED, 0xa722, 0xa76f}, {MOEI_RUNES_CASED, 0xa771, 0xa787}, {MOEI_RUNES_CASED, 0xa78b, 0xa78e},
+    {MOEI_RUNES_CASED, 0xab70, 0xabbf}, {MOEI_RUNES_CASED, 0xfb00, 0xfb06}, {MOEI_RUNES_CASED, 0xfb13, 0xfb17},
+    {MOEI_RUNES_CASED, 0xff21, 0xff3a}, {MOEI_RUNES_CASED, 0xff41, 0xff5a}, {MOEI_RUNES_CASED, 0x10400, 0x1044f},
+    {MOEI_RUNES_CASED, 0x104b0, 0x104d3}, {MOEI_RUNES_CASED, 0x104d8, 0x104fb}, {MOEI_RUNES_CASED, 0x10c80, 0x10cb2},
+    {MOEI_RUNES_CASED, 0x10cc0, 0x10cf2}, {MOEI_RUNES_CASED, 0x118a0, 0x118df}, {MOEI_RUNES_CASED, 0x1e900, 0x1e943},
+    {MOEI_RUNES_MARKS, 0x21, 0x2f}, {MOEI_RUNES_MARKS, 0x3a, 0x7e}, {MOEI_RUNES_MARKS, 0x2018, 0x201f},
+    {MOEI_RUNES_MARKS, 0x3000, 0x3002}, {MOEI_RUNES_MARKS, 0xff01, 0xff0f}, {MOEI_RUNES_MARKS, 0xff1a, 0xff5e},
+    {MOEI_RUNES_LINE, 0xa, 0xa}, {MOEI_RUNES_LINE, 0xd, 0xd},
+    {MOEI_RUNES_FALCON, 0x24, 0x24}, {MOEI_RUNES_FALCON, 0x2b, 0x2b}, {MOEI_RUNES_FALCON, 0x3c, 0x3e},
+    {MOEI_RUNES_FALCON, 0x5e, 0x5e}, {MOEI_RUNES_FALCON, 0x60, 0x60}, {MOEI_RUNES_FALCON, 0x7c, 0x7c},
+    {MOEI_RUNES_FALCON, 0x7e, 0x7e},
+    {MOEI_RUNES_DEFAULT, 0x24, 0x24}, {MOEI_RUNES_DEFAULT, 0x2b, 0x2b}, {MOEI_RUNES_DEFAULT, 0x3c, 0x3e},
+    {MOEI_RUNES_DEFAULT, 0x5e, 0x5e}, {MOEI_RUNES_DEFAULT, 0x7c, 0x7c}, {MOEI_RUNES_DEFAULT, 0x7e, 0x7e},
+    {MOEI_RUNES_DIGIT, 0x30, 0x39},
+};
+enum { MOEI_RUNE_RANGES = (int)(sizeof moei_rune_ranges / sizeof *moei_rune_ranges) };
+
+static int moei_rune_is_in(uint32_t code, int set) {
+    int low = 0, high = MOEI_RUNE_RANGES;
+    if (set == MOEI_RUNES_NONE) return 0;
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        const moei_rune_range *range = moei_rune_ranges + middle;
+        if (range->set < set || (range->set == set && range->first <= code)) low = middle;
+        else high = middle;
+    }
+    return moei_rune_ranges[low].set == set && code >= moei_rune_ranges[low].first &&
+           code <= moei_rune_ranges[low].last;
+}
+
+/* ---- cutting text into words -------------------------------------------------------------------
+   Each published expression is a function. It looks at the text at p, which is not empty, and
+   returns how many bytes its match has, or, with *taken = 0, how many cannot be matched. */
+
+typedef struct moei_cut_pass {
+    size_t (*match)(const struct moei_cut_pass *pass, const char *p, const char *end, int *taken);
+    unsigned mask;   /* moei_pass_run: MOEI_RUNE_ and MOEI_RUNES_ that a run consists of; */
+    int set;         /* moei_pass_cased: ideographs that are no letters */
+    int least, most; /* length of a run; most digits of a number; 0: any */
+    int option;      /* moei_pass_run: a space may stand before it; moei_pass_cased: an ending may follow */
+} moei_cut_pass;
+
+/* Runes of a mask from p on, at most `most` (0: any number). */
+static const char *moei_runes(const char *p, const char *end, unsigned mask, int most) {
+    moei_rune r = moei_rune_at(p, end);
+    int n = 0;
+    for (; (r.kind & mask) != 0 && (most == 0 || n < most); n++) {
+        p += r.size;
+        r = moei_rune_at(p, end);
+    }
+    return p;
+}
+
+static int moei_rune_is_line(moei_rune r) { return r.code == '\n' || r.code == '\r'; }
+
+/* White space at p: with `lines`, up to the last line break of the run if it has one; otherwise the
+   run without its last character, which goes to the word behind it. */
+static const char *moei_runes_white(const char *p, const char *end, int lines) {
+    const char *at = p, *last = p;
+    const char *line = p; /* behind the last line break */
+    moei_rune r = moei_rune_at(p, end);
+    for (; r.kind == MOEI_RUNE_SPACE; r = moei_rune_at(at, end)) {
+        last = at;
+        at += r.size;
+        if (moei_rune_is_line(r)) line = at;
+    }
+    if (lines && line > p) return line;
+    return at >= end || last == p ? at : last;
+}
+
+/* 's 't 're 've 'm 'll 'd at p; any_case: also 'S and U+017F for s, as Unicode folds case. */
+static const char *moei_runes_ending(const char *p, const char *end, int any_case) {
+    static const char endings[][3] = {"s", "t", "m", "d", "re", "ve", "ll"};
+    size_t i, n, k;
+    if (p >= end || *p != '\'') return p;
+    p++;
+    for (i = 0; i < sizeof endings / sizeof *endings; i++) {
+        n = moei_strlen(endings[i]);
+        for (k = 0; k < n && p + k < end; k++) {
+            const int c = (unsigned char)p[k], letter = (unsigned char)endings[i][k];
+            if (c != letter && !(any_case && c == letter - 32)) break;
+        }
+        if (k == n) return p + n;
+    }
+    return any_case && end - p >= 2 && moei_memcmp(p, "\xC5\xBF", 2) == 0 ? p + 2 : p - 1;
+}
+
+/* [space]? signs, then line breaks (and slashes) if `tail` allows; p itself if there are none. */
+static const char *moei_runes_signs(const char *p, const char *end, unsigned mask, const char *tail) {
+    const char *from = *p == ' ' ? p + 1 : p, *to = moei_runes(from, end, mask, 0);
+    if (to == from) return p;
+    while (to < end && *to != '\0' && moei_memchr(tail, *to, moei_strlen(tail)) != NULL) to++;
+    return to;
+}
+
+/* gpt-2. */
+static size_t moei_pass_gpt2(const moei_cut_pass *pass, const char *p, const char *end, int *taken) {
+    const char *from = *p == ' ' ? p + 1 : p, *to = moei_runes_ending(p, end, 0);
+    (void)pass;
+    *taken = 1;
+    if (to == p) to = moei_runes(from, end, MOEI_RUNE_LETTER, 0);
+    if (to == from) to = moei_runes(from, end, MOEI_RUNE_NUMBER, 0);
+    if (to == from) to = moei_runes(from, end, MOEI_RUNE_SIGN, 0);
+    if (to == from) to = moei_runes_white(p, end, 0);
+    return (size_t)(to - p);
+}
+
+/* qwen2, and llama-bpe with up to 3 digits. */
+static size_t moei_pass_words(const moei_cut_pass *pass, const char *p, const char *end, int *taken) {
+    const moei_rune r = moei_rune_at(p, end);
+    const char *from = p, *to = moei_runes_ending(p, end, 1);
+    *taken = 1;
+    if (to > p) return (size_t)(to - p);
+    if ((r.kind & (MOEI_RUNE_LETTER | MOEI_RUNE_NUMBER)) == 0 && !moei_rune_is_line(r)) from = p + r.size;
+    to = moei_runes(from, end, MOEI_RUNE_LETTER, 0);
+    if (to == from) to = moei_runes(from = p, end, MOEI_RUNE_NUMBER, pass->most);
+    if (to == p) to = moei_runes_signs(p, end, MOEI_RUNE_SIGN, "\r\n");
+    if (to == p) to = moei_runes_white(p, end, 1);
+    return (size_t)(to - p);
+}
+
+/* A letter or mark of a word that may have case, as bits UPPER and LOWER; 0: none of these. */
+static unsigned moei_rune_case(const moei_cut_pass *pass, moei_rune r) {
+    if (moei_rune_is_in(r.code, pass->set)) return 0;
+    return r.kind == MOEI_RUNE_UPPER || r.kind == MOEI_RUNE_LOWER ? r.kind
+           : (r.kind & (MOEI_RUNE_CASELESS | MOEI_RUNE_MARK)) != 0 ? (unsigned)(MOEI_RUNE_UPPER | MOEI_RUNE_LOWER)
+                                                                   : 0u;
+}
+
+/* Upper-case letters, then lower-case ones; letters without case and marks are both. lower: one of
+   these must be there, and the first part gives one back if need be; else an upper one must.
+   Returns p if there is no such word. */
+static const char *moei_runes_case(const moei_cut_pass *pass, const char *p, const char *end, int lower) {
+    const char *at = p, *both = p, *upper;
+    moei_rune r = moei_rune_at(at, end);
+    unsigned kind = moei_rune_case(pass, r);
+    for (; (kind & MOEI_RUNE_UPPER) != 0; kind = moei_rune_case(pass, r)) {
+        at += r.size;
+        if ((kind & MOEI_RUNE_LOWER) != 0) both = at;
+        r = moei_rune_at(at, end);
+    }
+    upper = at;
+    for (; (kind & MOEI_RUNE_LOWER) != 0; kind = moei_rune_case(pass, r)) {
+        at += r.size;
+        r = moei_rune_at(at, end);
+    }
+    if (lower) return at > upper ? at : both;
+    return upper > p ? at : p;
+}
+
+/* gpt-4o, tekken, kimi-k2. */
+static size_t moei_pass_cased(const moei_cut_pass *pass, const char *p, const char *end, int *taken) {
+    const moei_rune r = moei_rune_at(p, end);
+    const int open = (r.kind & (MOEI_RUNE_LETTER | MOEI_RUNE_NUMBER)) == 0 && !moei_rune_is_line(r);
+    const char *to = p;
+    int way;
+    *taken = 1;
+    for (; pass->set != MOEI_RUNES_NONE && moei_rune_is_in(moei_rune_at(to, end).code, pass->set);)
+        to += moei_rune_at(to, end).size;
+    if (to > p) return (size_t)(to - p);
+    for (way = 0; way < 4 && to == p; way++) {
+        const char *from = way % 2 == 0 && open ? p + r.size : p;
+        to = moei_runes_case(pass, from, end, way < 2);
+        if (to == from) to = p;
+    }
+    if (to > p && pass->option) to = moei_runes_ending(to, end, 1);
+    if (to == p) to = moei_runes(p, end, MOEI_RUNE_NUMBER, pass->most);
+    if (to == p) to = moei_runes_signs(p, end, MOEI_RUNE_SIGN, pass->set == MOEI_RUNES_NONE ? "\r\n/" : "\r\n");
+    if (to == p) to = moei_runes_white(p, end, 1);
+    return (size_t)(to - p);
+}
+
+/* The third pass of deepseek-v3. */
+static size_t moei_pass_deepseek(const moei_cut_pass *pass, const char *p, const char *end, int *taken) {
+    const unsigned word = MOEI_RUNE_LETTER | MOEI_RUNE_MARK, signs = MOEI_RUNE_PUNCTUATION | MOEI_RUNE_SYMBOL;
+    const moei_rune r = moei_rune_at(p, end);
+    const char *from = p, *to = p;
+    (void)pass;
+    *taken = 1;
+    if (r.code < 0x80 && (r.kind & signs) != 0) {
+        for (to = p + 1; to < end && ((*to >= 'a' && *to <= 'z') || (*to >= 'A' && *to <= 'Z'));) to++;
+        to = to > p + 1 ? to : p;
+    }
+    if (to == p) {
+        if ((r.kind & (MOEI_RUNE_LETTER | signs)) == 0 && !moei_rune_is_line(r)) from = p + r.size;
+        to = moei_runes(from, end, word, 0);
+        if (to == from) to = moei_runes(p, end, word, 0);
+    }
+    if (to == p) to = moei_runes_signs(p, end, signs, "\r\n");
+    if (to == p) to = moei_runes_white(p, end, 1);
+    *taken = to > p;
+    return to > p ? (size_t)(to - p) : r.size;
+}
+
+/* A run of certain runes; with option, a white space before it belongs to it. */
+static size_t moei_pass_run(const moei_cut_pass *pass, const char *p, const char *end, int *taken) {
+    moei_rune r = moei_rune_at(p, end);
+    const size_t first = r.size;
+    const char *at = p;
+    int n = 0;
+    if (pass->option && r.kind == MOEI_RUNE_SPACE) {
+        at += r.size;
+        r = moei_rune_at(at, end);
+    }
+    for (; r.size > 0 && (pass->most == 0 || n < pass->most); n++) {
+        if ((r.kind & pass->mask) == 0 && !moei_rune_is_in(r.code, pass->set)) break;
+        at += r.size;
+        r = moei_rune_at(at, end);
+    }
+    *taken = n > 0 && n >= pass->least;
+    return *taken ? (size_t)(at - p) : first;
+}
+
+/* White space at the end of a piece. */
+static size_t moei_pass_trail(const moei_cut_pass *pass, const char *p, const char *end, int *taken) {
+    const char *to = moei_runes(p, end, MOEI_RUNE_SPACE, 0);
+    (void)pass;
+    *taken = to == end;
+    return to > p ? (size_t)(to - p) : moei_rune_at(p, end).size;
+}
+
+/* A word with its U+2581 in front, as SentencePiece's tokenizer.json cuts. */
+static size_t moei_pass_meta(const moei_cut_pass *pass, const char *p, const char *end, int *taken) {
+    const char *to = p + moei_rune_at(p, end).size;
+    (void)pass;
+    *taken = 1;
+    while (to < end && moei_rune_at(to, end).code != 0x2581u) to += moei_rune_at(to, end).size;
+    return (size_t)(to - p);
+}
+
+/* The passes: name, then the fields of moei_cut_pass. */
+#define MOEI_PASSES(X)                                                                            \
+    X(GPT2, moei_pass_gpt2, 0, 0, 0, 0, 0)                                                        \
+    X(QWEN2, moei_pass_words, 0, 0, 0, 1, 0)                                                      \
+    X(LLAMA3, moei_pass_words, 0, 0, 0, 3, 0)                                                     \
+    X(GPT4O, moei_pass_cased, 0, 0, 0, 3, 1)                                                      \
+    X(TEKKEN, moei_pass_cased, 0, 0, 0, 1, 0)                                                     \
+    X(KIMI, moei_pass_cased, 0, MOEI_RUNES_HAN, 0, 3, 1)                                          \
+    X(DEEPSEEK, moei_pass_deepseek, 0, 0, 0, 0, 0)                                                \
+    X(DIGIT, moei_pass_run, MOEI_RUNE_NUMBER, 0, 0, 1, 0)                                         \
+    X(DIGITS_3, moei_pass_run, MOEI_RUNE_NUMBER, 0, 0, 3, 0)                                      \
+    X(DIGITS, moei_pass_run, MOEI_RUNE_NUMBER, 0, 0, 0, 0)                                        \
+    X(THREE, moei_pass_run, 0, MOEI_RUNES_DIGIT, 3, 3, 0)                                         \
+    X(KANA, moei_pass_run, 0, MOEI_RUNES_KANA, 0, 0, 0)                                           \
+    X(EAST, moei_pass_run, 0, MOEI_RUNES_EAST, 0, 0, 0)                                           \
+    X(LINE, moei_pass_run, 0, MOEI_RUNES_LINE, 0, 1, 0)                                           \
+    X(CASED, moei_pass_run, 0, MOEI_RUNES_CASED, 0, 0, 1)                                         \
+    X(MARKS, moei_pass_run, 0, MOEI_RUNES_MARKS, 0, 0, 1)                                         \
+    X(TRAIL, moei_pass_trail, 0, 0, 0, 0, 0)                                                      \
+    X(LETTERS, moei_pass_run, MOEI_RUNE_LETTER, 0, 0, 0, 1)                                       \
+    X(POINTS, moei_pass_run, MOEI_RUNE_PUNCTUATION, 0, 0, 0, 1)                                   \
+    X(FALCON, moei_pass_run, MOEI_RUNE_PUNCTUATION, MOEI_RUNES_FALCON, 0, 0, 0)                   \
+    X(DEFAULT, moei_pass_run, MOEI_RUNE_PUNCTUATION, MOEI_RUNES_DEFAULT, 0, 0, 0)                 \
+    X(META, moei_pass_meta, 0, 0, 0, 0, 0)
+
+enum {
+    MOEI_PASS_NONE,
+#define X(name, match, mask, set, least, most, option) MOEI_PASS_##name,
+    MOEI_PASSES(X)
+#undef X
+    MOEI_PASS_COUNT
+};
+
+static const moei_cut_pass moei_passes[] = {
+    {NULL, 0, 0, 0, 0, 0},
+#define X(name, match, mask, set, least, most, option) {match, mask, set, least, most, option},
+    MOEI_PASSES(X)
+#undef X
+};
+
+/* The values of tokenizer.ggml.pre. */
+typedef struct moei_vocab_pre_row {
+    const char *names; /* separated by spaces */
+    int whole;         /* llama.cpp: words that are tokens are not merged; bos is added */
+    unsigned char passes[6];
+} moei_vocab_pre_row;
+
+static const moei_vocab_pre_row moei_vocab_pres[] = {
+    {"gpt-2 olmo mpt jais trillion phi-2 gigachat a.x-4.0 jina-es jina-de", 0, {MOEI_PASS_GPT2}},
+    {"refact starcoder command-r smollm codeshell exaone minerva-7b granite-docling", 0,
+     {MOEI_PASS_DIGIT, MOEI_PASS_GPT2}},
+    {"qwen2 hunyuan grok-2 bailingmoe bailingmoe2 llada-moe stablelm2 deepseek-r1-qwen megrez", 0, {MOEI_PASS_QWEN2}},
+    {"llama-bpe llama3 llama-v3 lfm2 falcon3 falcon-h1 pixtral midm-2.0", 1, {MOEI_PASS_LLAMA3}},
+    {"dbrx glm4 chatglm-bpe smaug-bpe hunyuan-dense", 0, {MOEI_PASS_LLAMA3}},
+    {"gpt-4o llama4 minimax-m2", 0, {MOEI_PASS_GPT4O}},
+    {"tekken", 1, {MOEI_PASS_TEKKEN}},
+    {"kimi-k2", 0, {MOEI_PASS_KIMI}},
+    {"deepseek-v3", 0, {MOEI_PASS_DIGITS_3, MOEI_PASS_KANA, MOEI_PASS_DEEPSEEK}},
+    {"deepseek-llm", 0,
+     {MOEI_PASS_LINE, MOEI_PASS_CASED, MOEI_PASS_MARKS, MOEI_PASS_TRAIL, MOEI_PASS_EAST, MOEI_PASS_DIGITS}},
+    {"deepseek-coder", 0,
+     {MOEI_PASS_LINE, MOEI_PASS_LETTERS, MOEI_PASS_POINTS, MOEI_PASS_EAST, MOEI_PASS_DIGIT}},
+    {"falcon", 0, {MOEI_PASS_FALCON, MOEI_PASS_GPT2, MOEI_PASS_THREE}},
+    {"default", 0, {MOEI_PASS_DEFAULT, MOEI_PASS_GPT2, MOEI_PASS_DIGITS, MOEI_PASS_THREE}}};
+
+/* Whether a list separated by spaces contains a word. */
+static int moei_list_has(const char *list, const char *word) {
+    const size_t n = moei_strlen(word);
+    const char *p = list;
+    while (n > 0 && *p != '\0') {
+        size_t k = 0;
+        while (p[k] != '\0' && p[k] != ' ') k++;
+        if (k == n && moei_memcmp(p, word, n) == 0) return 1;
+        p += p[k] == ' ' ? k + 1 : k;
+    }
+    return 0;
+}
+
+/* ---- the vocabulary: texts, their numbers, pairs that merge ---- */
+
+enum {
+    MOEI_SYMBOL_MOST = 1 << 22,          /* tokens of a file */
+    MOEI_MERGE_MOST = 1 << 23,
+    MOEI_VOCAB_PROBES = 256,             /* steps of a search in a table; a file that needs more is refused */
+    MOEI_SPECIAL_LEFT = 16,              /* of moei_symbol.kind: white space before it belongs to it */
+    MOEI_SPECIAL_RIGHT = 32
+};
+/* Values of moe_tokenizer.space: what becomes of spaces. */
+enum {
+    MOEI_SPACE_KEPT,
+    MOEI_SPACE_META,   /* they become U+2581 */
+    MOEI_SPACE_EACH,   /* and one stands before each stretch of text between special tokens */
+    MOEI_SPACE_FIRST,  /* before the first only, */
+    MOEI_SPACE_UNLESS  /* before each that does not begin with one */
+};
+/* Types of tokens, as GGUF numbers them. */
+enum {
+    MOEI_TOKEN_NORMAL = 1,
+    MOEI_TOKEN_UNKNOWN = 2,
+    MOEI_TOKEN_CONTROL = 3,
+    MOEI_TOKEN_USER = 4,
+    MOEI_TOKEN_UNUSED = 5,
+    MOEI_TOKEN_BYTE = 6
+};
+#define MOEI_NO_SYMBOL 0xffffffffu
+
+/* A text with a number: a token, or a text that only merges have. */
+typedef struct moei_symbol {
+    uint32_t at, size; /* in texts */
+    float score;
+    unsigned char kind;
+} moei_symbol;
+
+/* Symbols left and right become result; the index of a merge is its rank. */
+typedef struct moei_merge {
+    uint32_t left, right, result;
+} moei_merge;
+
+static moei_symbol *moei_symbols(const moe_tokenizer *t) { return (moei_symbol *)(void *)t->symbols.data; }
+
+static const unsigned char *moei_symbol_text(const moe_tokenizer *t, uint32_t id) {
+    return t->texts.data + moei_symbols(t)[id].at;
+}
+
+static uint64_t moei_vocab_hash(const unsigned char *p, size_t n) {
+    uint64_t h = 14695981039346656037u; /* FNV-1a, then the mixing of MurmurHash3 */
+    size_t i;
+    for (i = 0; i < n; i++) h = (h ^ p[i]) * 1099511628211u;
+    h = (h ^ h >> 33) * 0xff51afd7ed558ccdu;
+    return h ^ h >> 33;
+}
+
+/* A place of a hash table: `step` is odd, so that it visits all. */
+typedef struct moei_probe {
+    uint32_t *slots;
+    size_t mask, at, step;
+    int left;
+} moei_probe;
+
+static moei_probe moei_probe_begin(const moe_buffer *table, uint64_t hash) {
+    moei_probe p;
+    p.slots = (uint32_t *)(void *)table->data;
+    p.mask = table->size / sizeof *p.slots - 1;
+    p.at = (size_t)hash & p.mask;
+    p.step = (size_t)(hash >> 32) | 1u;
+    p.left = MOEI_VOCAB_PROBES;
+    return p;
+}
+
+/* The number in the slot, less one; MOEI_NO_SYMBOL: the slot is free. */
+static uint32_t moei_probe_value(const moei_probe *p) { return p->slots[p->at] - 1u; }
+
+static int moei_probe_next(moei_probe *p) {
+    p->at = (p->at + p->step) & p->mask;
+    return --p->left > 0;
+}
+
+/* The slot of a text: that of the symbol with this text, or a free one; left = 0: not found within
+   the probes. */
+static moei_probe moei_symbol_probe(const moe_tokenizer *t, const unsigned char *p, size_t n) {
+    moei_probe probe = moei_probe_begin(&t->lookup, moei_vocab_hash(p, n));
+    do {
+        const uint32_t id = moei_probe_value(&probe);
+        if (id == MOEI_NO_SYMBOL || (moei_symbols(t)[id].size == n && moei_memcmp(moei_symbol_text(t, id), p, n) == 0))
+            break;
+    } while (moei_probe_next(&probe));
+    return probe;
+}
+
+static uint32_t moei_symbol_find(const moe_tokenizer *t, const unsigned char *p, size_t n) {
+    moei_probe probe;
+    if (n == 0 || n > t->longest || t->lookup.size == 0) return MOEI_NO_SYMBOL;
+    probe = moei_symbol_probe(t, p, n);
+    return probe.left > 0 ? moei_probe_value(&probe) : MOEI_NO_SYMBOL;
+}
+
+static int32_t moei_token_find(const moe_tokenizer *t, const char *text) {
+    const uint32_t id = moei_symbol_find(t, (const unsigned char *)text, moei_strlen(text));
+    return id < (uint32_t)t->n_tokens ? (int32_t)id : -1;
+}
+
+/* The slot of a pair. */
+static moei_probe moei_pair_probe(const moe_tokenizer *t, uint32_t left, uint32_t right) {
+    const moei_merge *merges = (const moei_merge *)(const void *)t->merges.data;
+    uint64_t h = ((uint64_t)left << 32 | right) * 0x9e3779b97f4a7c15u;
+    moei_probe probe;
+    h = (h ^ h >> 29) * 0xbf58476d1ce4e5b9u;
+    probe = moei_probe_begin(&t->pairs, h ^ h >> 32);
+    do {
+        const uint32_t rank = moei_probe_value(&probe);
+        if (rank == MOEI_NO_SYMBOL || (merges[rank].left == left && merges[rank].right == right)) break;
+    } while (moei_probe_next(&probe));
+    return probe;
+}
+
+/* ---- building the vocabulary ---- */
+
+/* What loads a tokenizer. error is never NULL. */
+typedef struct moei_vocab {
+    moe_tokenizer t;
+    moei_importer r;       /* opens and reads files */
+    const char *file;      /* shown in messages */
+    int has_scores;
+    int byte_fallback;     /* 1: unknown characters become <0xNN> */
+} moei_vocab;
+
+static moe_status moei_vocab_memory(moei_vocab *v) {
+    return moei_error(v->r.error, MOE_ERR_MEMORY, "%s: no memory for the vocabulary", v->file);
+}
+
+/* A table of 0 for n entries, at least half of it free. */
+static moe_status moei_vocab_table(moei_vocab *v, moe_buffer *table, size_t n) {
+    size_t slots = 16, bytes;
+    while (slots < 2 * n) slots *= 2;
+    if (!moei_mul(slots, sizeof(uint32_t), &bytes)) return moei_vocab_memory(v);
+    moe_buffer_free(table);
+    if (moei_buffer_reserve(table, bytes) != MOE_OK) return moei_vocab_memory(v);
+    memset(table->data, 0, bytes);
+    table->size = bytes;
+    return MOE_OK;
+}
+
+static moe_status moei_vocab_crowded(moei_vocab *v) {
+    return moei_error(v->r.error, MOE_ERR_UNSUPPORTED, "%s: the texts of the vocabulary collide in a hash table",
+                      v->file);
+}
+
+/* Adds a symbol whose text is the last `size` bytes of texts. */
+static moe_status moei_symbol_add(moei_vocab *v, size_t size) {
+    moei_symbol s;
+    memset(&s, 0, sizeof s);
+    if (v->t.texts.size > 0x7fffffffu)
+        return moei_error(v->r.error, MOE_ERR_OVERFLOW, "%s: the texts of the tokens have 2 GiB or more", v->file);
+    s.at = (uint32_t)(v->t.texts.size - size);
+    s.size = (uint32_t)size;
+    s.kind = MOEI_TOKEN_NORMAL;
+    if (moei_buffer_write(&v->t.symbols, &s, sizeof s) != MOE_OK) return moei_vocab_memory(v);
+    if (s.size > v->t.longest) v->t.longest = s.size;
+    v->t.n_symbols++;
+    return MOE_OK;
+}
+
+/* Makes the lookup of the symbols so far, with room for as many again. Of equal texts the last
+   token counts, as in llama.cpp. */
+static moe_status moei_vocab_index(moei_vocab *v) {
+    moe_tokenizer *t = &v->t;
+    uint32_t id;
+    moe_status status = moei_vocab_table(v, &t->lookup, 2 * (size_t)t->n_symbols);
+    for (id = 0; id < t->n_symbols && status == MOE_OK; id++) {
+        moei_probe probe;
+        if (moei_symbols(t)[id].size == 0) continue;
+        probe = moei_symbol_probe(t, moei_symbol_text(t, id), moei_symbols(t)[id].size);
+        if (probe.left == 0) status = moei_vocab_crowded(v);
+        else probe.slots[probe.at] = id + 1u;
+    }
+    return status;
+}
+
+/* The symbol of a text, which is added if it is new. */
+static moe_status moei_symbol_intern(moei_vocab *v, const unsigned char *p, size_t n, uint32_t *id) {
+    moe_tokenizer *t = &v->t;
+    moei_probe probe = moei_symbol_probe(t, p, n);
+    moe_status status = MOE_OK;
+    if (probe.left == 0) return moei_vocab_crowded(v);
+    *id = moei_probe_value(&probe);
+    if (*id != MOEI_NO_SYMBOL) return MOE_OK;
+    *id = t->n_symbols;
+    if (moei_buffer_write(&t->texts, p, n) != MOE_OK) return moei_vocab_memory(v);
+    status = moei_symbol_add(v, n);
+    if (status != MOE_OK) return status;
+    probe.slots[probe.at] = *id + 1u;
+    if (4 * (size_t)t->n_symbols <= t->lookup.size / sizeof(uint32_t) * 3) return MOE_OK;
+    return moei_vocab_index(v);
+}
+
+/* Adds the merge of two texts that lie behind each other; the first of equal merges counts. */
+static moe_status moei_merge_add(moei_vocab *v, const unsigned char *p, size_t left, size_t right) {
+    moei_merge m;
+    moe_status status;
+    if (left == 0 || right == 0)
+        return moei_error(v->r.error, MOE_ERR_FORMAT, "%s: merge %z is not two texts", v->file,
+                          v->t.merges.size / sizeof m);
+    status = moei_symbol_intern(v, p, left, &m.left);
+    if (status == MOE_OK) status = moei_symbol_intern(v, p + left, right, &m.right);
+    if (status == MOE_OK) status = moei_symbol_intern(v, p, left + right, &m.result);
+    if (status != MOE_OK) return status;
+    return moei_buffer_write(&v->t.merges, &m, sizeof m) == MOE_OK ? MOE_OK : moei_vocab_memory(v);
+}
+
+/* Makes the lookup of pairs when all merges are known. */
+static moe_status moei_vocab_pairs(moei_vocab *v) {
+    moe_tokenizer *t = &v->t;
+    const moei_merge *merges = (const moei_merge *)(const void *)t->merges.data;
+    const size_t n = t->merges.size / sizeof *merges;
+    size_t i;
+    moe_status status = moei_vocab_table(v, &t->pairs, n);
+    for (i = 0; i < n && status == MOE_OK; i++) {
+        moei_probe probe = moei_pair_probe(t, merges[i].left, merges[i].right);
+        if (probe.left == 0) status = moei_vocab_crowded(v);
+        else if (moei_probe_value(&probe) == MOEI_NO_SYMBOL) probe.slots[probe.at] = (uint32_t)i + 1u;
+    }
+    return status;
+}
+
+/* Bytes that byte-level BPE writes as themselves; the others are written as U+0100 and up. */
+static int moei_byte_is_plain(int byte) {
+    return (byte >= 0x21 && byte <= 0x7e) || (byte >= 0xa1 && byte <= 0xff && byte != 0xad);
+}
+
+/* The stand-in of a byte as UTF-8; returns its length, at most 2. */
+static size_t moei_byte_stand_in(int byte, unsigned char out[2]) {
+    int code = byte, b;
+    if (!moei_byte_is_plain(byte))
+        for (code = 0x100, b = 0; b < byte; b++) code += !moei_byte_is_plain(b);
+    if (code < 0x80) {
+        out[0] = (unsigned char)code;
+        return 1;
+    }
+    out[0] = (unsigned char)(0xc0 | code >> 6);
+    out[1] = (unsigned char)(0x80 | (code & 63));
+    return 2;
+}
+
+/* The byte of a stand-in; -1: the character is none. */
+static int moei_byte_of(uint32_t code) {
+    int byte = 0;
+    uint32_t left = code - 0x100u;
+    if (code < 0x100) return moei_byte_is_plain((int)code) ? (int)code : -1;
+    for (; byte < 256; byte++)
+        if (!moei_byte_is_plain(byte) && left-- == 0) return byte;
+    return -1;
+}
+
+/* The symbols of the 256 bytes. */
+static void moei_vocab_bytes(moei_vocab *v) {
+    static const char digits[] = "0123456789ABCDEF";
+    moe_tokenizer *t = &v->t;
+    unsigned char text[7] = "<0x00>";
+    int byte;
+    for (byte = 0; byte < 256; byte++) {
+        size_t n = 6;
+        uint32_t id;
+        if (t->kind == MOE_TOKENIZER_BYTES) n = moei_byte_stand_in(byte, text);
+        else {
+            text[3] = (unsigned char)digits[byte >> 4];
+            text[4] = (unsigned char)digits[byte & 15];
+        }
+        id = v->byte_fallback || t->kind == MOE_TOKENIZER_BYTES ? moei_symbol_find(t, text, n) : MOEI_NO_SYMBOL;
+        t->bytes[byte] = id == MOEI_NO_SYMBOL ? -1 : (int32_t)id;
+        if (id != MOEI_NO_SYMBOL && t->kind != MOE_TOKENIZER_BYTES) moei_symbols(t)[id].kind = MOEI_TOKEN_BYTE;
+    }
+}
+
+/* Whether special token a comes before b: by first byte, then the longer one. */
+static int moei_special_before(const moe_tokenizer *t, uint32_t a, uint32_t b) {
+    const moei_symbol *x = moei_symbols(t) + a, *y = moei_symbols(t) + b;
+    const int p = *moei_symbol_text(t, a), q = *moei_symbol_text(t, b);
+    return p != q ? p < q : x->size != y->size ? x->size > y->size : a < b;
+}
+
+/* Sorts by a heap: sifts the number at `at` down among the first n. */
+static void moei_special_sift(const moe_tokenizer *t, uint32_t *ids, size_t at, size_t n) {
+    for (;;) {
+        size_t child = 2 * at + 1;
+        const uint32_t moved = ids[at];
+        if (child >= n) return;
+        if (child + 1 < n && moei_special_before(t, ids[child], ids[child + 1])) child++;
+        if (!moei_special_before(t, moved, ids[child])) return;
+        ids[at] = ids[child];
+        ids[child] = moved;
+        at = child;
+    }
+}
+
+/* Collects the tokens that are cut out of text. */
+static moe_status moei_vocab_special(moei_vocab *v) {
+    moe_tokenizer *t = &v->t;
+    uint32_t id, *ids;
+    size_t n, i;
+    for (id = 0; id < (uint32_t)t->n_tokens; id++) {
+        const moei_symbol *s = moei_symbols(t) + id;
+        const int kind = s->kind & 15;
+        if (s->size == 0 || (kind != MOEI_TOKEN_CONTROL && kind != MOEI_TOKEN_USER && kind != MOEI_TOKEN_UNKNOWN))
+            continue;
+        if (moei_buffer_write(&t->special, &id, sizeof id) != MOE_OK) return moei_vocab_memory(v);
+        t->n_special[1 + *moei_symbol_text(t, id)]++;
+    }
+    ids = (uint32_t *)(void *)t->special.data;
+    n = t->special.size / sizeof id;
+    for (i = n / 2; i > 0; i--) moei_special_sift(t, ids, i - 1, n);
+    for (i = n; i > 1; i--) {
+        id = ids[0];
+        ids[0] = ids[i - 1];
+        ids[i - 1] = id;
+        moei_special_sift(t, ids, 0, i - 1);
+    }
+    for (i = 0; i < 256; i++) t->n_special[i + 1] += t->n_special[i];
+    return MOE_OK;
+}
+
+/* Of DeepSeek; the bar is U+FF5C, the space U+2581. */
+#define MOEI_SENTENCE_END "<\xEF\xBD\x9C" "end\xE2\x96\x81of\xE2\x96\x81sentence\xEF\xBD\x9C>"
+
+/* Texts of tokens that end a turn or a text, whatever the file says. */
+static const char *const moei_ends[] = {
+    "<|im_end|>", "<|eot_id|>", "<|eot|>", "<|end|>", "<|return|>", "<|endofturn|>", "<|end_of_text|>", "<|role_end|>",
+    "<end_of_turn>", "[e~[", "<|endoftext|>", MOEI_SENTENCE_END, "<|eom_id|>", "<EOT>", "<|eos|>", "</s>"};
+enum { MOEI_ENDS = (int)(sizeof moei_ends / sizeof *moei_ends) };
+
+/* What follows from the whole vocabulary. */
+static moe_status moei_vocab_finish(moei_vocab *v) {
+    moe_tokenizer *t = &v->t;
+    int i;
+    moe_status status;
+    moei_vocab_bytes(v);
+    status = moei_vocab_special(v);
+    for (i = 0; i < MOEI_ENDS && t->eot < 0; i++) {
+        const int32_t id = moei_token_find(t, moei_ends[i]);
+        if (id >= 0 && id != t->eos && (moei_symbols(t)[id].kind & 15) != MOEI_TOKEN_NORMAL) t->eot = id;
+    }
+    if (t->eot < 0) t->eot = t->eos;
+    if (t->chat.size > 0) t->chat_template = (const char *)t->chat.data;
+    return status;
+}
+
+/* ---- from GGUF ---- */
+
+#define MOEI_VOCAB_KEYS(X)                                                                        \
+    X(MODEL, "tokenizer.ggml.model")                                                              \
+    X(PRE, "tokenizer.ggml.pre")                                                                  \
+    X(TOKENS, "tokenizer.ggml.tokens")                                                            \
+    X(SCORES, "tokenizer.ggml.scores")                                                            \
+    X(TYPES, "tokenizer.ggml.token_type")                                                         \
+    X(MERGES, "tokenizer.ggml.merges")                                                            \
+    X(BOS, "tokenizer.ggml.bos_token_id")                                                         \
+    X(EOS, "tokenizer.ggml.eos_token_id")                                                         \
+    X(EOT, "tokenizer.ggml.eot_token_id")                                                         \
+    X(UNKNOWN, "tokenizer.ggml.unknown_token_id")                                                 \
+    X(PADDING, "tokenizer.ggml.padding_token_id")                                                 \
+    X(ADD_BOS, "tokenizer.ggml.add_bos_token")                                                    \
+    X(ADD_EOS, "tokenizer.ggml.add_eos_token")                                                    \
+    X(ADD_SPACE, "tokenizer.ggml.add_space_prefix")                                               \
+    X(CHAT, "tokenizer.chat_template")                                                            \
+    X(ARCHITECTURE, "general.architecture")
+
+enum {
+#define X(name, key) MOEI_VOCAB_##name,
+    MOEI_VOCAB_KEYS(X)
+#undef X
+    MOEI_VOCAB_COUNT
+};
+
+static const char *const moei_vocab_keys[] = {
+#define X(name, key) key,
+    MOEI_VOCAB_KEYS(X)
+#undef X
+};
+
+/* Where the value of a key lies; at 0: the file does not have it. */
+typedef struct moei_vocab_value {
+    uint64_t at;
+    uint32_t type;
+} moei_vocab_value;
+
+typedef struct moei_vocab_gguf {
+    moei_vocab *v;
+    const moei_import_shard *file;
+    moei_vocab_value values[MOEI_VOCAB_COUNT];
+    moei_gguf g;
+} moei_vocab_gguf;
+
+/* Finds the keys. */
+static moe_status moei_vocab_keys_find(moei_vocab_gguf *f) {
+    char key[MOEI_IMPORT_NAME];
+    uint64_t version, n_kv;
+    int k;
+    moei_gguf_begin(&f->g, &f->v->r, f->file, 4);
+    version = moei_gguf_number(&f->g, 4);
+    (void)moei_gguf_number(&f->g, 8);
+    n_kv = moei_gguf_number(&f->g, 8);
+    if (f->g.status == MOE_OK && version != 2 && version != 3)
+        moei_gguf_refuse(&f->g, MOE_ERR_UNSUPPORTED, "only GGUF versions 2 and 3, little-endian, are supported");
+    for (; n_kv > 0 && f->g.status == MOE_OK; n_kv--) {
+        uint32_t type;
+        moei_gguf_string(&f->g, key, sizeof key);
+        type = (uint32_t)moei_gguf_number(&f->g, 4);
+        for (k = 0; k < MOEI_VOCAB_COUNT; k++)
+            if (moei_strcmp(key, moei_vocab_keys[k]) == 0) {
+                f->values[k].at = f->g.at;
+                f->values[k].type = type;
+            }
+        moei_gguf_skip_value(&f->g, type);
+    }
+    return f->g.status;
+}
+
+/* Goes to the value of a key; 0: there is none. Another type than the wanted one is an error. */
+static int moei_vocab_seek(moei_vocab_gguf *f, int key, uint32_t type) {
+    const moei_vocab_value *value = f->values + key;
+    if (value->at == 0 || f->g.status != MOE_OK) return 0;
+    f->g.at = value->at;
+    if (value->type == type) return 1;
+    f->g.status = moei_error(f->v->r.error, MOE_ERR_FORMAT, "%s: %s has type %d, must be %d", f->v->file,
+                             moei_vocab_keys[key], (int)(value->type & 0xff), (int)type);
+    return 0;
+}
+
+static int32_t moei_vocab_id(moei_vocab_gguf *f, int key, int32_t otherwise) {
+    uint64_t id;
+    if (f->values[key].at == 0) return otherwise;
+    if (!moei_vocab_seek(f, key, f->values[key].type == 5 ? 5 : 4)) return -1;
+    id = moei_gguf_number(&f->g, 4);
+    return id < (uint64_t)f->v->t.n_tokens ? (int32_t)id : -1;
+}
+
+static int moei_vocab_flag(moei_vocab_gguf *f, int key, int otherwise) {
+    return moei_vocab_seek(f, key, MOEI_GGUF_BOOL) ? moei_gguf_number(&f->g, 1) != 0 : otherwise;
+}
+
+/* Goes to an array; its length, 0 if there is none. */
+static size_t moei_vocab_array(moei_vocab_gguf *f, int key, uint32_t type, size_t most) {
+    uint32_t own;
+    uint64_t n;
+    if (!moei_vocab_seek(f, key, MOEI_GGUF_ARRAY)) return 0;
+    own = (uint32_t)moei_gguf_number(&f->g, 4);
+    n = moei_gguf_number(&f->g, 8);
+    if (f->g.status == MOE_OK && own != type)
+        f->g.status = moei_error(f->v->r.error, MOE_ERR_FORMAT, "%s: %s has elements of type %d, must be %d",
+                                 f->v->file, moei_vocab_keys[key], (int)(own & 0xff), (int)type);
+    if (f->g.status == MOE_OK && n > most)
+        f->g.status = moei_error(f->v->r.error, MOE_ERR_UNSUPPORTED, "%s: %s has more than %z elements", f->v->file,
+                                 moei_vocab_keys[key], most);
+    return f->g.status == MOE_OK ? (size_t)n : 0;
+}
+
+/* Appends a string of the file to a buffer; its length. */
+static size_t moei_vocab_string(moei_vocab_gguf *f, moe_buffer *to) {
+    const uint64_t n = moei_gguf_number(&f->g, 8);
+    if (f->g.status == MOE_OK && n > moei_gguf_left(&f->g))
+        moei_gguf_refuse(&f->g, MOE_ERR_FORMAT, "a string goes beyond the end of the file");
+    if (f->g.status != MOE_OK || n == 0) return 0;
+    if (moei_buffer_reserve(to, (size_t)n) != MOE_OK) {
+        f->g.status = moei_vocab_memory(f->v);
+        return 0;
+    }
+    moei_gguf_read(&f->g, to->data + to->size, (size_t)n);
+    to->size += (size_t)n;
+    return (size_t)n;
+}
+
+/* A wrong number of scores or types. */
+static void moei_vocab_count(moei_vocab_gguf *f, int key, size_t n) {
+    if (f->g.status == MOE_OK && n > 0 && n != (size_t)f->v->t.n_tokens)
+        f->g.status = moei_error(f->v->r.error, MOE_ERR_FORMAT, "%s: %s has %z elements for %d tokens", f->v->file,
+                                 moei_vocab_keys[key], n, (int)f->v->t.n_tokens);
+}
+
+static void moei_vocab_tokens(moei_vocab_gguf *f) {
+    moei_vocab *v = f->v;
+    size_t i, n = moei_vocab_array(f, MOEI_VOCAB_TOKENS, MOEI_GGUF_STRING, MOEI_SYMBOL_MOST);
+    if (f->g.status == MOE_OK && n == 0)
+        f->g.status = moei_error(v->r.error, MOE_ERR_NOT_FOUND, "%s: has no vocabulary", v->file);
+    for (i = 0; i < n && f->g.status == MOE_OK; i++) {
+        const size_t length = moei_vocab_string(f, &v->t.texts);
+        if (f->g.status == MOE_OK) f->g.status = moei_symbol_add(v, length);
+    }
+    if (f->g.status != MOE_OK) return;
+    v->t.n_tokens = (int32_t)n;
+    n = moei_vocab_array(f, MOEI_VOCAB_SCORES, 6, MOEI_SYMBOL_MOST);
+    moei_vocab_count(f, MOEI_VOCAB_SCORES, n);
+    v->has_scores = n > 0;
+    for (i = 0; i < n && f->g.status == MOE_OK; i++) {
+        const float score = moei_binary32((uint32_t)moei_gguf_number(&f->g, 4));
+        moei_symbols(&v->t)[i].score = score + 0.0f; /* -0 becomes 0 */
+        if (f->g.status == MOE_OK && !(score == score))
+            f->g.status = moei_error(v->r.error, MOE_ERR_FORMAT, "%s: the score of token %z is not a number", v->file,
+                                     i);
+    }
+    n = moei_vocab_array(f, MOEI_VOCAB_TYPES, 5, MOEI_SYMBOL_MOST);
+    moei_vocab_count(f, MOEI_VOCAB_TYPES, n);
+    for (i = 0; i < n && f->g.status == MOE_OK; i++) {
+        const uint64_t kind = moei_gguf_number(&f->g, 4);
+        moei_symbols(&v->t)[i].kind = (unsigned char)(kind >= 1 && kind <= 6 ? (int)kind : (int)MOEI_TOKEN_NORMAL);
+    }
+    if (f->g.status == MOE_OK) f->g.status = moei_vocab_index(v);
+}
+
+/* Merges: strings of two texts with a space between. */
+static void moei_vocab_merges(moei_vocab_gguf *f) {
+    size_t i, n = moei_vocab_array(f, MOEI_VOCAB_MERGES, MOEI_GGUF_STRING, MOEI_MERGE_MOST);
+    moe_buffer text;
+    memset(&text, 0, sizeof text);
+    text.allocator = f->v->r.allocator;
+    for (i = 0; i < n && f->g.status == MOE_OK; i++) {
+        size_t length, left = 1;
+        text.size = 0;
+        length = moei_vocab_string(f, &text);
+        if (f->g.status != MOE_OK) break;
+        while (left < length && text.data[left] != ' ') left++;
+        if (left + 1 >= length) left = length = 0;
+        else memmove(text.data + left, text.data + left + 1, length - left - 1);
+        f->g.status = moei_merge_add(f->v, text.data, left, length > 0 ? length - left - 1 : 0);
+    }
+    moe_buffer_free(&text);
+    if (f->g.status == MOE_OK) f->g.status = moei_vocab_pairs(f->v);
+}
+
+/* Sets the passes by a value of tokenizer.ggml.pre; 0: it is unknown. */
+static int moei_vocab_cut(moe_tokenizer *t, const char *pre) {
+    const size_t n = sizeof moei_vocab_pres / sizeof *moei_vocab_pres;
+    size_t i = 0;
+    while (i < n && !moei_list_has(moei_vocab_pres[i].names, pre)) i++;
+    if (i == n) return 0;
+    t->whole = moei_vocab_pres[i].whole;
+    for (t->n_passes = 0; t->n_passes < 6 && moei_vocab_pres[i].passes[t->n_passes] != MOEI_PASS_NONE; t->n_passes++)
+        t->passes[t->n_passes] = moei_vocab_pres[i].passes[t->n_passes];
+    return 1;
+}
+
+/* The kind of tokenizer and its cut. */
+static void moei_vocab_kind(moei_vocab_gguf *f) {
+    moe_tokenizer *t = &f->v->t;
+    char model[MOEI_IMPORT_VALUE] = "", pre[MOEI_IMPORT_VALUE] = "default";
+    if (moei_vocab_seek(f, MOEI_VOCAB_MODEL, MOEI_GGUF_STRING)) moei_gguf_string(&f->g, model, sizeof model);
+    if (moei_vocab_seek(f, MOEI_VOCAB_PRE, MOEI_GGUF_STRING)) moei_gguf_string(&f->g, pre, sizeof pre);
+    if (f->g.status != MOE_OK) return;
+    if (model[0] == '\0' || moei_strcmp(model, "no_vocab") == 0 || moei_strcmp(model, "none") == 0) {
+        f->g.status = moei_error(f->v->r.error, MOE_ERR_NOT_FOUND, "%s: has no vocabulary", f->v->file);
+    } else if (moei_strcmp(model, "llama") == 0) {
+        t->kind = MOE_TOKENIZER_SCORES;
+        t->space = MOEI_SPACE_EACH;
+        f->v->byte_fallback = 1;
+    } else if (moei_strcmp(model, "gpt2") == 0) {
+        if (!moei_vocab_cut(t, pre))
+            f->g.status = moei_error(f->v->r.error, MOE_ERR_UNSUPPORTED,
+                                     "%s: tokenizer.ggml.pre = %s: this way to cut text into words is not supported",
+                                     f->v->file, pre);
+    } else {
+        f->g.status = moei_error(f->v->r.error, MOE_ERR_UNSUPPORTED,
+                                 "%s: tokenizer.ggml.model = %s: not supported; gpt2 and llama are", f->v->file, model);
+    }
+}
+
+static moe_status moei_vocab_gguf_read(moei_vocab *v, const moei_import_shard *file) {
+    moei_vocab_gguf f;
+    moe_tokenizer *t = &v->t;
+    int scores;
+    memset(&f, 0, sizeof f);
+    f.v = v;
+    f.file = file;
+    if (moei_vocab_keys_find(&f) == MOE_OK) moei_vocab_kind(&f);
+    if (f.g.status == MOE_OK) moei_vocab_tokens(&f);
+    if (f.g.status != MOE_OK) return f.g.status;
+    scores = t->kind == MOE_TOKENIZER_SCORES;
+    if (scores && !v->has_scores)
+        return moei_error(v->r.error, MOE_ERR_FORMAT, "%s: tokenizer.ggml.scores is missing", v->file);
+    if (!scores) moei_vocab_merges(&f);
+    t->bos = moei_vocab_id(&f, MOEI_VOCAB_BOS, scores && t->n_tokens > 1 ? 1 : -1);
+    t->eos = moei_vocab_id(&f, MOEI_VOCAB_EOS, scores && t->n_tokens > 2 ? 2 : -1);
+    t->unknown = moei_vocab_id(&f, MOEI_VOCAB_UNKNOWN, scores ? 0 : -1);
+    t->padding = moei_vocab_id(&f, MOEI_VOCAB_PADDING, -1);
+    t->eot = moei_vocab_id(&f, MOEI_VOCAB_EOT, -1);
+    t->add_bos = moei_vocab_flag(&f, MOEI_VOCAB_ADD_BOS, scores || t->whole) && t->bos >= 0;
+    t->add_eos = moei_vocab_flag(&f, MOEI_VOCAB_ADD_EOS, 0) && t->eos >= 0;
+    if (scores && !moei_vocab_flag(&f, MOEI_VOCAB_ADD_SPACE, 1)) t->space = MOEI_SPACE_META;
+    t->strip = t->space == MOEI_SPACE_EACH;
+    if (moei_vocab_seek(&f, MOEI_VOCAB_ARCHITECTURE, MOEI_GGUF_STRING))
+        moei_gguf_string(&f.g, t->architecture, sizeof t->architecture);
+    if (moei_vocab_seek(&f, MOEI_VOCAB_CHAT, MOEI_GGUF_STRING) && moei_vocab_string(&f, &t->chat) > 0 &&
+        moei_buffer_write(&t->chat, "", 1) != MOE_OK)
+        f.g.status = moei_vocab_memory(v);
+    return f.g.status;
+}
+
+/* ---- from tokenizer.json ---- */
+
+#define MOEI_VOCAB_JSON ((size_t)1 << 27) /* largest tokenizer.json in bytes */
+enum { MOEI_VOCAB_PATTERN = 640 };
+
+/* Published expressions; one that ends in * is compared up to there. */
+typedef struct moei_pattern {
+    const char *text;
+    int pass;
+} moei_pattern;
+
+#define MOEI_RE_ENDING "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+#define MOEI_RE_WHITE "\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
+#define MOEI_RE_OPEN "[^\\r\\n\\p{L}\\p{N}]?"
+#define MOEI_RE_SIGNS "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]"
+#define MOEI_RE_TIKTOKEN "'(?i:[sdmt]|ll|ve|re)|[^\\r\\n\\p{L}\\p{N}]?+\\p{L}+|"
+#define MOEI_RE_TIKTOKEN_SIGNS "| ?[^\\s\\p{L}\\p{N}]++[\\r\\n]*|\\s*[\\r\\n]|\\s+(?!\\S)|\\s+"
+#define MOEI_RE_UPPER "[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]"
+#define MOEI_RE_LOWER "[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]"
+
+static const moei_pattern moei_patterns[] = {
+    {"'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+", MOEI_PASS_GPT2},
+    {"'(?:[sdmt]|ll|ve|re)| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+", MOEI_PASS_GPT2},
+    {MOEI_RE_ENDING "|" MOEI_RE_OPEN "\\p{L}+|\\p{N}" MOEI_RE_SIGNS "*|" MOEI_RE_WHITE, MOEI_PASS_QWEN2},
+    {MOEI_RE_ENDING "|" MOEI_RE_OPEN "\\p{L}+|\\p{N}{1,3}" MOEI_RE_SIGNS "*|" MOEI_RE_WHITE, MOEI_PASS_LLAMA3},
+    {MOEI_RE_TIKTOKEN "\\p{N}" MOEI_RE_TIKTOKEN_SIGNS, MOEI_PASS_QWEN2},
+    {MOEI_RE_TIKTOKEN "\\p{N}{1,3}" MOEI_RE_TIKTOKEN_SIGNS, MOEI_PASS_LLAMA3},
+    {MOEI_RE_OPEN MOEI_RE_UPPER "*" MOEI_RE_LOWER "+" MOEI_RE_ENDING "?|" MOEI_RE_OPEN MOEI_RE_UPPER "+" MOEI_RE_LOWER
+     "*" MOEI_RE_ENDING "?|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|" MOEI_RE_WHITE, MOEI_PASS_GPT4O},
+    {MOEI_RE_OPEN MOEI_RE_UPPER "*" MOEI_RE_LOWER "+|" MOEI_RE_OPEN MOEI_RE_UPPER "+" MOEI_RE_LOWER
+     "*|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|" MOEI_RE_WHITE, MOEI_PASS_TEKKEN},
+    {"[\\p{Han}]+|*", MOEI_PASS_KIMI},
+    {"[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^*", MOEI_PASS_DEEPSEEK},
+    {"\\p{N}{1,3}", MOEI_PASS_DIGITS_3},
+    {"\\p{N}+", MOEI_PASS_DIGITS},
+    {"\\p{N}", MOEI_PASS_DIGIT},
+    {"[0-9][0-9][0-9]", MOEI_PASS_THREE},
+    {"[\xE4\xB8\x80-\xE9\xBE\xA5\xE3\x81\x80-\xE3\x82\x9F\xE3\x82\xA0-\xE3\x83\xBF]+", MOEI_PASS_KANA},
+    {"[\xE4\xB8\x80-\xE9\xBE\xA5\xE0\xA0\x80-\xE4\xB8\x80\xEA\xB0\x80-\xED\x9F\xBF]+", MOEI_PASS_EAST},
+    {"[\r\n]", MOEI_PASS_LINE},
+    {"[\\r\\n]", MOEI_PASS_LINE},
+    {"\\s?[A-Za-z\xC2\xB5*", MOEI_PASS_CASED},
+    {"\\s?[!-/:-~*", MOEI_PASS_MARKS},
+    {"\\s+$", MOEI_PASS_TRAIL},
+    {"\\s?\\p{L}+", MOEI_PASS_LETTERS},
+    {"\\s?\\p{P}+", MOEI_PASS_POINTS}};
+
+static int moei_pattern_find(const char *text) {
+    size_t i;
+    for (i = 0; i < sizeof moei_patterns / sizeof *moei_patterns; i++) {
+        const char *p = moei_patterns[i].text;
+        const size_t n = moei_strlen(p);
+        if (moei_strcmp(p, text) == 0) return moei_patterns[i].pass;
+        if (p[n - 1] == '*' && p[n - 2] != ']' && moei_strlen(text) >= n && moei_memcmp(p, text, n - 1) == 0)
+            return moei_patterns[i].pass;
+    }
+    return MOEI_PASS_NONE;
+}
+
+/* Whether the member of an object is true; otherwise: it has none. */
+static int moei_vocab_true(const moe_buffer *text, size_t at, const char *key, int otherwise) {
+    at = moei_import_json_member(text, at, key);
+    return at == 0 || text->data[at] == 'n' ? otherwise : text->data[at] == 't';
+}
+
+/* A member that is a string, truncated; 0: it is not there. */
+static int moei_vocab_text(const moe_buffer *text, size_t at, const char *key, char *to, size_t room) {
+    moei_json j;
+    moei_span s;
+    to[0] = '\0';
+    at = moei_import_json_member(text, at, key);
+    if (at == 0 || text->data[at] != '"') return 0;
+    j = moei_import_json_at(text, at, NULL);
+    if (moei_json_string(&j, &s) != MOE_OK) return 0;
+    moei_import_span(s, to, room);
+    return 1;
+}
+
+/* Goes to the next element of an array; 0: its end. The text was checked. */
+static int moei_vocab_item(moei_json *j, int first) {
+    if (moei_json_peek(j) != (first ? '[' : ',')) return 0;
+    j->at++;
+    return moei_json_peek(j) != ']';
+}
+
+/* Calls f for the element, or for each of the list under `key` if the element is a "Sequence". */
+static moe_status moei_vocab_each(moei_vocab *v, size_t at, const char *key,
+                                  moe_status (*f)(moei_vocab *v, size_t at, const char *type)) {
+    const moe_buffer *text = &v->r.index;
+    char type[MOEI_IMPORT_VALUE];
+    moe_status status = MOE_OK;
+    moei_json j;
+    int first = 1;
+    if (at == 0 || text->data[at] != '{') return MOE_OK;
+    (void)moei_vocab_text(text, at, "type", type, sizeof type);
+    if (moei_strcmp(type, "Sequence") != 0) return f(v, at, type);
+    at = moei_import_json_member(text, at, key);
+    if (at == 0) return MOE_OK;
+    for (j = moei_import_json_at(text, at, NULL); status == MOE_OK && moei_vocab_item(&j, first); first = 0) {
+        at = j.at;
+        (void)moei_vocab_text(text, at, "type", type, sizeof type);
+        status = f(v, at, type);
+        (void)moei_config_skip(&j);
+    }
+    return status;
+}
+
+static moe_status moei_vocab_refuse(moei_vocab *v, const char *what, const char *value) {
+    return moei_error(v->r.error, MOE_ERR_UNSUPPORTED, "%s: %s \"%s\" is not supported", v->file, what, value);
+}
+
+static moe_status moei_vocab_normalizer(moei_vocab *v, size_t at, const char *type) {
+    moe_tokenizer *t = &v->t;
+    char from[16], to[16];
+    size_t pattern;
+    if (moei_strcmp(type, "NFC") == 0) {
+        t->wants_nfc = 1;
+        return MOE_OK;
+    }
+    if (moei_strcmp(type, "Prepend") == 0 && moei_vocab_text(&v->r.index, at, "prepend", to, sizeof to) &&
+        moei_strcmp(to, "\xE2\x96\x81") == 0) {
+        t->space = MOEI_SPACE_EACH;
+        return MOE_OK;
+    }
+    pattern = moei_import_json_member(&v->r.index, at, "pattern");
+    if (moei_strcmp(type, "Replace") == 0 && pattern > 0 &&
+        moei_vocab_text(&v->r.index, pattern, "String", from, sizeof from) && moei_strcmp(from, " ") == 0 &&
+        moei_vocab_text(&v->r.index, at, "content", to, sizeof to) && moei_strcmp(to, "\xE2\x96\x81") == 0) {
+        if (t->space == MOEI_SPACE_KEPT) t->space = MOEI_SPACE_META;
+        return MOE_OK;
+    }
+    return moei_vocab_refuse(v, "normalizer", type);
+}
+
+/* Adds a pass. */
+static moe_status moei_vocab_pass(moei_vocab *v, int pass) {
+    moe_tokenizer *t = &v->t;
+    if (t->n_passes == (int)sizeof t->passes) return moei_vocab_refuse(v, "pre_tokenizer", "more than 8 steps");
+    t->passes[t->n_passes++] = (unsigned char)pass;
+    return MOE_OK;
+}
+
+static moe_status moei_vocab_meta(moei_vocab *v, size_t at) {
+    const moe_buffer *text = &v->r.index;
+    char scheme[MOEI_IMPORT_VALUE];
+    int add = moei_vocab_true(text, at, "add_prefix_space", 1);
+    v->t.space = MOEI_SPACE_UNLESS;
+    if (moei_vocab_text(text, at, "prepend_scheme", scheme, sizeof scheme)) {
+        add = moei_strcmp(scheme, "never") != 0;
+        if (moei_strcmp(scheme, "first") == 0) v->t.space = MOEI_SPACE_FIRST;
+    }
+    if (!add) v->t.space = MOEI_SPACE_META;
+    return moei_vocab_true(text, at, "split", 1) ? moei_vocab_pass(v, MOEI_PASS_META) : MOE_OK;
+}
+
+static moe_status moei_vocab_pre(moei_vocab *v, size_t at, const char *type) {
+    const moe_buffer *text = &v->r.index;
+    char pattern[MOEI_VOCAB_PATTERN], behavior[MOEI_IMPORT_VALUE];
+    size_t inner;
+    int pass;
+    if (moei_strcmp(type, "ByteLevel") == 0) {
+        v->t.kind = MOE_TOKENIZER_BYTES;
+        if (moei_vocab_true(text, at, "add_prefix_space", 1))
+            return moei_vocab_refuse(v, "pre_tokenizer ByteLevel with", "add_prefix_space");
+        return moei_vocab_true(text, at, "use_regex", 1) ? moei_vocab_pass(v, MOEI_PASS_GPT2) : MOE_OK;
+    }
+    if (moei_strcmp(type, "Digits") == 0)
+        return moei_vocab_pass(v, moei_vocab_true(text, at, "individual_digits", 0) ? (int)MOEI_PASS_DIGIT
+                                                                                    : (int)MOEI_PASS_DIGITS);
+    if (moei_strcmp(type, "Metaspace") == 0) return moei_vocab_meta(v, at);
+    if (moei_strcmp(type, "Split") != 0) return moei_vocab_refuse(v, "pre_tokenizer", type);
+    (void)moei_vocab_text(text, at, "behavior", behavior, sizeof behavior);
+    if (moei_strcmp(behavior, "Isolated") != 0 &&
+        (moei_strcmp(behavior, "Removed") != 0 || !moei_vocab_true(text, at, "invert", 0)))
+        return moei_vocab_refuse(v, "pre_tokenizer Split with behavior", behavior);
+    inner = moei_import_json_member(text, at, "pattern");
+    pattern[0] = '\0';
+    if (inner > 0 && text->data[inner] == '{') (void)moei_vocab_text(text, inner, "Regex", pattern, sizeof pattern);
+    pass = moei_pattern_find(pattern);
+    return pass != MOEI_PASS_NONE ? moei_vocab_pass(v, pass) : moei_vocab_refuse(v, "the expression", pattern);
+}
+
+/* The special tokens around a text. */
+static moe_status moei_vocab_post(moei_vocab *v, size_t at, const char *type) {
+    const moe_buffer *text = &v->r.index;
+    moei_json j;
+    int first = 1, behind = 0;
+    at = moei_strcmp(type, "TemplateProcessing") == 0 ? moei_import_json_member(text, at, "single") : 0;
+    if (at == 0) return MOE_OK;
+    for (j = moei_import_json_at(text, at, NULL); moei_vocab_item(&j, first); first = 0) {
+        char name[MOEI_IMPORT_NAME];
+        const size_t special = text->data[j.at] == '{' ? moei_import_json_member(text, j.at, "SpecialToken") : 0;
+        if (special > 0 && text->data[special] == '{' && moei_vocab_text(text, special, "id", name, sizeof name)) {
+            const int32_t id = moei_token_find(&v->t, name);
+            if (id >= 0 && !behind) v->t.bos = id;
+            if (id >= 0 && behind) v->t.eos = id;
+            if (id >= 0) *(behind ? &v->t.add_eos : &v->t.add_bos) = 1;
+        } else behind = 1;
+        (void)moei_config_skip(&j);
+    }
+    return MOE_OK;
+}
+
+/* Sets the text of a token from a JSON string. */
+static moe_status moei_vocab_set(moei_vocab *v, size_t id, moei_span s, int kind, float score) {
+    moei_chars chars = moei_chars_of(s);
+    moe_buffer *texts = &v->t.texts;
+    moei_symbol *symbol = moei_symbols(&v->t) + id;
+    int c;
+    if (texts->size + moei_span_length(s) > 0x7fffffffu)
+        return moei_error(v->r.error, MOE_ERR_OVERFLOW, "%s: the texts of the tokens have 2 GiB or more", v->file);
+    if (moei_buffer_reserve(texts, moei_span_length(s) + 1) != MOE_OK) return moei_vocab_memory(v);
+    symbol->at = (uint32_t)texts->size;
+    while ((c = moei_chars_next(&chars)) >= 0) texts->data[texts->size++] = (unsigned char)c;
+    symbol->size = (uint32_t)texts->size - symbol->at;
+    symbol->kind = (unsigned char)kind;
+    symbol->score = score;
+    if (symbol->size > v->t.longest) v->t.longest = symbol->size;
+    return MOE_OK;
+}
+
+/* One entry of the vocabulary. */
+typedef struct moei_vocab_entry {
+    moei_span text;
+    size_t id;
+    moe_real score;
+    int kind;
+} moei_vocab_entry;
+
+/* The entry that j is at: of BPE (form 'b') "text": id, of Unigram ["text", score]; 0: the end. */
+static int moei_vocab_entry_next(moei_json *j, int form, int first, moei_vocab_entry *e, moe_status *status) {
+    moei_span number;
+    int more = 0;
+    if (form == 'b') {
+        *status = moei_json_key(j, first, &e->text, &more);
+        if (*status != MOE_OK || !more) return 0;
+        *status = moei_json_size(j, &e->id);
+        return *status == MOE_OK;
+    }
+    if (!moei_vocab_item(j, first)) return 0;
+    e->id += !first;
+    *status = moei_json_take(j, '[');
+    if (*status == MOE_OK) *status = moei_json_string(j, &e->text);
+    if (*status == MOE_OK) *status = moei_json_take(j, ',');
+    if (*status != MOE_OK) return 0;
+    number = moei_config_word(j);
+    if (!moei_parse_real((const char *)number.p, moei_span_length(number), &e->score))
+        *status = moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "a score is expected");
+    else *status = moei_json_take(j, ']');
+    return *status == MOE_OK;
+}
+
+/* The same for added_tokens. */
+static int moei_vocab_added_next(const moe_buffer *text, moei_json *j, int first, moei_vocab_entry *e,
+                                 moe_status *status) {
+    moei_json inner;
+    size_t id, content;
+    if (!moei_vocab_item(j, first)) return 0;
+    id = j->at < j->end && text->data[j->at] == '{' ? moei_import_json_member(text, j->at, "id") : 0;
+    content = id > 0 ? moei_import_json_member(text, j->at, "content") : 0;
+    if (content == 0) {
+        *status = moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "an added token needs id and content");
+        return 0;
+    }
+    e->kind = moei_vocab_true(text, j->at, "special", 0) ? MOEI_TOKEN_CONTROL : MOEI_TOKEN_USER;
+    if (moei_vocab_true(text, j->at, "lstrip", 0)) e->kind |= MOEI_SPECIAL_LEFT;
+    if (moei_vocab_true(text, j->at, "rstrip", 0)) e->kind |= MOEI_SPECIAL_RIGHT;
+    inner = moei_import_json_at(text, id, j->error);
+    *status = moei_json_size(&inner, &e->id);
+    inner.at = content;
+    if (*status == MOE_OK) *status = moei_json_string(&inner, &e->text);
+    if (*status == MOE_OK) *status = moei_config_skip(j);
+    return *status == MOE_OK;
+}
+
+/* Goes through the vocabulary at `at` (form 'b' or 'u'; 'a': added_tokens). set = 0: counts entries
+   and finds the highest id; 1: sets the texts. */
+static moe_status moei_vocab_entries(moei_vocab *v, size_t at, int form, int set, size_t *count, size_t *highest) {
+    const moe_buffer *text = &v->r.index;
+    moei_vocab_entry e;
+    moe_error why;
+    moei_json j = moei_import_json_at(text, at, &why);
+    moe_status status = MOE_OK;
+    int first = 1;
+    memset(&e, 0, sizeof e);
+    e.kind = MOEI_TOKEN_NORMAL;
+    why.message[0] = '\0';
+    if (at == 0) return MOE_OK;
+    if (form == 'b') status = moei_json_take(&j, '{');
+    for (; status == MOE_OK; first = 0) {
+        if (!(form == 'a' ? moei_vocab_added_next(text, &j, first, &e, &status)
+                          : moei_vocab_entry_next(&j, form, first, &e, &status)))
+            break;
+        ++*count;
+        if (e.id > *highest) *highest = e.id;
+        if (set) status = moei_vocab_set(v, e.id, e.text, e.kind, (float)e.score);
+        else if (*highest >= MOEI_SYMBOL_MOST) break;
+    }
+    return status == MOE_OK || why.message[0] == '\0'
+               ? status
+               : moei_error(v->r.error, status, "%s, %s", v->file, why.message);
+}
+
+/* Reads the tokens. A vocabulary may leave ids out, but not most of them. */
+static moe_status moei_vocab_json_tokens(moei_vocab *v, size_t vocab, int form, size_t added) {
+    moe_tokenizer *t = &v->t;
+    size_t count = 0, highest = 0, bytes, i;
+    moe_status status = moei_vocab_entries(v, vocab, form, 0, &count, &highest);
+    if (status == MOE_OK) status = moei_vocab_entries(v, added, 'a', 0, &count, &highest);
+    if (status != MOE_OK) return status;
+    if (count == 0) return moei_error(v->r.error, MOE_ERR_NOT_FOUND, "%s: has no vocabulary", v->file);
+    if (highest >= MOEI_SYMBOL_MOST || highest > 2 * count + 65536)
+        return moei_error(v->r.error, highest >= MOEI_SYMBOL_MOST ? MOE_ERR_UNSUPPORTED : MOE_ERR_FORMAT,
+                          "%s: token id %z of %z tokens is too large", v->file, highest, count);
+    bytes = (highest + 1) * sizeof(moei_symbol);
+    if (moei_buffer_reserve(&t->symbols, bytes) != MOE_OK) return moei_vocab_memory(v);
+    memset(t->symbols.data, 0, bytes);
+    t->symbols.size = bytes;
+    t->n_tokens = (int32_t)highest + 1;
+    t->n_symbols = (uint32_t)t->n_tokens;
+    for (i = 0; i <= highest; i++) moei_symbols(t)[i].kind = MOEI_TOKEN_UNUSED;
+    status = moei_vocab_entries(v, vocab, form, 1, &count, &highest);
+    for (i = 0; i <= highest && status == MOE_OK; i++)
+        if (moei_symbols(t)[i].score < t->lowest) t->lowest = moei_symbols(t)[i].score;
+    if (status == MOE_OK) status = moei_vocab_entries(v, added, 'a', 1, &count, &highest);
+    return status == MOE_OK ? moei_vocab_index(v) : status;
+}
+
+/* Adds an unescaped string to a buffer. */
+static moe_status moei_vocab_unescape(moei_vocab *v, moei_json *j, moe_buffer *to) {
+    moei_span s;
+    moei_chars chars;
+    int c;
+    moe_status status = moei_json_string(j, &s);
+    if (status != MOE_OK) return status;
+    if (moei_buffer_reserve(to, moei_span_length(s) + 1) != MOE_OK) return moei_vocab_memory(v);
+    for (chars = moei_chars_of(s); (c = moei_chars_next(&chars)) >= 0;) to->data[to->size++] = (unsigned char)c;
+    return MOE_OK;
+}
+
+/* Merges as "a b" or as ["a", "b"]. */
+static moe_status moei_vocab_json_merges(moei_vocab *v, size_t at) {
+    moe_buffer text;
+    moei_json j = moei_import_json_at(&v->r.index, at, NULL);
+    moe_status status = MOE_OK;
+    int first = 1;
+    memset(&text, 0, sizeof text);
+    text.allocator = v->r.allocator;
+    for (; at > 0 && status == MOE_OK && moei_vocab_item(&j, first); first = 0) {
+        size_t left = 1;
+        text.size = 0;
+        if (v->t.merges.size / sizeof(moei_merge) == MOEI_MERGE_MOST)
+            status = moei_vocab_refuse(v, "a list of merges with", "more than 8388608 pairs");
+        else if (moei_json_peek(&j) == '[') {
+            j.at++;
+            status = moei_vocab_unescape(v, &j, &text);
+            left = text.size;
+            if (status == MOE_OK) status = moei_json_take(&j, ',');
+            if (status == MOE_OK) status = moei_vocab_unescape(v, &j, &text);
+            if (status == MOE_OK) status = moei_json_take(&j, ']');
+        } else {
+            status = moei_vocab_unescape(v, &j, &text);
+            while (status == MOE_OK && left < text.size && text.data[left] != ' ') left++;
+            if (left < text.size) memmove(text.data + left, text.data + left + 1, --text.size - left);
+        }
+        if (status == MOE_OK) status = moei_merge_add(v, text.data, left, text.size > left ? text.size - left : 0);
+        else if (v->r.error->message[0] == '\0')
+            status = moei_error(v->r.error, status, "%s: byte %z: a merge is not two texts", v->file, j.at);
+    }
+    moe_buffer_free(&text);
+    return status == MOE_OK ? moei_vocab_pairs(v) : status;
+}
+
+/* Opens another file of the folder as JSON; a missing one leaves the text empty. */
+static moe_status moei_vocab_open(moei_vocab *v, const char *name, size_t most, moe_buffer *text) {
+    moei_import_shard *file;
+    moe_status status = moei_import_shard_open(&v->r, name, &file);
+    if (status == MOE_ERR_NOT_FOUND) return MOE_OK;
+    return status == MOE_OK ? moei_import_json_open(&v->r, file, most, text) : status;
+}
+
+/* A token of tokenizer_config.json: its text, or an object with "content". */
+static void moei_vocab_named(const moei_vocab *v, const moe_buffer *text, const char *key, int32_t *id) {
+    char name[MOEI_IMPORT_NAME];
+    const size_t at = moei_import_json_member(text, 0, key);
+    int32_t found = -1;
+    if (at == 0) return;
+    if (moei_vocab_text(text, 0, key, name, sizeof name) ||
+        (text->data[at] == '{' && moei_vocab_text(text, at, "content", name, sizeof name)))
+        found = moei_token_find(&v->t, name);
+    if (found >= 0) *id = found;
+}
+
+/* An id of config.json: a number, or the first of a list. */
+static void moei_vocab_numbered(const moei_vocab *v, const moe_buffer *text, const char *key, int32_t *id) {
+    size_t at = moei_import_json_member(text, 0, key), value;
+    moei_json j;
+    if (at == 0 || *id >= 0) return;
+    j = moei_import_json_at(text, at, NULL);
+    if (moei_json_peek(&j) == '[') j.at++;
+    if (moei_json_size(&j, &value) == MOE_OK && value < (size_t)v->t.n_tokens) *id = (int32_t)value;
+}
+
+/* The chat template: a text, or the one of a list that is called "default". */
+static moe_status moei_vocab_chat(moei_vocab *v, const moe_buffer *text) {
+    size_t at = moei_import_json_member(text, 0, "chat_template");
+    moei_json j = moei_import_json_at(text, at, NULL);
+    char name[MOEI_IMPORT_VALUE];
+    int first = 1;
+    moe_status status = MOE_OK;
+    if (at > 0 && text->data[at] == '[') {
+        for (at = 0; at == 0 && moei_vocab_item(&j, first) && text->data[j.at] == '{'; first = 0) {
+            if (moei_vocab_text(text, j.at, "name", name, sizeof name) && moei_strcmp(name, "default") == 0)
+                at = moei_import_json_member(text, j.at, "template");
+            (void)moei_config_skip(&j);
+        }
+        j.at = at;
+    }
+    if (at == 0 || text->data[at] != '"') return MOE_OK;
+    status = moei_vocab_unescape(v, &j, &v->t.chat);
+    if (status == MOE_OK && moei_buffer_write(&v->t.chat, "", 1) != MOE_OK) status = moei_vocab_memory(v);
+    return status;
+}
+
+/* What the files beside tokenizer.json say. */
+static moe_status moei_vocab_beside(moei_vocab *v) {
+    moe_tokenizer *t = &v->t;
+    moe_buffer config;
+    moe_status status;
+    memset(&config, 0, sizeof config);
+    config.allocator = v->r.allocator;
+    status = moei_vocab_open(v, "tokenizer_config.json", MOEI_VOCAB_JSON, &config);
+    if (status == MOE_OK && config.size > 0) {
+        moei_vocab_named(v, &config, "bos_token", &t->bos);
+        moei_vocab_named(v, &config, "eos_token", &t->eos);
+        moei_vocab_named(v, &config, "pad_token", &t->padding);
+        moei_vocab_named(v, &config, "unk_token", &t->unknown);
+        t->add_bos = moei_vocab_true(&config, 0, "add_bos_token", t->add_bos);
+        t->add_eos = moei_vocab_true(&config, 0, "add_eos_token", t->add_eos);
+        status = moei_vocab_chat(v, &config);
+    }
+    moe_buffer_free(&config);
+    if (status == MOE_OK) status = moei_vocab_open(v, "config.json", MOEI_IMPORT_CONFIG, &v->r.config);
+    if (status == MOE_OK && v->r.config.size > 0) {
+        moei_vocab_numbered(v, &v->r.config, "bos_token_id", &t->bos);
+        moei_vocab_numbered(v, &v->r.config, "eos_token_id", &t->eos);
+        (void)moei_vocab_text(&v->r.config, 0, "model_type", t->architecture, sizeof t->architecture);
+    }
+    t->add_bos = t->add_bos && t->bos >= 0;
+    t->add_eos = t->add_eos && t->eos >= 0;
+    return status;
+}
+
+/* Kind and vocabulary; model is the offset of "model". */
+static moe_status moei_vocab_json_model(moei_vocab *v, size_t model) {
+    const moe_buffer *text = &v->r.index;
+    moe_tokenizer *t = &v->t;
+    const size_t vocab = moei_import_json_member(text, model, "vocab");
+    const size_t unknown = moei_import_json_member(text, model, "unk_id");
+    char type[MOEI_IMPORT_NAME];
+    int unigram;
+    moe_status status;
+    (void)moei_vocab_text(text, model, "type", type, sizeof type);
+    unigram = moei_strcmp(type, "Unigram") == 0;
+    if (unigram) t->kind = MOE_TOKENIZER_UNIGRAM;
+    else if (type[0] != '\0' && moei_strcmp(type, "BPE") != 0) return moei_vocab_refuse(v, "model type", type);
+    if (moei_vocab_text(text, model, "continuing_subword_prefix", type, sizeof type) && type[0] != '\0')
+        return moei_vocab_refuse(v, "continuing_subword_prefix", type);
+    if (moei_vocab_text(text, model, "end_of_word_suffix", type, sizeof type) && type[0] != '\0')
+        return moei_vocab_refuse(v, "end_of_word_suffix", type);
+    v->byte_fallback = moei_vocab_true(text, model, "byte_fallback", 0);
+    t->whole = !unigram && moei_vocab_true(text, model, "ignore_merges", 0);
+    status = moei_vocab_json_tokens(v, vocab, unigram ? 'u' : 'b', moei_import_json_member(text, 0, "added_tokens"));
+    if (status != MOE_OK) return status;
+    if (unigram && t->longest > 256) return moei_vocab_refuse(v, "Unigram with a token of", "more than 256 bytes");
+    if (moei_vocab_text(text, model, "unk_token", type, sizeof type)) t->unknown = moei_token_find(t, type);
+    if (unknown > 0) {
+        moei_json j = moei_import_json_at(text, unknown, NULL);
+        size_t id;
+        if (moei_json_size(&j, &id) == MOE_OK && id < (size_t)t->n_tokens) t->unknown = (int32_t)id;
+    }
+    return unigram ? MOE_OK : moei_vocab_json_merges(v, moei_import_json_member(text, model, "merges"));
+}
+
+static moe_status moei_vocab_json_read(moei_vocab *v, const moei_import_shard *file) {
+    const moe_buffer *text = &v->r.index;
+    moe_status status = moei_import_json_open(&v->r, file, MOEI_VOCAB_JSON, &v->r.index);
+    size_t model;
+    if (status != MOE_OK) return status;
+    model = moei_import_json_member(text, 0, "model");
+    if (model == 0 || text->data[model] != '{')
+        return moei_error(v->r.error, MOE_ERR_NOT_FOUND, "%s: has no vocabulary", v->file);
+    v->t.kind = MOE_TOKENIZER_RANKS;
+    status = moei_vocab_each(v, moei_import_json_member(text, 0, "normalizer"), "normalizers", moei_vocab_normalizer);
+    if (status == MOE_OK)
+        status = moei_vocab_each(v, moei_import_json_member(text, 0, "pre_tokenizer"), "pretokenizers", moei_vocab_pre);
+    if (status == MOE_OK) status = moei_vocab_json_model(v, model);
+    if (status == MOE_OK)
+        status = moei_vocab_each(v, moei_import_json_member(text, 0, "post_processor"), "processors", moei_vocab_post);
+    v->t.strip = v->t.space > MOEI_SPACE_META;
+    return status == MOE_OK ? moei_vocab_beside(v) : status;
+}
+
+/* ---- encoding ---- */
+
+/* A part of a word while it is merged. */
+typedef struct moei_part {
+    uint32_t symbol;     /* MOEI_NO_SYMBOL: a text without a number */
+    uint32_t at, size;   /* in the word; size 0: merged into another */
+    uint32_t prev, next; /* MOEI_NO_SYMBOL: none */
+} moei_part;
+
+/* A pair of neighbours that can merge. */
+typedef struct moei_bigram {
+    uint32_t rank, at; /* rank of the merge, index of the left part */
+    uint32_t left, right, result;
+} moei_bigram;
+
+typedef struct moei_encoder {
+    const moe_tokenizer *t;
+    int32_t *ids;
+    size_t room, n;
+    moe_status status;
+    const unsigned char *word;     /* that is merged */
+    moe_buffer parts, heap, text;
+    int begun;                     /* some text was encoded */
+} moei_encoder;
+
+static void moei_encode_push(moei_encoder *e, int32_t id) {
+    if (e->n < e->room) e->ids[e->n] = id;
+    e->n++;
+}
+
+/* Order of merging. */
+static int moei_bigram_before(const moei_bigram *a, const moei_bigram *b) {
+    return a->rank != b->rank ? a->rank < b->rank : a->at < b->at;
+}
+
+static void moei_bigram_push(moei_encoder *e, const moei_bigram *pair) {
+    moei_bigram *heap;
+    size_t at = e->heap.size / sizeof *heap;
+    e->status = moei_buffer_write(&e->heap, pair, sizeof *pair);
+    if (e->status != MOE_OK) return;
+    heap = (moei_bigram *)(void *)e->heap.data;
+    for (; at > 0 && moei_bigram_before(pair, heap + (at - 1) / 2); at = (at - 1) / 2) heap[at] = heap[(at - 1) / 2];
+    heap[at] = *pair;
+}
+
+static moei_bigram moei_bigram_pop(moei_encoder *e) {
+    moei_bigram *heap = (moei_bigram *)(void *)e->heap.data;
+    const moei_bigram first = heap[0], last = heap[e->heap.size / sizeof *heap - 1];
+    const size_t n = e->heap.size / sizeof *heap - 1;
+    size_t at = 0, child;
+    e->heap.size -= sizeof *heap;
+    for (; (child = 2 * at + 1) < n; at = child) {
+        if (child + 1 < n && moei_bigram_before(heap + child + 1, heap + child)) child++;
+        if (!moei_bigram_before(heap + child, &last)) break;
+        heap[at] = heap[child];
+    }
+    if (n > 0) heap[at] = last;
+    return first;
+}
+
+/* A number that is smaller for a higher score. */
+static uint32_t moei_score_rank(float score) {
+    uint32_t bits;
+    memcpy(&bits, &score, sizeof bits);
+    return (bits >> 31) != 0 ? bits : 0x7fffffffu - bits;
+}
+
+/* Adds the pair of a part and the next one, if these merge. */
+static void moei_encode_pair(moei_encoder *e, uint32_t at) {
+    const moe_tokenizer *t = e->t;
+    const moei_part *parts = (const moei_part *)(const void *)e->parts.data, *a = parts + at;
+    const moei_part *b = parts + a->next;
+    moei_bigram pair;
+    if (a->next == MOEI_NO_SYMBOL || e->status != MOE_OK) return;
+    pair.at = at;
+    pair.left = a->symbol;
+    pair.right = b->symbol;
+    if (t->kind == MOE_TOKENIZER_SCORES) {
+        pair.result = moei_symbol_find(t, e->word + a->at, (size_t)a->size + b->size);
+        if (pair.result == MOEI_NO_SYMBOL) return;
+        pair.rank = moei_score_rank(moei_symbols(t)[pair.result].score);
+    } else {
+        moei_probe probe;
+        if (a->symbol == MOEI_NO_SYMBOL || b->symbol == MOEI_NO_SYMBOL || t->pairs.size == 0) return;
+        probe = moei_pair_probe(t, a->symbol, b->symbol);
+        pair.rank = probe.left > 0 ? moei_probe_value(&probe) : MOEI_NO_SYMBOL;
+        if (pair.rank == MOEI_NO_SYMBOL) return;
+        pair.result = ((const moei_merge *)(const void *)t->merges.data)[pair.rank].result;
+    }
+    moei_bigram_push(e, &pair);
+}
+
+/* The ids of a part that is not a token: its bytes, or the unknown token. */
+static void moei_encode_unknown(moei_encoder *e, const moei_part *part) {
+    const moe_tokenizer *t = e->t;
+    uint32_t i, known = 0;
+    for (i = 0; i < part->size; i++) known += t->bytes[e->word[part->at + i]] >= 0;
+    if (t->kind == MOE_TOKENIZER_BYTES ? part->size > 1 && known > 0 : known == part->size) {
+        for (i = 0; i < part->size; i++) {
+            const int32_t id = t->bytes[e->word[part->at + i]];
+            if (id >= 0 && id < t->n_tokens) moei_encode_push(e, id);
+            else if (t->unknown >= 0) moei_encode_push(e, t->unknown);
+        }
+    } else if (t->unknown >= 0) moei_encode_push(e, t->unknown);
+}
+
+/* Splits a word into its bytes or characters. */
+static void moei_encode_split(moei_encoder *e, size_t size) {
+    const moe_tokenizer *t = e->t;
+    const char *word = (const char *)e->word;
+    size_t at = 0;
+    uint32_t n = 0;
+    e->parts.size = e->heap.size = 0;
+    while (at < size && e->status == MOE_OK) {
+        moei_part part;
+        part.at = (uint32_t)at;
+        if (t->kind == MOE_TOKENIZER_BYTES) {
+            part.size = 1;
+            part.symbol = (uint32_t)t->bytes[e->word[at]]; /* -1 is MOEI_NO_SYMBOL */
+        } else {
+            part.size = (uint32_t)moei_rune_at(word + at, word + size).size;
+            part.symbol = moei_symbol_find(t, e->word + at, part.size);
+        }
+        at += part.size;
+        part.prev = n - 1u;
+        part.next = at < size ? n + 1 : MOEI_NO_SYMBOL;
+        n++;
+        e->status = moei_buffer_write(&e->parts, &part, sizeof part);
+    }
+}
+
+/* Merges a word and appends its ids. */
+static void moei_encode_merge(moei_encoder *e, size_t size) {
+    moei_part *parts;
+    uint32_t i;
+    moei_encode_split(e, size);
+    parts = (moei_part *)(void *)e->parts.data;
+    for (i = 0; i < e->parts.size / sizeof *parts; i++) moei_encode_pair(e, i);
+    while (e->heap.size > 0 && e->status == MOE_OK) {
+        const moei_bigram pair = moei_bigram_pop(e);
+        moei_part *a = parts + pair.at, *b = parts + a->next;
+        if (a->size == 0 || a->next == MOEI_NO_SYMBOL || a->symbol != pair.left || b->symbol != pair.right) continue;
+        a->symbol = pair.result;
+        a->size += b->size;
+        a->next = b->next;
+        b->size = 0;
+        if (a->next != MOEI_NO_SYMBOL) parts[a->next].prev = pair.at;
+        if (a->prev != MOEI_NO_SYMBOL) moei_encode_pair(e, a->prev);
+        moei_encode_pair(e, pair.at);
+    }
+    for (i = 0; e->status == MOE_OK && i != MOEI_NO_SYMBOL && e->parts.size > 0; i = parts[i].next)
+        if (parts[i].symbol < (uint32_t)e->t->n_tokens) moei_encode_push(e, (int32_t)parts[i].symbol);
+        else moei_encode_unknown(e, parts + i);
+}
+
+/* The best way to a place of a text: the sum of scores, the token that ends here. */
+typedef struct moei_way {
+    double sum;
+    uint32_t size, symbol; /* MOEI_NO_SYMBOL: a character without a token */
+} moei_way;
+
+/* Turns the way to the end of a word round, so that each place has the token that begins there, and
+   appends the ids. Neighbours without a token are one unknown token. */
+static void moei_encode_way(moei_encoder *e, moei_way *ways, size_t size) {
+    moei_way way = ways[size];
+    moei_part part;
+    size_t at = size;
+    memset(&part, 0, sizeof part);
+    while (at > 0) {
+        const moei_way before = ways[at -= way.size];
+        ways[at] = way;
+        way = before;
+    }
+    for (; at < size; at += way.size) {
+        way = ways[at];
+        if (way.symbol != MOEI_NO_SYMBOL) {
+            moei_encode_push(e, (int32_t)way.symbol);
+            continue;
+        }
+        part.at = (uint32_t)at;
+        part.size = way.size;
+        while (at + way.size < size && ways[at + way.size].symbol == MOEI_NO_SYMBOL) {
+            at += way.size;
+            way = ways[at];
+            part.size += way.size;
+        }
+        moei_encode_unknown(e, &part);
+    }
+}
+
+/* The cut of a text with the highest sum of scores. An unknown character counts as ten less than
+   the lowest score, as in SentencePiece. */
+static void moei_encode_unigram(moei_encoder *e, size_t size) {
+    const moe_tokenizer *t = e->t;
+    const char *word = (const char *)e->word, *end = word + size;
+    moei_way *ways;
+    size_t at, n;
+    e->parts.size = 0;
+    e->status = moei_buffer_reserve(&e->parts, (size + 1) * sizeof *ways);
+    if (e->status != MOE_OK) return;
+    ways = (moei_way *)(void *)e->parts.data;
+    memset(ways, 0, (size + 1) * sizeof *ways);
+    for (at = 0; at < size; at += moei_rune_at(word + at, end).size) {
+        const size_t first = moei_rune_at(word + at, end).size;
+        for (n = first; at + n <= size && n <= (t->longest > first ? t->longest : first);) {
+            const uint32_t id = moei_symbol_find(t, e->word + at, n);
+            const int known = id < (uint32_t)t->n_tokens && (moei_symbols(t)[id].kind & 15) == MOEI_TOKEN_NORMAL;
+            const double sum = ways[at].sum + (known ? (double)moei_symbols(t)[id].score : (double)t->lowest - 10);
+            moei_way *way = ways + at + n;
+            if ((known || n == first) && (way->size == 0 || sum > way->sum)) {
+                way->sum = sum;
+                way->size = (uint32_t)n;
+                way->symbol = known ? id : MOEI_NO_SYMBOL;
+            }
+            if (at + n == size) break;
+            n += moei_rune_at(word + at + n, end).size;
+        }
+    }
+    moei_encode_way(e, ways, size);
+}
+
+/* Encodes a word. */
+static void moei_encode_word(moei_encoder *e, const char *word, size_t size) {
+    const moe_tokenizer *t = e->t;
+    unsigned char out[2];
+    size_t i;
+    e->word = (const unsigned char *)word;
+    if (t->whole && e->status == MOE_OK) {
+        uint32_t id;
+        e->text.size = 0;
+        for (i = 0; i < size && e->text.size <= t->longest && e->status == MOE_OK; i++) {
+            const size_t n = t->kind == MOE_TOKENIZER_BYTES ? moei_byte_stand_in(e->word[i], out) : 1;
+            e->status = moei_buffer_write(&e->text, t->kind == MOE_TOKENIZER_BYTES ? out : e->word + i, n);
+        }
+        id = moei_symbol_find(t, e->text.data, e->text.size);
+        if (id < (uint32_t)t->n_tokens) {
+            moei_encode_push(e, (int32_t)id);
+            return;
+        }
+    }
+    if (e->status != MOE_OK) return;
+    if (t->kind == MOE_TOKENIZER_UNIGRAM) moei_encode_unigram(e, size);
+    else moei_encode_merge(e, size);
+}
+
+/* Cuts a text by the passes from `pass` on; each cuts the pieces of the one before it. */
+static void moei_encode_cut(moei_encoder *e, int pass, const char *p, const char *end) {
+    const char *gap = p;
+    if (p == end) return;
+    if (pass == e->t->n_passes) {
+        moei_encode_word(e, p, (size_t)(end - p));
+        return;
+    }
+    while (p < end && e->status == MOE_OK) {
+        const moei_cut_pass *cut = moei_passes + e->t->passes[pass];
+        int taken;
+        const size_t n = cut->match(cut, p, end, &taken);
+        if (taken) {
+            moei_encode_cut(e, pass + 1, gap, p);
+            moei_encode_cut(e, pass + 1, p, p + n);
+            gap = p + n;
+        }
+        p += n;
+    }
+    moei_encode_cut(e, pass + 1, gap, end);
+}
+
+/* Encodes text between special tokens. */
+static void moei_encode_stretch(moei_encoder *e, const char *p, const char *end) {
+    static const char meta[] = "\xE2\x96\x81";
+    const int space = e->t->space, first = !e->begun;
+    moe_buffer text;
+    if (p == end || e->status != MOE_OK) return;
+    e->begun = 1;
+    if (space == MOEI_SPACE_KEPT) {
+        moei_encode_cut(e, 0, p, end);
+        return;
+    }
+    memset(&text, 0, sizeof text);
+    text.allocator = e->t->allocator;
+    if (space == MOEI_SPACE_EACH || (space == MOEI_SPACE_FIRST && first) ||
+        (space == MOEI_SPACE_UNLESS && *p != ' ' && (end - p < 3 || moei_memcmp(p, meta, 3) != 0)))
+        e->status = moei_buffer_write(&text, meta, 3);
+    for (; p < end && e->status == MOE_OK; p++)
+        e->status = *p == ' ' ? moei_buffer_write(&text, meta, 3) : moei_buffer_write(&text, p, 1);
+    if (e->status == MOE_OK) moei_encode_cut(e, 0, (const char *)text.data, (const char *)text.data + text.size);
+    moe_buffer_free(&text);
+}
+
+/* The longest special token at p; MOEI_NO_SYMBOL: none. */
+static uint32_t moei_special_at(const moe_tokenizer *t, const char *p, const char *end, int flags) {
+    const uint32_t *ids = (const uint32_t *)(const void *)t->special.data;
+    const int first = (unsigned char)*p;
+    uint32_t i;
+    for (i = t->n_special[first]; i < t->n_special[first + 1]; i++) {
+        const moei_symbol *s = moei_symbols(t) + ids[i];
+        if ((flags & MOE_TOKENIZER_SPECIAL) == 0 && (s->kind & 15) != MOEI_TOKEN_USER) continue;
+        if (s->size <= (size_t)(end - p) && moei_memcmp(p, moei_symbol_text(t, ids[i]), s->size) == 0) return ids[i];
+    }
+    return MOEI_NO_SYMBOL;
+}
+
+static int moei_is_white(int c) { return c == ' ' || (c >= 9 && c <= 13); }
+
+/* Cuts special tokens out and encodes the rest. */
+static void moei_encode_text(moei_encoder *e, const char *p, const char *end, int flags) {
+    const moe_tokenizer *t = e->t;
+    const char *from = p;
+    while (p < end && e->status == MOE_OK) {
+        const uint32_t id = moei_special_at(t, p, end, flags);
+        const char *to = p;
+        if (id == MOEI_NO_SYMBOL) {
+            p++;
+            continue;
+        }
+        if ((moei_symbols(t)[id].kind & MOEI_SPECIAL_LEFT) != 0)
+            while (to > from && moei_is_white((unsigned char)to[-1])) to--;
+        moei_encode_stretch(e, from, to);
+        moei_encode_push(e, (int32_t)id);
+        p += moei_symbols(t)[id].size;
+        if ((moei_symbols(t)[id].kind & MOEI_SPECIAL_RIGHT) != 0)
+            while (p < end && moei_is_white((unsigned char)*p)) p++;
+        e->begun = 1;
+        from = p;
+    }
+    moei_encode_stretch(e, from, end);
+}
+
+moe_status moe_tokenizer_encode(const moe_tokenizer *t, const char *text, size_t size, int flags, int32_t *ids,
+                                size_t room, size_t *n) {
+    moei_encoder e;
+    if (t == NULL || n == NULL || (text == NULL && size > 0) || (ids == NULL && room > 0)) return MOE_ERR_ARGUMENT;
+    *n = 0;
+    if (size >= (size_t)1 << 30) return MOE_ERR_OVERFLOW;
+    memset(&e, 0, sizeof e);
+    e.t = t;
+    e.ids = ids;
+    e.room = room;
+    e.parts.allocator = e.heap.allocator = e.text.allocator = t->allocator;
+    if ((flags & MOE_TOKENIZER_BOUNDS) != 0 && t->add_bos) moei_encode_push(&e, t->bos);
+    if (size > 0) moei_encode_text(&e, text, text + size, flags);
+    if ((flags & MOE_TOKENIZER_BOUNDS) != 0 && t->add_eos) moei_encode_push(&e, t->eos);
+    moe_buffer_free(&e.parts);
+    moe_buffer_free(&e.heap);
+    moe_buffer_free(&e.text);
+    *n = e.n;
+    if (e.status != MOE_OK) return e.status;
+    return e.n > room ? MOE_ERR_SPACE : MOE_OK;
+}
+
+/* ---- decoding ---- */
+
+/* Appends the bytes of a token to out, which has room for moe_tokenizer_room; their number. */
+static size_t moei_decode_token(const moe_decoder *d, int32_t id, unsigned char *out) {
+    const moe_tokenizer *t = d->tokenizer;
+    const moei_symbol *s = moei_symbols(t) + id;
+    const unsigned char *text = moei_symbol_text(t, (uint32_t)id);
+    const char *p = (const char *)text, *end = p + s->size;
+    const int kind = s->kind & 15;
+    size_t n = 0;
+    if (kind == MOEI_TOKEN_UNUSED) return 0;
+    if ((kind == MOEI_TOKEN_CONTROL || kind == MOEI_TOKEN_UNKNOWN) && (d->flags & MOE_TOKENIZER_SPECIAL) == 0) return 0;
+    if (kind == MOEI_TOKEN_BYTE && s->size == 6) {
+        out[0] = (unsigned char)(moei_hex_digit(text[3]) << 4 | moei_hex_digit(text[4]));
+        return 1;
+    }
+    while (p < end) {
+        const moei_rune r = moei_rune_at(p, end);
+        const int byte = kind == MOEI_TOKEN_NORMAL && t->kind == MOE_TOKENIZER_BYTES ? moei_byte_of(r.code) : -1;
+        if (byte >= 0) out[n++] = (unsigned char)byte;
+        else if (r.code == 0x2581u && kind == MOEI_TOKEN_NORMAL && t->space != MOEI_SPACE_KEPT) out[n++] = ' ';
+        else {
+            memcpy(out + n, p, r.size);
+            n += r.size;
+        }
+        p += r.size;
+    }
+    return n;
+}
+
+/* How many of the last bytes begin a character whose rest is missing, 0 to 3. The second byte may
+   exclude that: overlong forms, surrogates, code points beyond U+10FFFF. */
+static size_t moei_decode_open(const char *text, size_t n) {
+    size_t back;
+    for (back = 1; back <= 3 && back <= n; back++) {
+        const unsigned char *p = (const unsigned char *)text + n - back;
+        const unsigned second = back > 1 ? p[1] : *p == 0xE0 || *p == 0xF0 ? 0xBFu : 0x80u;
+        const size_t wanted = *p < 0xC2 || *p > 0xF4 ? 1 : *p < 0xE0 ? 2 : *p < 0xF0 ? 3 : 4;
+        if ((*p & 0xC0) == 0x80) continue;
+        if ((*p == 0xE0 && second < 0xA0) || (*p == 0xED && second > 0x9F)) return 0;
+        if ((*p == 0xF0 && second < 0x90) || (*p == 0xF4 && second > 0x8F)) return 0;
+        return wanted > back ? back : 0;
+    }
+    return 0;
+}
+
+size_t moe_tokenizer_room(const moe_tokenizer *t) { return t != NULL ? (size_t)t->longest + 4 : 0; }
+
+size_t moe_tokenizer_decode(moe_decoder *d, int32_t id, char *text, size_t room) {
+    const moe_tokenizer *t = d != NULL ? d->tokenizer : NULL;
+    size_t n, held, all;
+    if (t == NULL || id >= t->n_tokens) return 0;
+    n = (size_t)d->n_held;
+    if (n + (id >= 0 ? moei_symbols(t)[id].size : 0) > room) return n + moei_symbols(t)[id].size;
+    memcpy(text, d->held, n);
+    if (id < 0) {
+        d->n_held = d->begun = 0;
+        return n;
+    }
+    all = n + moei_decode_token(d, id, (unsigned char *)text + n);
+    if (t->strip && !d->begun && all > n && (moei_symbols(t)[id].kind & 15) == MOEI_TOKEN_NORMAL && text[n] == ' ') {
+        memmove(text + n, text + n + 1, all - n - 1);
+        all--;
+    }
+    if (all > n || (moei_symbols(t)[id].kind & 15) == MOEI_TOKEN_NORMAL) d->begun = 1;
+    held = moei_decode_open(text, all);
+    memcpy(d->held, text + all - held, held);
+    d->n_held = (int)held;
+    return all - held;
+}
+
+int32_t moe_tokenizer_find(const moe_tokenizer *t, const char *text) {
+    return t != NULL && text != NULL && t->n_tokens > 0 ? moei_token_find(t, text) : -1;
+}
+
+int moe_tokenizer_is_end(const moe_tokenizer *t, int32_t id) {
+    int i;
+    if (t == NULL || id < 0 || id >= t->n_tokens) return 0;
+    if (id == t->eos || id == t->eot) return 1;
+    for (i = 0; i < MOEI_ENDS && (moei_symbols(t)[id].kind & 15) != MOEI_TOKEN_NORMAL; i++)
+        if (moei_token_find(t, moei_ends[i]) == id) return 1;
+    return 0;
+}
+
+void moe_tokenizer_free(moe_tokenizer *t) {
+    if (t == NULL) return;
+    moe_buffer_free(&t->texts);
+    moe_buffer_free(&t->symbols);
+    moe_buffer_free(&t->lookup);
+    moe_buffer_free(&t->merges);
+    moe_buffer_free(&t->pairs);
+    moe_buffer_free(&t->special);
+    moe_buffer_free(&t->chat);
+    memset(t, 0, sizeof *t);
+}
+
+/* ---- loading ---- */
+
+static moe_status moei_vocab_run(moe_tokenizer *t, const moei_import_folder *folder, const char *name,
+                                 const moe_allocator *allocator, moe_error *error) {
+    moei_vocab v;
+    moe_error own;
+    moei_import_shard *file;
+    unsigned char begin[4] = {0, 0, 0, 0};
+    moe_status status;
+    if (!moei_can_allocate(allocator))
+        return moei_error(error, MOE_ERR_ARGUMENT, "allocator is required with MOE_NO_MALLOC");
+    memset(&v, 0, sizeof v);
+    own.message[0] = '\0';
+    v.r.folder = folder;
+    v.r.error = &own;
+    if (allocator != NULL) v.r.allocator = *allocator;
+    v.t.allocator = v.r.allocator;
+    v.t.texts.allocator = v.t.symbols.allocator = v.t.lookup.allocator = v.t.merges.allocator = v.r.allocator;
+    v.t.pairs.allocator = v.t.special.allocator = v.t.chat.allocator = v.r.allocator;
+    v.t.bos = v.t.eos = v.t.eot = v.t.unknown = v.t.padding = -1;
+    status = moei_import_shard_open(&v.r, name, &file);
+    if (status == MOE_OK) {
+        v.r.first = file;
+        v.file = file->shown;
+        if (file->source.size >= sizeof begin) status = moei_import_read_at(&v.r, file, 0, begin, sizeof begin);
+    }
+    if (status == MOE_OK)
+        status = moei_memcmp(begin, "GGUF", 4) == 0 ? moei_vocab_gguf_read(&v, file) : moei_vocab_json_read(&v, file);
+    if (status == MOE_OK) status = moei_vocab_finish(&v);
+    moei_importer_close(&v.r);
+    moei_import_clean(own.message);
+    if (status == MOE_OK) {
+        *t = v.t;
+        return MOE_OK;
+    }
+    moe_tokenizer_free(&v.t);
+    return moei_error(error, status, "%s", own.message[0] != '\0' ? own.message : moe_status_text(status));
+}
+
+moe_status moe_import_read_tokenizer(moe_tokenizer *t, const moe_import_source *sources, size_t n_sources,
+                                     const moe_allocator *allocator, moe_error *error) {
+    moei_import_sources s;
+    moei_import_folder folder;
+    if (t == NULL || sources == NULL || n_sources == 0)
+        return moei_error(error, MOE_ERR_ARGUMENT, "t or sources is NULL, or there are no sources");
+    s.sources = sources;
+    s.n = n_sources;
+    folder.ctx = &s;
+    folder.open = moei_import_sources_open;
+    folder.close = NULL;
+    folder.reason = NULL;
+    return moei_vocab_run(t, &folder, sources[0].name != NULL ? sources[0].name : "the file", allocator, error);
+}
+
+#ifndef MOE_NO_STDIO
+/* Folder and file name of a path, which is a file or a folder with tokenizer.json. */
+static moe_status moei_vocab_folder(moei_import_disk *d, const char *path, const char **name, moe_error *error) {
+    moei_text text = moei_import_text(d->path, sizeof d->path);
+    FILE *f = NULL;
+    int reason = ENOENT;
+    *name = "tokenizer.json";
+    moei_put(&text, path, moei_strlen(path));
+    if (text.length > 0 && text.out[text.length - 1] != '/') moei_put(&text, "/", 1);
+    d->length = text.length;
+    moei_put(&text, *name, moei_strlen(*name));
+    if (!moei_import_ends(path, ".gguf") && !moei_import_ends(path, ".json")) f = moei_file_open(d->path, &reason);
+    if (f != NULL) (void)fclose(f);
+    else if (!moei_import_is_absence(reason)) return moei_file_failed(error, "cannot open", path, reason);
+    else *name = moei_import_disk_split(d, path);
+    return MOE_OK;
+}
+
+moe_status moe_import_tokenizer(moe_tokenizer *t, const char *path, const moe_allocator *allocator, moe_error *error) {
+    moei_import_disk disk;
+    moei_import_folder folder;
+    const char *name;
+    moe_status status;
+    if (t == NULL || path == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "t or path is NULL");
+    if (moei_strlen(path) + MOEI_IMPORT_NAME + 2 > MOEI_PATH_SIZE)
+        return moei_error(error, MOE_ERR_ARGUMENT, "the path is longer than %d bytes",
+                          (int)MOEI_PATH_SIZE - (int)MOEI_IMPORT_NAME - 2);
+    memset(&disk, 0, sizeof disk);
+    disk.allocator = allocator;
+    folder.ctx = &disk;
+    folder.open = moei_import_disk_open;
+    folder.close = moei_import_disk_close;
+    folder.reason = moei_import_disk_reason;
+    status = moei_vocab_folder(&disk, path, &name, error);
+    if (status != MOE_OK) return status;
+    if (moei_strlen(name) >= MOEI_IMPORT_NAME)
+        return moei_error(error, MOE_ERR_ARGUMENT, "the file name is longer than %d bytes", (int)MOEI_IMPORT_NAME - 1);
+    return moei_vocab_run(t, &folder, name, allocator, error);
 }
 #endif
 

@@ -102,27 +102,26 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
     M(s, n_constant) M(s, input) M(s, raw_input) M(s, jitter_eps) M(s, ac_mode) M(s, ac_spread) M(s, ac_mix) \
     M(s, ac_lambda) M(s, ac_rho) M(s, score) M(s, router_bias) M(s, cosine_dim) M(s, cosine_keep_length) \
     M(s, cosine_learn_tau) M(s, cosine_tau) M(s, norm_node) M(s, norm_order) M(s, router_hidden) M(s, router_act) \
-    M(s, grap_cosine) M(s, router_residual) M(s, logit_cap) M(s, noise) M(s, noise_floor) M(s, noise_sigma) \
-    M(s, gate) M(s, gate_temperature) M(s, refine) M(s, similarity_tau) M(s, similarity_scale) \
-    M(s, similarity_learned) M(s, lower_entropy_only) M(s, causal) M(s, heads) M(s, attention_heads) \
-    M(s, attention_head) M(s, attention_sigma) M(s, attention_u) M(s, select) M(s, selection_bias) M(s, groups) \
-    M(s, groups_kept) M(s, group_score) M(s, custom_batch) M(s, custom_parameters) M(s, top_p) M(s, threshold) \
-    M(s, threshold_learned) M(s, threshold_sigmoid) M(s, threshold_fallback) M(s, expert_choice_score) \
-    M(s, expert_choice_scope) M(s, predictor) M(s, threshold_rho) M(s, affinity_mass) M(s, affinity_sum) \
-    M(s, affinity_sum_auto) M(s, capacity) M(s, table_size) M(s, sample_at) M(s, sample_scope) M(s, sample_seed) \
-    M(s, expert_dropout) M(s, expert_dropout_scope) M(s, slots) M(s, soft_normalise) M(s, soft_sequences) \
-    M(s, weight) M(s, weight_p) M(s, weight_over) M(s, sparsemixer_eps) M(s, sparsemixer_sample) M(s, expert_scale) \
-    M(s, scale) M(s, apply_to) M(s, capacity_factor) M(s, capacity_factor_eval) M(s, drop_capacity) \
-    M(s, capacity_min) M(s, capacity_bound) M(s, capacity_rho) M(s, drop_order) M(s, drop_rule) M(s, renormalize) \
-    M(s, loss_balance) M(s, balance_over) M(s, balance_scope) M(s, zero_tau) M(s, zero_average) M(s, loss_z) \
-    M(s, loss_importance) M(s, importance_over) M(s, unbiased) M(s, loss_entropy) M(s, loss_usage_entropy) \
-    M(s, loss_similarity_same) M(s, loss_similarity_diff) M(s, loss_locality) M(s, nodes) M(s, loss_l1) \
-    M(s, loss_load) M(s, loss_orthogonal) M(s, loss_diversity) M(s, loss_simplicity) M(s, loss_stable_balance) \
-    M(s, loss_selector_entropy) M(s, loss_selector_reach) M(s, loss_distill) M(s, distill) M(s, student) \
-    M(s, student_dim) M(s, loss_predictor) M(s, expert_temperature) M(s, bias_rate) M(s, bias_rule) M(s, bias_real) \
-    M(s, bias_centre) M(s, bias_kappa) M(s, bias_beta) M(s, l1_controller) M(s, schedule_steps) M(s, k_end) \
-    M(s, tau_schedule) M(s, tau_end) M(s, freeze_at) M(s, switch_at) M(s, switch_share) M(s, switch_from) \
-    M(s, untrained) M(s, preset)
+    M(s, grap_cosine) M(s, router_residual) M(s, logit_cap) M(s, noise) M(s, noise_floor) M(s, noise_sigma) M(s, gate) \
+    M(s, gate_temperature) M(s, refine) M(s, similarity_tau) M(s, similarity_scale) M(s, similarity_learned) \
+    M(s, lower_entropy_only) M(s, causal) M(s, heads) M(s, attention_heads) M(s, attention_head) M(s, attention_sigma) \
+    M(s, attention_u) M(s, select) M(s, selection_bias) M(s, groups) M(s, groups_kept) M(s, group_score) \
+    M(s, custom_batch) M(s, custom_parameters) M(s, top_p) M(s, threshold) M(s, threshold_learned) \
+    M(s, threshold_sigmoid) M(s, threshold_fallback) M(s, expert_choice_score) M(s, expert_choice_scope) \
+    M(s, predictor) M(s, threshold_rho) M(s, affinity_mass) M(s, affinity_sum) M(s, affinity_sum_auto) M(s, capacity) \
+    M(s, table_size) M(s, sample_at) M(s, sample_scope) M(s, sample_seed) M(s, expert_dropout) \
+    M(s, expert_dropout_scope) M(s, slots) M(s, soft_normalise) M(s, soft_sequences) M(s, weight) M(s, weight_p) \
+    M(s, weight_over) M(s, sparsemixer_eps) M(s, sparsemixer_sample) M(s, expert_scale) M(s, scale) M(s, apply_to) \
+    M(s, capacity_factor) M(s, capacity_factor_eval) M(s, drop_capacity) M(s, capacity_min) M(s, capacity_bound) \
+    M(s, capacity_rho) M(s, drop_order) M(s, drop_rule) M(s, renormalize) M(s, loss_balance) M(s, balance_over) \
+    M(s, balance_scope) M(s, zero_tau) M(s, zero_average) M(s, loss_z) M(s, loss_importance) M(s, importance_over) \
+    M(s, unbiased) M(s, loss_entropy) M(s, loss_usage_entropy) M(s, loss_similarity_same) M(s, loss_similarity_diff) \
+    M(s, loss_locality) M(s, nodes) M(s, loss_l1) M(s, loss_load) M(s, loss_orthogonal) M(s, loss_diversity) \
+    M(s, loss_simplicity) M(s, loss_stable_balance) M(s, loss_selector_entropy) M(s, loss_selector_reach) \
+    M(s, loss_distill) M(s, distill) M(s, student) M(s, student_dim) M(s, loss_predictor) M(s, expert_temperature) \
+    M(s, bias_rate) M(s, bias_rule) M(s, bias_real) M(s, bias_centre) M(s, bias_kappa) M(s, bias_beta) \
+    M(s, l1_controller) M(s, schedule_steps) M(s, k_end) M(s, tau_schedule) M(s, tau_end) M(s, freeze_at) \
+    M(s, switch_at) M(s, switch_share) M(s, switch_from) M(s, untrained) M(s, preset)
 #define MOEI_OF_moe_preset(M, s) M(s, name) M(s, aliases) M(s, source) M(s, formula) M(s, router) M(s, layer)
 #define MOEI_OF_moe_parameter(M, s) M(s, name) M(s, n_dims) M(s, shape) M(s, count) M(s, flags) M(s, init_value) \
     M(s, init_std)
@@ -132,9 +131,9 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
     M(s, previous_weights) M(s, n_previous) M(s, previous_logits) M(s, d_previous_logits) M(s, d_clean_logits) \
     M(s, attention_weights) M(s, attention_outputs) M(s, attention_output) M(s, d_attention_weights) \
     M(s, d_attention_outputs) M(s, d_attention_output) M(s, jitter) M(s, gumbel) M(s, uniform) M(s, dropped) \
-    M(s, token_machine) \
-    M(s, expert_machine) M(s, teacher) M(s, distances) M(s, activations) M(s, activation_width) M(s, n_past) \
-    M(s, past_u) M(s, past_gate) M(s, decoding) M(s, training) M(s, keep) M(s, rng) M(s, batch) M(s, error)
+    M(s, token_machine) M(s, expert_machine) M(s, teacher) M(s, distances) M(s, activations) M(s, activation_width) \
+    M(s, n_past) M(s, past_u) M(s, past_gate) M(s, decoding) M(s, training) M(s, keep) M(s, rng) M(s, batch) \
+    M(s, error)
 #define MOEI_OF_moe_assignment(M, s) M(s, token) M(s, choice) M(s, weight_in) M(s, weight_out)
 #define MOEI_OF_moe_dispatch_plan(M, s) M(s, n_tokens) M(s, n_experts) M(s, offsets) M(s, assignments) M(s, rows)
 #define MOEI_OF_moe_routing(M, s) M(s, n_tokens) M(s, n_experts) M(s, first) M(s, n_real) M(s, real_experts) M(s, u) \
@@ -150,13 +149,12 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
     M(s, first) M(s, kept) M(s, importance) M(s, logits) M(s, mean_gate) M(s, mean_logit) M(s, row) M(s, classes) \
     M(s, first_classes)
 #define MOEI_OF_moe_report(M, s) M(s, n_experts) M(s, n_classes) M(s, n_calls) M(s, n_tokens) M(s, n_assignments) \
-    M(s, n_dropped) M(s, dropped_share) M(s, experts_per_token) M(s, real_experts_per_token) \
-    M(s, predictor_agreement) M(s, gate_entropy) M(s, usage_entropy) M(s, usage_entropy_calls) \
-    M(s, confidence_entropy) M(s, importance_cv2) M(s, load_entropy) M(s, load_balance_score) M(s, load_cv2) \
-    M(s, load_max_over_mean) M(s, load_max_minus_min) M(s, capacity_use) M(s, first_share_max) M(s, trivial_gate) \
-    M(s, n_classified) M(s, information) M(s, information_chance) M(s, information_first) \
-    M(s, information_first_chance) M(s, classes) M(s, first_classes) M(s, load) M(s, first) M(s, kept) \
-    M(s, mean_gate) M(s, mean_logit)
+    M(s, n_dropped) M(s, dropped_share) M(s, experts_per_token) M(s, real_experts_per_token) M(s, predictor_agreement) \
+    M(s, gate_entropy) M(s, usage_entropy) M(s, usage_entropy_calls) M(s, confidence_entropy) M(s, importance_cv2) \
+    M(s, load_entropy) M(s, load_balance_score) M(s, load_cv2) M(s, load_max_over_mean) M(s, load_max_minus_min) \
+    M(s, capacity_use) M(s, first_share_max) M(s, trivial_gate) M(s, n_classified) M(s, information) \
+    M(s, information_chance) M(s, information_first) M(s, information_first_chance) M(s, classes) M(s, first_classes) \
+    M(s, load) M(s, first) M(s, kept) M(s, mean_gate) M(s, mean_logit)
 #define MOEI_OF_moe_instability_report(M, s) M(s, instability) M(s, chance) M(s, q1) M(s, q2)
 #define MOEI_OF_moe_error_shares(M, s) M(s, n_samples) M(s, error) M(s, gate_error) M(s, expert_error) M(s, n_trivial)
 #define MOEI_OF_moe_allocator(M, s) M(s, ctx) M(s, resize)
@@ -182,17 +180,16 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
     M(s, ranks)
 #define MOEI_OF_moe_attention_config(M, s) M(s, heads) M(s, d_head) M(s, full) M(s, rotary) M(s, rotary_base) \
     M(s, kv_heads) M(s, d_value) M(s, bias) M(s, output_bias) M(s, qk_norm) M(s, norm_after) M(s, eps) M(s, scale) \
-    M(s, cap) M(s, clamp) M(s, sinks) M(s, window) M(s, chunk) M(s, query_floor) M(s, query_growth) \
-    M(s, rotary_dims) M(s, rotary_neighbours) M(s, rotary_scaling) M(s, rotary_factor) M(s, rotary_length) \
-    M(s, beta_fast) M(s, beta_slow) M(s, no_truncation) M(s, low_factor) M(s, high_factor) M(s, rotary_magnitude) \
-    M(s, kv_lora) M(s, q_lora)
+    M(s, cap) M(s, clamp) M(s, sinks) M(s, window) M(s, chunk) M(s, query_floor) M(s, query_growth) M(s, rotary_dims) \
+    M(s, rotary_neighbours) M(s, rotary_scaling) M(s, rotary_factor) M(s, rotary_length) M(s, beta_fast) \
+    M(s, beta_slow) M(s, no_truncation) M(s, low_factor) M(s, high_factor) M(s, rotary_magnitude) M(s, kv_lora) \
+    M(s, q_lora)
 #define MOEI_OF_moe_module(M, s) M(s, kind) M(s, d_in) M(s, d_out) M(s, act) M(s, span) M(s, n_rows) M(s, length) \
     M(s, no_bias) M(s, bias) M(s, eps) M(s, scale) M(s, cap) M(s, rate) M(s, attention) M(s, layer) M(s, tensors) \
     M(s, gradients) M(s, external) M(s, first_tensor)
 #define MOEI_OF_moe_net(M, s) M(s, d_in) M(s, d_out) M(s, n_modules) M(s, modules) M(s, n_tensors) M(s, tensors) \
     M(s, kernels_wanted) M(s, kernels) M(s, transport) M(s, mixture_losses) M(s, external) M(s, cache_type) \
-    M(s, allocator) M(s, memory) \
-    M(s, memory_size) M(s, built) M(s, trainable) M(s, error)
+    M(s, allocator) M(s, memory) M(s, memory_size) M(s, built) M(s, trainable) M(s, error)
 #define MOEI_OF_moe_net_pass(M, s) M(s, n_tokens) M(s, training) M(s, y) M(s, call) M(s, past) M(s, most) M(s, first) \
     M(s, total) M(s, modules) M(s, scratch) M(s, d_x)
 #define MOEI_OF_moe_cache(M, s) M(s, net) M(s, n_tokens) M(s, most) M(s, memory) M(s, size)
@@ -232,6 +229,12 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
 #define MOEI_OF_moe_built_model(M, s) M(s, model) M(s, weights) M(s, experts) M(s, ops) M(s, mixtures) \
     M(s, attentions) M(s, external) M(s, net) M(s, allocator)
 #define MOEI_OF_moe_import_source(M, s) M(s, name) M(s, size) M(s, ctx) M(s, read_at)
+#define MOEI_OF_moe_tokenizer(M, s) M(s, n_tokens) M(s, bos) M(s, eos) M(s, eot) M(s, unknown) M(s, padding) \
+    M(s, kind) M(s, add_bos) M(s, add_eos) M(s, wants_nfc) M(s, chat_template) M(s, architecture) M(s, space) \
+    M(s, strip) M(s, whole) M(s, n_passes) M(s, passes) M(s, n_symbols) M(s, longest) M(s, lowest) M(s, n_special) \
+    M(s, bytes) M(s, allocator) M(s, texts) M(s, symbols) M(s, lookup) M(s, merges) M(s, pairs) M(s, special) \
+    M(s, chat)
+#define MOEI_OF_moe_decoder(M, s) M(s, tokenizer) M(s, flags) M(s, begun) M(s, n_held) M(s, held)
 #define MOEI_OF_moe_exchange(M, s) M(s, row_bytes) M(s, send) M(s, send_counts) M(s, send_at) M(s, receive) \
     M(s, receive_counts) M(s, receive_at) M(s, channel)
 #define MOEI_OF_moe_traffic(M, s) M(s, rows) M(s, bytes) M(s, tokens) M(s, assignments) M(s, assignments_remote) \
@@ -249,10 +252,9 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
     S(moe_call) S(moe_assignment) S(moe_dispatch_plan) S(moe_routing) S(moe_custom) S(moe_router) S(moe_metrics) \
     S(moe_report) S(moe_instability_report) S(moe_error_shares) S(moe_allocator) S(moe_arena) S(moe_stream) \
     S(moe_buffer) S(moe_tensor) S(moe_file_tensor) S(moe_file) S(moe_limits) S(moe_metadata) S(moe_layer_config) \
-    S(moe_layer) S(moe_quant_error) S(moe_layer_pass) S(moe_attention_config) S(moe_module) S(moe_net) \
-    S(moe_net_pass) S(moe_cache) S(moe_sampling) S(moe_mixture) S(moe_mixture_losses) S(moe_data) S(moe_evaluation) \
-    S(moe_progress) S(moe_param_group) S(moe_train_config) S(moe_trainer) S(moe_step) S(moe_loader) S(moe_model) \
-    S(moe_choice)
+    S(moe_layer) S(moe_quant_error) S(moe_layer_pass) S(moe_attention_config) S(moe_module) S(moe_net) S(moe_net_pass) \
+    S(moe_cache) S(moe_sampling) S(moe_mixture) S(moe_mixture_losses) S(moe_data) S(moe_evaluation) S(moe_progress) \
+    S(moe_param_group) S(moe_train_config) S(moe_trainer) S(moe_step) S(moe_loader) S(moe_model) S(moe_choice)
 #ifdef MOE_CLASSIC_H
 #define MOEI_STRUCTS_CLASSIC(S) S(moe_hme_config) S(moe_hme) S(moe_modular) S(moe_modular_step_result)
 #else
@@ -264,7 +266,7 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
 #define MOEI_STRUCTS_EXPORT(S)
 #endif
 #ifdef MOE_IMPORT_H
-#define MOEI_STRUCTS_IMPORT(S) S(moe_import_source)
+#define MOEI_STRUCTS_IMPORT(S) S(moe_import_source) S(moe_tokenizer) S(moe_decoder)
 #else
 #define MOEI_STRUCTS_IMPORT(S)
 #endif

@@ -50,6 +50,8 @@ inside float kernels - quick
 inside float int_scores -DMOE_NO_SIMD quick
 inside float models -DMOE_NO_SIMD quick
 inside float quant - quick
+inside float tokens -DMOE_NO_SIMD
+inside float tokenizers -DMOE_NO_SIMD
 inside float files -DMOE_NO_SIMD
 inside double files -DMOE_NO_SIMD
 inside float left_out -

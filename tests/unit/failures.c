@@ -82,6 +82,7 @@ static int trap_sync(int file);
 #undef fsync
 #endif
 #include "../all.h"
+#include "vocab.h"
 
 #undef realloc
 #undef free
@@ -558,7 +559,8 @@ typedef struct bytes_made {
     size_t size;
 } bytes_made;
 
-static bytes_made net_file, layer_file, trainer_file, midway_file, model_file, gguf_file;
+static bytes_made net_file, layer_file, trainer_file, midway_file, model_file, gguf_file, vocab_file;
+static moe_tokenizer tokenizer; /* of vocab_file */
 
 static const char *const net_config =
     "{\\\"format\\\":1,\\\"net\\\":{\\\"d_in\\\":6,\\\"modules\\\":[{\\\"module\\\":\\\"linear\\\",\\\"d_out\\\":8},{"
@@ -664,6 +666,23 @@ static void make_published(void) {
     }
 }
 
+static void make_vocabulary(void) {
+    static vocab v;
+    static moe_buffer file;
+    static moe_real memory[1 << 17];
+    static moe_arena arena = {memory, sizeof memory, 0};
+    moe_import_source source;
+    moe_error error;
+    moe_allocator a = moe_arena_allocator(&arena);
+    file.allocator = a;
+    vocab_bytes(&v);
+    vocab_gguf(&v, &file);
+    vocab_file.data = file.data;
+    vocab_file.size = file.size;
+    source = moe_import_memory("vocabulary.gguf", file.data, file.size);
+    CHECK_SAYS(moe_import_read_tokenizer(&tokenizer, &source, 1, &a, &error) == MOE_OK, "vocabulary", &error);
+}
+
 static void make_files(void) {
     moe_net net;
     moe_layer layer;
@@ -680,6 +699,7 @@ static void make_files(void) {
     while (n < MOE_LAYER_PARAMETER_COUNT && moe_layer_tensor(&layer, n, &tensors[n]) == MOE_OK) n++;
     layer_file = compose(layer_config, tensors, n);
     make_published();
+    make_vocabulary();
     moe_layer_free(&layer);
     CHECK(net_file.size > 8192 && layer_file.size > 8192, "files of more than two blocks");
 }
@@ -1018,12 +1038,39 @@ static moe_status run_published_read(world *w, moe_error *error) {
     moe_import_source source = moe_import_memory("some.file", f->data, f->size);
     return moe_import_read(&w->layer, &source, 1, w->parameter ? "blk.0" : "m", NULL, w->allocator, error);
 }
+static moe_status run_vocabulary_read(world *w, moe_error *error) {
+    moe_import_source source = moe_import_memory("a.gguf", vocab_file.data, vocab_file.size);
+    moe_tokenizer t;
+    moe_status status;
+    memset(&t, 0, sizeof t);
+    status = moe_import_read_tokenizer(&t, &source, 1, w->allocator, error);
+    moe_tokenizer_free(&t);
+    return status;
+}
+static moe_status run_encode(world *w, moe_error *error) {
+    static const char text[] = "hello world, a word of aaaaaaaa";
+    moe_tokenizer t = tokenizer;
+    int32_t ids[64];
+    size_t n;
+    (void)error;
+    memset(&t.allocator, 0, sizeof t.allocator);
+    if (w->allocator != NULL) t.allocator = *w->allocator;
+    return moe_tokenizer_encode(&t, text, sizeof text - 1, 0, ids, 64, &n);
+}
 static moe_status run_layer_read(world *w, moe_error *error) {
     return moe_layer_read(&w->layer, layer_file.data, layer_file.size, w->parameter, MOE_KERNELS_AUTO, w->allocator,
                           error);
 }
 
 #ifndef MOE_NO_STDIO
+static moe_status run_vocabulary_load(world *w, moe_error *error) {
+    moe_tokenizer t;
+    moe_status status;
+    memset(&t, 0, sizeof t);
+    status = moe_import_tokenizer(&t, path, w->allocator, error);
+    moe_tokenizer_free(&t);
+    return status;
+}
 static moe_status run_file_read(world *w, moe_error *error) { return moe_file_read(path, &w->buffer, error); }
 
 /* What moe_file_replace writes; a careless one ignores the result of write. */
@@ -1223,7 +1270,8 @@ enum {
     PIECES = 16   /* a file is read piece by piece, from what is there then */
 };
 enum {
-    DISK_AS_IT_IS = -1, DISK_NOTHING, DISK_OLD, DISK_MODEL, DISK_GGUF, DISK_NET, DISK_LAYER, DISK_TRAINER, DISK_MIDWAY
+    DISK_AS_IT_IS = -1, DISK_NOTHING, DISK_OLD, DISK_MODEL, DISK_GGUF, DISK_VOCABULARY, DISK_NET, DISK_LAYER,
+    DISK_TRAINER, DISK_MIDWAY
 };
 
 typedef struct row {
@@ -1292,6 +1340,10 @@ static const row rows[] = {
     {"moe_import_layer", OP_MEMORY, 0, LAYER, 0, DISK_MODEL, 0, AROUND, STDIO(run_load_published)},
     {"moe_import_layer", FILES, 0, LAYER, 0, DISK_MODEL, 0, AROUND, STDIO(run_load_published)},
     {"moe_import_layer", FILES, 0, LAYER, 0, DISK_GGUF, 1, AROUND, STDIO(run_load_published)},
+    {"moe_import_read_tokenizer", OP_MEMORY, 0, 0, 0, 0, 0, AROUND | CONSTANT, run_vocabulary_read},
+    {"moe_tokenizer_encode", OP_MEMORY, 0, 0, 0, 0, 0, SILENT | AROUND | CONSTANT, run_encode},
+    {"moe_import_tokenizer", OP_MEMORY, 0, 0, 0, DISK_VOCABULARY, 0, AROUND | CONSTANT, STDIO(run_vocabulary_load)},
+    {"moe_import_tokenizer", FILES, 0, 0, 0, DISK_VOCABULARY, 0, AROUND | CONSTANT, STDIO(run_vocabulary_load)},
     {"moe_import_write", OP_MEMORY, LAYER, 0, 0, 0, 0, AROUND | CONSTANT, TRAINING(run_publish)},
     {"moe_import_write", OP_STREAM, LAYER, 0, 0, 0, 0, CONSTANT, TRAINING(run_publish)},
     {"moe_import_save", OP_MEMORY, LAYER, 0, 0, DISK_OLD, 0, AROUND | CONSTANT, BOTH(run_save_published)},
@@ -1360,7 +1412,7 @@ enum { N_ROWS = (int)(sizeof rows / sizeof rows[0]) };
 
 static void put_disk(int disk) {
     static const char old[] = "what was there before";
-    const bytes_made *const files[] = {NULL,      NULL,        &model_file,   &gguf_file,
+    const bytes_made *const files[] = {NULL,      NULL,        &model_file,   &gguf_file,   &vocab_file,
                                        &net_file, &layer_file, &trainer_file, &midway_file};
     if (disk == DISK_AS_IT_IS) return;
     remove(path);

@@ -247,6 +247,7 @@ static void no_allocator(moe_status status) {
 static void test_extras_without_heap(void) {
     const moe_import_source source = moe_import_memory("x", "", 0);
     moe_layer layer = layer_of("select=dense"), other;
+    moe_tokenizer tokenizer;
     moe_transport transport;
     moe_stream stream;
     memset(&stream, 0, sizeof stream);
@@ -254,6 +255,8 @@ static void test_extras_without_heap(void) {
     stream.write = no_bytes;
     no_allocator(moe_import_read(&other, &source, 1, "m", NULL, NULL, &error));
     no_allocator(moe_import_layer(&other, "x", "m", NULL, NULL, &error));
+    no_allocator(moe_import_read_tokenizer(&tokenizer, &source, 1, NULL, &error));
+    no_allocator(moe_import_tokenizer(&tokenizer, "x", NULL, &error));
     memset(&layer.allocator, 0, sizeof layer.allocator);
     no_allocator(moe_import_write(&layer, &stream, "m", "mixtral", MOE_DTYPE_F32, &error));
     transport.n_ranks = 1;

@@ -1,0 +1,734 @@
+/* tokens.c - tokenizers: cuts, merges, special tokens, decoding, both kinds of file, broken files.
+     cc -std=c99 -O2 -I. tests/unit/tokens.c -o tokens -lm && ./tokens */
+#define MOE_IMPLEMENTATION
+#include "../all.h"
+#include "../test.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "vocab.h"
+
+static moe_error error;
+
+static moe_status load(moe_tokenizer *t, const char *name, const moe_buffer *b) {
+    const moe_import_source source = moe_import_memory(name, b->data, b->size);
+    error.message[0] = '\0';
+    return moe_import_read_tokenizer(t, &source, 1, NULL, &error);
+}
+
+/* ---- tokenizer.json ---- */
+
+static void put_text(moe_buffer *b, const char *text) { vocab_put(b, text, strlen(text)); }
+
+static void put_quoted(moe_buffer *b, const char *text) {
+    put_text(b, "\"");
+    for (; *text != '\0'; text++) {
+        if (*text == '"' || *text == '\\') put_text(b, "\\");
+        vocab_put(b, text, 1);
+    }
+    put_text(b, "\"");
+}
+
+#define NO_NORMALIZER "\"normalizer\":null"
+#define BYTE_LEVEL "\"pre_tokenizer\":{\"type\":\"ByteLevel\",\"add_prefix_space\":false,\"use_regex\":true}"
+#define TEMPLATE                                                                                              \
+    "\"post_processor\":{\"type\":\"Sequence\",\"processors\":[{\"type\":\"ByteLevel\"},{\"type\":"             \
+    "\"TemplateProcessing\",\"single\":[{\"SpecialToken\":{\"id\":\"<|bos|>\",\"type_id\":0}},{\"Sequence\":"   \
+    "{\"id\":\"A\"}},{\"SpecialToken\":{\"id\":\"<|im_end|>\"}}]}]}"
+#define PREPEND                                                                                               \
+    "\"normalizer\":{\"type\":\"Sequence\",\"normalizers\":[{\"type\":\"Prepend\",\"prepend\":\"\342\226\201\"}," \
+    "{\"type\":\"Replace\",\"pattern\":{\"String\":\" \"},\"content\":\"\342\226\201\"}]}"
+#define META "\"pre_tokenizer\":{\"type\":\"Metaspace\",\"replacement\":\"\342\226\201\",\"prepend_scheme\":\"always\"}"
+
+static const char *const byte_parts[] = {NO_NORMALIZER, BYTE_LEVEL, TEMPLATE};
+static const char *const piece_parts[] = {PREPEND, "\"pre_tokenizer\":null", "\"post_processor\":null"};
+static const char *const meta_parts[] = {NO_NORMALIZER, META, "\"post_processor\":null"};
+
+/* parts: normalizer, pre_tokenizer, post_processor; pairs: merges as lists. */
+static void vocab_json(const vocab *v, const char *const *parts, int pairs, moe_buffer *b) {
+    char text[128];
+    int i, n = 0;
+    put_text(b, "{\"version\":\"1.0\",\"added_tokens\":[");
+    for (i = 0; i < v->n_tokens; i++) {
+        if (v->tokens[i].kind < 2 || v->tokens[i].kind > 4) continue;
+        sprintf(text, "%s{\"id\":%d,\"content\":", n++ > 0 ? "," : "", i);
+        put_text(b, text);
+        put_quoted(b, v->tokens[i].text);
+        sprintf(text, ",\"lstrip\":%s,\"special\":%s}", "false", v->tokens[i].kind == 4 ? "false" : "true");
+        put_text(b, text);
+    }
+    put_text(b, "],");
+    for (i = 0; i < 3; i++) {
+        put_text(b, parts[i]);
+        put_text(b, ",");
+    }
+    put_text(b, "\"model\":{\"type\":");
+    if (v->kind == VOCAB_UNIGRAM) put_text(b, "\"Unigram\",\"unk_id\":0,\"byte_fallback\":true,\"vocab\":[");
+    else if (v->kind == VOCAB_BYTES) put_text(b, "\"BPE\",\"unk_token\":null,\"vocab\":{");
+    else put_text(b, "\"BPE\",\"unk_token\":\"<unk>\",\"byte_fallback\":true,\"vocab\":{");
+    for (i = 0; i < v->n_tokens; i++) {
+        if (i > 0) put_text(b, ",");
+        if (v->kind == VOCAB_UNIGRAM) put_text(b, "[");
+        put_quoted(b, v->tokens[i].text);
+        if (v->kind == VOCAB_UNIGRAM) sprintf(text, ",%g]", (double)v->tokens[i].score);
+        else sprintf(text, ":%d", i);
+        put_text(b, text);
+    }
+    put_text(b, v->kind == VOCAB_UNIGRAM ? "]" : "},\"merges\":[");
+    for (i = 0; i < v->n_merges; i++) {
+        const char *space = strchr(v->merges[i], ' ');
+        if (i > 0) put_text(b, ",");
+        if (pairs) {
+            sprintf(text, "%.*s", (int)(space - v->merges[i]), v->merges[i]);
+            put_text(b, "[");
+            put_quoted(b, text);
+            put_text(b, ",");
+            put_quoted(b, space + 1);
+            put_text(b, "]");
+        } else put_quoted(b, v->merges[i]);
+    }
+    put_text(b, v->kind == VOCAB_UNIGRAM ? "}}" : "]}}");
+}
+
+/* ---- a second opinion: the merges by the book, without a heap ---- */
+
+typedef struct slow_part {
+    char text[80];
+    int alive;
+} slow_part;
+
+static int32_t slow_find(const vocab *v, const char *text) {
+    int i;
+    for (i = v->n_tokens - 1; i >= 0 && strcmp(v->tokens[i].text, text) != 0;) i--;
+    return i;
+}
+
+/* How early two texts merge; less is earlier; 1e9: never. */
+static double slow_rank(const vocab *v, const char *left, const char *right) {
+    char both[200];
+    int i;
+    if (v->kind == VOCAB_SCORES) {
+        sprintf(both, "%s%s", left, right);
+        i = slow_find(v, both);
+        return i >= 0 ? -(double)v->tokens[i].score : 1e9;
+    }
+    sprintf(both, "%s %s", left, right);
+    for (i = 0; i < v->n_merges && strcmp(v->merges[i], both) != 0;) i++;
+    return i < v->n_merges ? i : 1e9;
+}
+
+static size_t slow_merge(vocab *v, slow_part *parts, size_t n, int32_t *ids) {
+    size_t count = 0, i, k;
+    for (;;) {
+        double best = 1e9;
+        size_t at = 0, with = 0;
+        for (i = 0; i < n; i = k) {
+            for (k = i + 1; k < n && !parts[k].alive;) k++;
+            if (k < n && slow_rank(v, parts[i].text, parts[k].text) < best) {
+                best = slow_rank(v, parts[i].text, parts[k].text);
+                at = i;
+                with = k;
+            }
+        }
+        if (best >= 1e9) break;
+        strcat(parts[at].text, parts[with].text);
+        parts[with].alive = 0;
+    }
+    for (i = 0; i < n; i++) {
+        const unsigned char *p = (const unsigned char *)parts[i].text;
+        int32_t id;
+        if (!parts[i].alive) continue;
+        id = slow_find(v, parts[i].text);
+        if (id >= 0) ids[count++] = id;
+        else
+            for (; *p != '\0'; p++) {
+                char byte[8];
+                sprintf(byte, "<0x%02X>", (unsigned)*p);
+                ids[count++] = slow_find(v, byte);
+            }
+    }
+    return count;
+}
+
+/* One word of text, in pieces of the vocabulary's alphabet. */
+static size_t slow_encode(vocab *v, const char *text, int32_t *ids) {
+    static slow_part parts[64];
+    size_t n = 0, k;
+    memset(parts, 0, sizeof parts);
+    while (*text != '\0') {
+        parts[n].alive = 1;
+        if (v->kind == VOCAB_BYTES) strcpy(parts[n].text, vocab_stand_in(v, (unsigned char)*text++));
+        else
+            for (k = 0; k == 0 || ((unsigned char)*text & 0xC0) == 0x80; k++) parts[n].text[k] = *text++;
+        n++;
+    }
+    return slow_merge(v, parts, n, ids);
+}
+
+static void same_as_slow(const moe_tokenizer *t, vocab *v, const char *text, const char *escaped) {
+    int32_t ids[256], wanted[256];
+    size_t n = 0, i, m = slow_encode(v, escaped, wanted);
+    CHECK_STATUS(moe_tokenizer_encode(t, text, strlen(text), 0, ids, 256, &n), MOE_OK);
+    for (i = 0; i < n && i < m && ids[i] == wanted[i];) i++;
+    CHECKF(n == m && i == n, "\"%s\": %d of %d tokens, not %d", text, (int)i, (int)n, (int)m);
+}
+
+/* Words of random letters through a tokenizer and the slow merges. */
+static void try_words(const moe_tokenizer *t, vocab *v) {
+    static const char *const letters[2] = {"heloworldaa12", "aabbcdz"};
+    moe_rng rng = {7};
+    int tries, i;
+    for (tries = 0; tries < 400; tries++) {
+        const char *from = letters[v->kind != VOCAB_BYTES];
+        char text[40], escaped[64];
+        const int n = (int)(moe_rng_next(&rng) % 24);
+        for (i = 0; i < n; i++) text[i] = from[moe_rng_next(&rng) % strlen(from)];
+        text[n] = '\0';
+        if (v->kind == VOCAB_BYTES && strpbrk(text, "12") != NULL) memset(text, '1', (size_t)n);
+        sprintf(escaped, "%s%s", v->kind == VOCAB_BYTES || n == 0 ? "" : "\342\226\201", text);
+        same_as_slow(t, v, text, escaped);
+    }
+}
+
+static void test_merges(void) {
+    vocab v;
+    moe_tokenizer t;
+    int kind, pairs;
+    for (kind = VOCAB_BYTES; kind <= VOCAB_RANKS; kind++)
+        for (pairs = -1; pairs < 2; pairs++) {
+            moe_buffer b;
+            memset(&b, 0, sizeof b);
+            if (kind == VOCAB_BYTES) vocab_bytes(&v);
+            else vocab_pieces(&v, kind);
+            if ((kind == VOCAB_SCORES && pairs >= 0) || (kind == VOCAB_RANKS && pairs < 0)) continue;
+            if (pairs < 0) vocab_gguf(&v, &b);
+            else vocab_json(&v, kind == VOCAB_BYTES ? byte_parts : piece_parts, pairs, &b);
+            if (!CHECKF(load(&t, pairs < 0 ? "a.gguf" : "tokenizer.json", &b) == MOE_OK, "%s", error.message)) return;
+            CHECK(t.n_tokens == v.n_tokens);
+            try_words(&t, &v);
+            moe_tokenizer_free(&t);
+            moe_buffer_free(&b);
+        }
+}
+
+/* ---- the highest sum of scores, by trying all cuts ---- */
+
+static double slow_best(const vocab *v, const char *text, int32_t *ids, size_t *n) {
+    double best = -1e9;
+    size_t size, length = strlen(text);
+    *n = 0;
+    if (length == 0) return 0;
+    for (size = 1; size <= length; size++) {
+        char start[64];
+        int32_t rest[64], id;
+        size_t more;
+        double sum;
+        sprintf(start, "%.*s", (int)size, text);
+        id = slow_find(v, start);
+        if (id < 0) continue;
+        sum = (double)v->tokens[id].score + slow_best(v, text + size, rest, &more);
+        if (sum <= best) continue;
+        best = sum;
+        ids[0] = id;
+        memcpy(ids + 1, rest, more * sizeof *ids);
+        *n = more + 1;
+    }
+    return best;
+}
+
+static void test_unigram(void) {
+    vocab v;
+    moe_tokenizer t;
+    moe_buffer b;
+    moe_rng rng = {3};
+    int32_t ids[64], wanted[64];
+    size_t n, m, i;
+    int tries;
+    memset(&b, 0, sizeof b);
+    vocab_pieces(&v, VOCAB_UNIGRAM);
+    vocab_json(&v, meta_parts, 0, &b);
+    if (!CHECKF(load(&t, "tokenizer.json", &b) == MOE_OK, "%s", error.message)) return;
+    CHECK(t.kind == MOE_TOKENIZER_UNIGRAM && t.unknown == 0);
+    for (tries = 0; tries < 60; tries++) {
+        char text[16], escaped[24];
+        const int length = 1 + (int)(moe_rng_next(&rng) % 9);
+        for (i = 0; i < (size_t)length; i++) text[i] = "abca"[moe_rng_next(&rng) % 4];
+        text[length] = '\0';
+        sprintf(escaped, "\342\226\201%s", text);
+        (void)slow_best(&v, escaped, wanted, &m);
+        CHECK_STATUS(moe_tokenizer_encode(&t, text, (size_t)length, 0, ids, 64, &n), MOE_OK);
+        for (i = 0; i < n && i < m && ids[i] == wanted[i];) i++;
+        CHECKF(n == m && i == n, "%s", text);
+    }
+    CHECK_STATUS(moe_tokenizer_encode(&t, "a zy", 4, 0, ids, 64, &n), MOE_OK);
+    CHECK(n == 4 && ids[2] == 3 + 'z' && ids[3] == 3 + 'y'); /* unknown: bytes */
+    moe_tokenizer_free(&t);
+    moe_buffer_free(&b);
+}
+
+/* ---- cuts ---- */
+
+static void cut(const unsigned char *passes, const char *p, const char *end, char *out) {
+    const char *gap = p;
+    if (p == end) return;
+    if (*passes == MOEI_PASS_NONE) {
+        sprintf(out + strlen(out), "%s%.*s", out[0] != '\0' ? "|" : "", (int)(end - p), p);
+        return;
+    }
+    while (p < end) {
+        int taken;
+        const size_t n = moei_passes[*passes].match(&moei_passes[*passes], p, end, &taken);
+        if (taken) {
+            cut(passes + 1, gap, p, out);
+            cut(passes + 1, p, p + n, out);
+            gap = p + n;
+        }
+        p += n;
+    }
+    cut(passes + 1, gap, end, out);
+}
+
+static void test_cuts(void) {
+    static const char *const rows[][3] = {
+        {"gpt-2", "I'll go'S  x12 \n", "I|'ll| go|'|S| | x|12| \n"},
+        {"olmo", "a  b", "a| | b"},
+        {"refact", "a 123!", "a| |1|2|3|!"},
+        {"qwen2", "I'LL 12 \n\n x\n", "I|'LL| |1|2| \n\n| x|\n"},
+        {"qwen2", "it'\xC5\xBF ok", "it|'\xC5\xBF| ok"},
+        {"llama-bpe", "12345 ?!\r\nz\xC3\xA4", "123|45| ?!\r\n|z\xC3\xA4"},
+        {"gpt-4o", "HTMLParser's x/y //\nQ", "HTMLParser's| x|/y| //\n|Q"},
+        {"gpt-4o", "AB\302\252C \xCC\x81 x", "AB\xC2\xAA|C| \xCC\x81| x"},
+        {"tekken", "iPhone's 12", "i|Phone|'s| |1|2"},
+        {"kimi-k2", "\346\227\245\346\234\254Abc \xE3\x81\x82's 1234/",
+         "\346\227\245\346\234\254|Abc| \xE3\x81\x82's| |123|4|/"},
+        {"deepseek-v3", "x1234 .abc ~~\n\xE6\x97\xA5z", "x|123|4| .|abc| ~~\n|\xE6\x97\xA5|z"},
+        {"deepseek-llm", "ab\xC3\xA9 12\n,. \xE6\x97\xA5  ", "ab|\xC3\xA9| |12|\n|,.| |\xE6\x97\xA5|  "},
+        {"deepseek-coder", "ab 12\n ,. \xE6\x97\xA5", "ab| |1|2|\n| ,.| |\xE6\x97\xA5"},
+        {"falcon", "a+b 12345 x", "a|+|b| |123|45| x"},
+        {"default", "a`b, 1234", "a|`|b|,| |123|4"}};
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof *rows; i++) {
+        char out[200] = "";
+        moe_tokenizer t;
+        memset(&t, 0, sizeof t);
+        CHECK(moei_vocab_cut(&t, rows[i][0]));
+        cut(t.passes, rows[i][1], rows[i][1] + strlen(rows[i][1]), out);
+        CHECKF(strcmp(out, rows[i][2]) == 0, "%s: \"%s\"", rows[i][0], out);
+    }
+}
+
+/* ---- special tokens, bounds, decoding ---- */
+
+static int encodes(const moe_tokenizer *t, const char *text, int flags, const char *wanted) {
+    int32_t ids[64];
+    size_t n = 0, i;
+    char got[400] = "";
+    const moe_status status = moe_tokenizer_encode(t, text, strlen(text), flags, ids, 64, &n);
+    for (i = 0; i < n && i < 64; i++) {
+        const moei_symbol *s = (const moei_symbol *)(const void *)t->symbols.data + ids[i];
+        sprintf(got + strlen(got), "%s%.*s", i > 0 ? "|" : "", (int)s->size, (const char *)t->texts.data + s->at);
+    }
+    return CHECKF(status == MOE_OK && strcmp(got, wanted) == 0, "\"%s\": \"%s\", not \"%s\"", text, got, wanted);
+}
+
+static void test_special(void) {
+    vocab v;
+    moe_tokenizer t;
+    moe_buffer b;
+    size_t n;
+    int32_t ids[4];
+    memset(&b, 0, sizeof b);
+    vocab_bytes(&v);
+    vocab_gguf(&v, &b);
+    if (!CHECKF(load(&t, NULL, &b) == MOE_OK, "%s", error.message)) return;
+    CHECK(t.bos == vocab_find(&v, "<|bos|>") && t.eot == vocab_find(&v, "<|im_end|>") && t.unknown == -1);
+    CHECK(strcmp(t.architecture, "qwen3moe") == 0 && strcmp(t.chat_template, "{{ '<|im_start|>' }}") == 0);
+    CHECK(moe_tokenizer_find(&t, "<|bos|>") == t.bos && moe_tokenizer_find(&t, "none") == -1);
+    CHECK(moe_tokenizer_find(NULL, "a") == -1 && moe_tokenizer_find(&t, NULL) == -1);
+    CHECK(moe_tokenizer_find(&t, "") == -1);
+    CHECK(moe_tokenizer_is_end(&t, t.eos) && moe_tokenizer_is_end(&t, t.eot) && !moe_tokenizer_is_end(&t, 70));
+    CHECK(!moe_tokenizer_is_end(&t, -1) && !moe_tokenizer_is_end(&t, t.n_tokens) && !moe_tokenizer_is_end(NULL, 0));
+    encodes(&t, "he<|im_end|>~~12", MOE_TOKENIZER_SPECIAL, "he|<|im_end|>|~~|12");
+    encodes(&t, "<|im_end|>xhe", MOE_TOKENIZER_SPECIAL, "<|im_end|>x|he"); /* the longest */
+    encodes(&t, "~~<|bos|>", 0, "~~|<|||b|o|s|||>");
+    encodes(&t, "he", MOE_TOKENIZER_BOUNDS, "<|bos|>|he");
+    encodes(&t, "", MOE_TOKENIZER_BOUNDS, "<|bos|>");
+    CHECK_STATUS(moe_tokenizer_encode(&t, "abcdef", 6, 0, ids, 4, &n), MOE_ERR_SPACE);
+    CHECK(n == 6);
+    CHECK_STATUS(moe_tokenizer_encode(&t, "abcdef", 6, 0, NULL, 0, &n), MOE_ERR_SPACE);
+    CHECK_STATUS(moe_tokenizer_encode(&t, NULL, 0, 0, NULL, 0, &n), MOE_OK);
+    CHECK_STATUS(moe_tokenizer_encode(&t, NULL, 1, 0, NULL, 0, &n), MOE_ERR_ARGUMENT);
+    CHECK_STATUS(moe_tokenizer_encode(NULL, "", 0, 0, NULL, 0, &n), MOE_ERR_ARGUMENT);
+    CHECK_STATUS(moe_tokenizer_encode(&t, "", 0, 0, NULL, 0, NULL), MOE_ERR_ARGUMENT);
+    CHECK_STATUS(moe_tokenizer_encode(&t, "a", 1, 0, NULL, 1, &n), MOE_ERR_ARGUMENT);
+    CHECK_STATUS(moe_tokenizer_encode(&t, "a", (size_t)1 << 30, 0, NULL, 0, &n), MOE_ERR_OVERFLOW);
+    moe_tokenizer_free(&t);
+    moe_tokenizer_free(&t);
+    moe_tokenizer_free(NULL);
+    moe_buffer_free(&b);
+    vocab_pieces(&v, VOCAB_SCORES);
+    vocab_gguf(&v, &b);
+    if (!CHECKF(load(&t, "a.gguf", &b) == MOE_OK, "%s", error.message)) return;
+    encodes(&t, "ab c[INST] a", 0, "\342\226\201ab|\342\226\201|c|[INST]|\342\226\201|\342\226\201a");
+    encodes(&t, "z\xC3\xA4\xFF", 0, "\342\226\201|<0x7A>|\xC3\xA4|<0xFF>");
+    moe_tokenizer_free(&t);
+    moe_buffer_free(&b);
+}
+
+/* Special tokens of tokenizer.json that take white space with them; a space before each stretch. */
+static void test_stripping(void) {
+    static const char text[] =
+        "{\"added_tokens\":[{\"id\":7,\"content\":\"<l>\",\"lstrip\":true,\"special\":true},{\"id\":8,\"content\":"
+        "\"<r>\",\"rstrip\":true,\"special\":false}],\"pre_tokenizer\":{\"type\":\"Metaspace\",%s},\"model\":{\"type\":"
+        "\"BPE\",\"ignore_merges\":true,\"unk_token\":\"?\",\"vocab\":{\"a\":0,\"b\":1,\"\342\226\201\":2,"
+        "\"\342\226\201a\":3,\"?\":4,\"\342\226\201b\":5},\"merges\":[]}}";
+    static const char *const rows[][3] = {
+        {"\"prepend_scheme\":\"always\"", "a b <l>a<r> b",
+         "\342\226\201a|\342\226\201b|<l>|\342\226\201a|<r>|\342\226\201b"},
+        {"\"prepend_scheme\":\"first\"", "a<r>b", "\342\226\201a|<r>|b"},
+        {"\"prepend_scheme\":\"never\"", "a b", "a|\342\226\201b"},
+        {"\"add_prefix_space\":true", " a", "\342\226\201a"},
+        {"\"add_prefix_space\":false,\"split\":false", "a", "a"},
+        {"\"prepend_scheme\":\"never\"", "azz", "a|?|?"}};
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof *rows; i++) {
+        char whole[1200];
+        moe_tokenizer t;
+        moe_import_source source;
+        sprintf(whole, text, rows[i][0]);
+        source = moe_import_memory("tokenizer.json", whole, strlen(whole));
+        if (!CHECKF(moe_import_read_tokenizer(&t, &source, 1, NULL, &error) == MOE_OK, "%s", error.message)) return;
+        CHECK(t.n_tokens == 9 && t.kind == MOE_TOKENIZER_RANKS);
+        encodes(&t, rows[i][1], MOE_TOKENIZER_SPECIAL, rows[i][2]);
+        moe_tokenizer_free(&t);
+    }
+}
+
+/* Whether a place is not inside a character. */
+static int is_boundary(const char *text, const char *end, size_t at) {
+    const char *p = text;
+    uint32_t code;
+    while (p < end && (size_t)(p - text) < at) (void)moei_next_utf8(&p, end, &code);
+    return (size_t)(p - text) == at;
+}
+
+/* Any bytes come back, in whole characters. */
+static void test_decoding(void) {
+    static const char alphabet[] = "hel ow\xC3\xA4\xE2\x82\xAC\xF0\x9F\x99\x82\xFF\x80\xED\xA0\xE0\x80\xF4\x90 ";
+    vocab v;
+    moe_rng rng = {5};
+    int kind, tries;
+    for (kind = VOCAB_BYTES; kind <= VOCAB_SCORES; kind++) {
+        moe_tokenizer t;
+        moe_buffer b;
+        memset(&b, 0, sizeof b);
+        if (kind == VOCAB_BYTES) vocab_bytes(&v);
+        else vocab_pieces(&v, kind);
+        vocab_gguf(&v, &b);
+        if (!CHECKF(load(&t, "a.gguf", &b) == MOE_OK, "%s", error.message)) return;
+        for (tries = 0; tries < 500; tries++) {
+            char text[24], back[512];
+            int32_t ids[96];
+            size_t n, i, size = 0;
+            const size_t length = moe_rng_next(&rng) % sizeof text;
+            moe_decoder d;
+            memset(&d, 0, sizeof d);
+            d.tokenizer = &t;
+            for (i = 0; i < length; i++) text[i] = alphabet[moe_rng_next(&rng) % (sizeof alphabet - 1)];
+            CHECK_STATUS(moe_tokenizer_encode(&t, text, length, 0, ids, 96, &n), MOE_OK);
+            for (i = 0; i <= n; i++) {
+                size += moe_tokenizer_decode(&d, i < n ? ids[i] : -1, back + size, sizeof back - size);
+                CHECK(is_boundary(text, text + length, size));
+            }
+            CHECKF(size == length && memcmp(back, text, length) == 0, "%d of %d bytes", (int)size, (int)length);
+        }
+        moe_tokenizer_free(&t);
+        moe_buffer_free(&b);
+    }
+}
+
+static void test_decoder(void) {
+    vocab v;
+    moe_tokenizer t;
+    moe_buffer b;
+    moe_decoder d;
+    char text[64];
+    memset(&b, 0, sizeof b);
+    memset(&d, 0, sizeof d);
+    vocab_bytes(&v);
+    vocab_add(&v, "\342\226\201", 0, 1); /* no stand-in: as it is */
+    vocab_add(&v, "unused", 0, 5);
+    vocab_gguf(&v, &b);
+    if (!CHECKF(load(&t, "a.gguf", &b) == MOE_OK, "%s", error.message)) return;
+    CHECK(moe_tokenizer_decode(NULL, 0, text, 64) == 0 && moe_tokenizer_decode(&d, 0, text, 64) == 0);
+    CHECK(moe_tokenizer_room(NULL) == 0 && moe_tokenizer_room(&t) > 10);
+    d.tokenizer = &t;
+    CHECK(moe_tokenizer_decode(&d, t.n_tokens, text, 64) == 0 && moe_tokenizer_decode(&d, t.bos, text, 64) == 0);
+    CHECK(moe_tokenizer_decode(&d, vocab_find(&v, "unused"), text, 64) == 0);
+    CHECK(moe_tokenizer_decode(&d, vocab_find(&v, "\342\226\201"), text, 64) == 3);
+    CHECK(moe_tokenizer_decode(&d, vocab_find(&v, "hello"), text, 2) == 5); /* too little room */
+    CHECK(moe_tokenizer_decode(&d, 0xE2, text, 64) == 0 && d.n_held == 1);
+    CHECK(moe_tokenizer_decode(&d, 0x82, text, 64) == 0 && d.n_held == 2);
+    CHECK(moe_tokenizer_decode(&d, vocab_find(&v, "he"), text, 64) == 4 && memcmp(text, "\xE2\x82he", 4) == 0);
+    d.flags = MOE_TOKENIZER_SPECIAL;
+    CHECK(moe_tokenizer_decode(&d, t.bos, text, 64) == 7 && memcmp(text, "<|bos|>", 7) == 0);
+    moe_tokenizer_free(&t);
+    moe_buffer_free(&b);
+}
+
+/* Long words do not take the square of their length. */
+static void test_long(void) {
+    enum { LONG = 200000 };
+    vocab v;
+    moe_tokenizer t;
+    moe_buffer b;
+    char *text = (char *)grab(LONG, 1);
+    int32_t *ids = (int32_t *)grab(LONG + 8, sizeof *ids);
+    size_t n, i;
+    int k;
+    memset(&b, 0, sizeof b);
+    vocab_bytes(&v);
+    vocab_gguf(&v, &b);
+    if (!CHECKF(load(&t, "a.gguf", &b) == MOE_OK, "%s", error.message)) return;
+    for (k = 0; k < 4; k++) {
+        for (i = 0; i < LONG; i++) text[i] = "a  h"[k];
+        if (k == 2) text[LONG - 1] = 'x';
+        CHECK_STATUS(moe_tokenizer_encode(&t, text, LONG, 0, ids, LONG + 8, &n), MOE_OK);
+        if (k == 0) CHECK(n == LONG / 8 && ids[0] == vocab_find(&v, "aaaaaaaa"));
+    }
+    moe_tokenizer_free(&t);
+    moe_buffer_free(&b);
+    free(text);
+    free(ids);
+}
+
+/* ---- broken files ---- */
+
+/* Loads; a tokenizer that this gives must still work. */
+static int survives(const char *name, const unsigned char *bytes, size_t size) {
+    const moe_import_source source = moe_import_memory(name, bytes, size);
+    moe_tokenizer t;
+    int32_t ids[256];
+    char text[4096];
+    size_t n = 0, i;
+    moe_decoder d;
+    memset(&t, 0, sizeof t);
+    error.message[0] = '\0';
+    if (moe_import_read_tokenizer(&t, &source, 1, NULL, &error) != MOE_OK) return error.message[0] != '\0';
+    memset(&d, 0, sizeof d);
+    d.tokenizer = &t;
+    (void)moe_tokenizer_encode(&t, "hello w\xC3\xA4 \xFF abcaaaa 12", 21, MOE_TOKENIZER_SPECIAL | MOE_TOKENIZER_BOUNDS,
+                               ids, 256, &n);
+    for (i = 0; i < n && i < 256; i++) {
+        if (ids[i] < 0 || ids[i] >= t.n_tokens) return 0;
+        (void)moe_tokenizer_decode(&d, ids[i], text, sizeof text);
+    }
+    moe_tokenizer_free(&t);
+    return 1;
+}
+
+static void test_mutants(void) {
+    vocab v;
+    moe_rng rng = {11};
+    int kind, tries;
+    for (kind = 0; kind < 6; kind++) {
+        static const char *const names[] = {"a.gguf", "a.gguf", "tokenizer.json", "tokenizer.json"};
+        const char *name = names[kind < 2 ? kind : 2];
+        moe_buffer b;
+        unsigned char *copy;
+        size_t i;
+        memset(&b, 0, sizeof b);
+        if (kind == 0 || kind == 2 || kind == 3) vocab_bytes(&v);
+        else vocab_pieces(&v, kind == 1 ? VOCAB_SCORES : kind == 4 ? VOCAB_RANKS : VOCAB_UNIGRAM);
+        if (kind < 2) vocab_gguf(&v, &b);
+        else vocab_json(&v, kind < 4 ? byte_parts : kind == 4 ? piece_parts : meta_parts, kind == 3, &b);
+        copy = (unsigned char *)grab(b.size, 1);
+        for (i = 0; i < b.size; i += 1 + b.size / 97) CHECKF(survives(name, b.data, i), "cut at %d", (int)i);
+        for (tries = 0; tries < 250; tries++) {
+            int k;
+            memcpy(copy, b.data, b.size);
+            for (k = 0; k <= tries % 3; k++) {
+                const size_t at = moe_rng_next(&rng) % b.size;
+                copy[at] = (unsigned char)(tries % 2 == 0 ? moe_rng_next(&rng) : copy[moe_rng_next(&rng) % b.size]);
+            }
+            CHECKF(survives(name, copy, b.size), "kind %d, try %d", kind, tries);
+        }
+        free(copy);
+        moe_buffer_free(&b);
+    }
+}
+
+static void refuse(moe_status wanted, const char *name, const void *bytes, size_t size, const char *part) {
+    const moe_import_source source = moe_import_memory(name, bytes, size);
+    moe_tokenizer t;
+    error.message[0] = '\0';
+    CHECK_STATUS(moe_import_read_tokenizer(&t, &source, 1, NULL, &error), wanted, part);
+    CHECKF(strstr(error.message, part) != NULL, "\"%s\", not \"%s\"", error.message, part);
+}
+
+static void test_refused_json(void) {
+    static const struct {
+        const char *text, *part;
+        moe_status status;
+    } rows[] = {
+        {"{}", "no vocabulary", MOE_ERR_NOT_FOUND},
+        {"{\"model\":{\"type\":\"BPE\",\"vocab\":{}}}", "no vocabulary", MOE_ERR_NOT_FOUND},
+        {"{\"model\":{\"type\":\"WordPiece\",\"vocab\":{}}}", "WordPiece", MOE_ERR_UNSUPPORTED},
+        {"{\"model\":{\"type\":\"BPE\",\"continuing_subword_prefix\":\"##\"}}", "##", MOE_ERR_UNSUPPORTED},
+        {"{\"model\":{\"type\":\"BPE\",\"end_of_word_suffix\":\"</w>\"}}", "</w>", MOE_ERR_UNSUPPORTED},
+        {"{\"normalizer\":{\"type\":\"Precompiled\"},\"model\":{}}", "Precompiled", MOE_ERR_UNSUPPORTED},
+        {"{\"pre_tokenizer\":{\"type\":\"Whitespace\"},\"model\":{}}", "Whitespace", MOE_ERR_UNSUPPORTED},
+        {"{\"pre_tokenizer\":{\"type\":\"ByteLevel\"},\"model\":{}}", "add_prefix_space", MOE_ERR_UNSUPPORTED},
+        {"{\"pre_tokenizer\":{\"type\":\"Split\",\"behavior\":\"Removed\",\"pattern\":{\"Regex\":\"x\"}},\"model\":{}}",
+         "Removed", MOE_ERR_UNSUPPORTED},
+        {"{\"pre_tokenizer\":{\"type\":\"Split\",\"behavior\":\"Isolated\",\"pattern\":{\"Regex\":\"q+\"}},"
+         "\"model\":{}}",
+         "q+", MOE_ERR_UNSUPPORTED},
+        {"{\"model\":{\"vocab\":{\"a\":4294967295}}}", "too large", MOE_ERR_UNSUPPORTED},
+        {"{\"model\":{\"vocab\":{\"a\":99999}}}", "too large", MOE_ERR_FORMAT},
+        {"{\"model\":{\"vocab\":{\"a\":-1}}}", "integer", MOE_ERR_FORMAT},
+        {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[\"ab\"]}}", "not two texts", MOE_ERR_FORMAT},
+        {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[[\"a\"]]}}", "not two texts", MOE_ERR_FORMAT},
+        {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[7]}}", "not two texts", MOE_ERR_FORMAT},
+        {"{\"added_tokens\":[{\"id\":1}],\"model\":{\"vocab\":{\"a\":0}}}", "id and content", MOE_ERR_FORMAT},
+        {"{\"model\":{\"type\":\"Unigram\",\"vocab\":[[\"a\",true]]}}", "score", MOE_ERR_FORMAT},
+        {"[]", "object", MOE_ERR_FORMAT}};
+    char longest[700];
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof *rows; i++)
+        refuse(rows[i].status, "tokenizer.json", rows[i].text, strlen(rows[i].text), rows[i].part);
+    sprintf(longest, "{\"model\":{\"type\":\"Unigram\",\"vocab\":[[\"%0300d\",-1]]}}", 0);
+    refuse(MOE_ERR_UNSUPPORTED, "tokenizer.json", longest, strlen(longest), "256 bytes");
+    strcpy(longest, "{\"pre_tokenizer\":{\"type\":\"Sequence\",\"pretokenizers\":[");
+    for (i = 0; i < 9; i++) strcat(longest, i > 0 ? ",{\"type\":\"Digits\"}" : "{\"type\":\"Digits\"}");
+    strcat(longest, "]},\"model\":{}}");
+    refuse(MOE_ERR_UNSUPPORTED, "tokenizer.json", longest, strlen(longest), "8 steps");
+}
+
+/* Replaces the first occurrence of a text in a GGUF file by one of the same length. */
+static void refuse_changed(const moe_buffer *b, const char *from, const char *to, size_t n, moe_status status,
+                           const char *part) {
+    unsigned char *copy = (unsigned char *)grab(b->size, 1);
+    size_t i = 0;
+    memcpy(copy, b->data, b->size);
+    while (i + n < b->size && memcmp(copy + i, from, n) != 0) i++;
+    CHECKF(i + n < b->size, "%s", part);
+    memcpy(copy + i, to, n);
+    refuse(status, "a.gguf", copy, b->size, part);
+    free(copy);
+}
+
+static void test_refused_gguf(void) {
+    vocab v;
+    moe_buffer b;
+    memset(&b, 0, sizeof b);
+    vocab_bytes(&v);
+    vocab_gguf(&v, &b);
+    refuse_changed(&b, "GGUF\3", "GGUF\7", 5, MOE_ERR_UNSUPPORTED, "versions 2 and 3");
+    refuse_changed(&b, "gpt2", "bert", 4, MOE_ERR_UNSUPPORTED, "bert");
+    refuse_changed(&b, "gpt-2", "gpt-7", 5, MOE_ERR_UNSUPPORTED, "gpt-7");
+    refuse_changed(&b, "ggml.model", "ggml.xxxxx", 10, MOE_ERR_NOT_FOUND, "no vocabulary");
+    refuse_changed(&b, "ggml.tokens", "ggml.xxxxxx", 11, MOE_ERR_NOT_FOUND, "no vocabulary");
+    refuse_changed(&b, "token_type\t\0\0\0\5", "token_type\t\0\0\0\4", 15, MOE_ERR_FORMAT, "elements of type");
+    refuse_changed(&b, "ggml.tokens\t\0\0\0\x08\0\0\0", "ggml.tokens\x04\0\0\0\x08\0\0\0", 19, MOE_ERR_FORMAT, "byte");
+    refuse_changed(&b, "ggml.bos_token_id\x04", "ggml.bos_token_id\x06", 18, MOE_ERR_FORMAT, "has type 6");
+    refuse_changed(&b, "he ll", "he_ll", 5, MOE_ERR_FORMAT, "not two texts");
+    refuse(MOE_ERR_FORMAT, "a.gguf", "GGUF\3\0\0\0", 8, "ends");
+    refuse(MOE_ERR_FORMAT, "a.gguf", "GG", 2, "object");
+    moe_buffer_free(&b);
+    vocab_pieces(&v, VOCAB_SCORES);
+    v.tokens[5].score = (float)HUGE_VAL - (float)HUGE_VAL;
+    vocab_gguf(&v, &b);
+    refuse(MOE_ERR_FORMAT, "a.gguf", b.data, b.size, "score of token 5");
+    v.tokens[5].score = 0;
+    b.size = 0;
+    vocab_gguf(&v, &b);
+    refuse_changed(&b, "ggml.scores", "ggml.xxxxxx", 11, MOE_ERR_FORMAT, "scores is missing");
+    moe_buffer_free(&b);
+}
+
+/* What the files beside tokenizer.json say. */
+static void test_beside(void) {
+    static const char config[] = "{\"model_type\":\"mixtral\",\"bos_token_id\":1,\"eos_token_id\":[2,7]}";
+    static const char settings[] =
+        "{\"bos_token\":{\"content\":\"<s>\"},\"add_bos_token\":true,\"unk_token\":\"<unk>\",\"eos_token\":null,"
+        "\"chat_template\":[{\"name\":\"tool\",\"template\":\"no\"},{\"name\":\"default\",\"template\":\"[INST]\"}]}";
+    static const char plain[] = "{\"chat_template\":\"x\\ny\",\"add_eos_token\":true,\"eos_token\":\"</s>\"}";
+    vocab v;
+    moe_buffer b;
+    moe_tokenizer t;
+    moe_import_source sources[3];
+    memset(&b, 0, sizeof b);
+    vocab_pieces(&v, VOCAB_RANKS);
+    vocab_json(&v, piece_parts, 0, &b);
+    sources[0] = moe_import_memory("tokenizer.json", b.data, b.size);
+    sources[1] = moe_import_memory("tokenizer_config.json", settings, sizeof settings - 1);
+    sources[2] = moe_import_memory("config.json", config, sizeof config - 1);
+    if (!CHECKF(moe_import_read_tokenizer(&t, sources, 3, NULL, &error) == MOE_OK, "%s", error.message)) return;
+    CHECK(t.bos == 1 && t.eos == 2 && t.add_bos && !t.add_eos && t.unknown == 0);
+    CHECK(strcmp(t.architecture, "mixtral") == 0 && t.chat_template != NULL && strcmp(t.chat_template, "[INST]") == 0);
+    encodes(&t, "ab", MOE_TOKENIZER_BOUNDS, "<s>|\342\226\201ab");
+    moe_tokenizer_free(&t);
+    sources[1] = moe_import_memory("tokenizer_config.json", plain, sizeof plain - 1);
+    if (!CHECKF(moe_import_read_tokenizer(&t, sources, 2, NULL, &error) == MOE_OK, "%s", error.message)) return;
+    CHECK(t.bos == -1 && t.add_eos && t.chat_template != NULL && strcmp(t.chat_template, "x\ny") == 0);
+    moe_tokenizer_free(&t);
+    sources[1] = moe_import_memory("tokenizer_config.json", "{", 1);
+    CHECK_STATUS(moe_import_read_tokenizer(&t, sources, 2, NULL, &error), MOE_ERR_FORMAT);
+    sources[1] = moe_import_memory("config.json", "{", 1);
+    CHECK_STATUS(moe_import_read_tokenizer(&t, sources, 2, NULL, &error), MOE_ERR_FORMAT);
+    CHECK_STATUS(moe_import_read_tokenizer(&t, NULL, 2, NULL, &error), MOE_ERR_ARGUMENT);
+    CHECK_STATUS(moe_import_read_tokenizer(NULL, sources, 2, NULL, &error), MOE_ERR_ARGUMENT);
+    CHECK_STATUS(moe_import_read_tokenizer(&t, sources, 0, NULL, &error), MOE_ERR_ARGUMENT);
+    moe_buffer_free(&b);
+}
+
+/* Each published expression is recognised, and cuts as the value of tokenizer.ggml.pre does. */
+static void test_expressions(void) {
+    static const struct {
+        const char *pre, *expressions[6];
+    } rows[] = {
+        {"qwen2",
+         {"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|"
+          "\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"}},
+        {"llama-bpe",
+         {"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|"
+          "\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"}},
+        {"deepseek-v3",
+         {"\\p{N}{1,3}", "[\xE4\xB8\x80-\xE9\xBE\xA5\xE3\x81\x80-\xE3\x82\x9F\xE3\x82\xA0-\xE3\x83\xBF]+",
+          "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| "
+          "?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+"}},
+        {"deepseek-coder",
+         {"[\r\n]", "\\s?\\p{L}+", "\\s?\\p{P}+",
+          "[\xE4\xB8\x80-\xE9\xBE\xA5\xE0\xA0\x80-\xE4\xB8\x80\xEA\xB0\x80-\xED\x9F\xBF]+", "\\p{N}"}},
+        {"gpt-2", {"'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+"}}};
+    size_t i, k;
+    CHECK(moei_pattern_find("") == MOEI_PASS_NONE && moei_pattern_find("[\\p{Han}]+|x") == MOEI_PASS_KIMI);
+    for (i = 0; i < sizeof rows / sizeof *rows; i++) {
+        moe_tokenizer t;
+        memset(&t, 0, sizeof t);
+        CHECK(moei_vocab_cut(&t, rows[i].pre));
+        for (k = 0; k < 6 && rows[i].expressions[k] != NULL; k++)
+            CHECKF(moei_pattern_find(rows[i].expressions[k]) == t.passes[k], "%s %d", rows[i].pre, (int)k);
+        CHECK(k == (size_t)t.n_passes);
+    }
+}
+
+int main(void) {
+    CASE(test_merges());
+    CASE(test_unigram());
+    CASE(test_cuts());
+    CASE(test_special());
+    CASE(test_stripping());
+    CASE(test_decoding());
+    CASE(test_decoder());
+    CASE(test_long());
+    CASE(test_mutants());
+    CASE(test_refused_json());
+    CASE(test_refused_gguf());
+    CASE(test_beside());
+    CASE(test_expressions());
+    return test_end();
+}
