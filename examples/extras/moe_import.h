@@ -144,8 +144,11 @@
 
 #ifndef MOE_NO_FLOAT
 #if MOE_REAL_IS_DOUBLE
+#define moe_import_free moe_import_free_f64
 #define moe_import_layer moe_import_layer_f64
 #define moe_import_memory moe_import_memory_f64
+#define moe_import_model moe_import_model_f64
+#define moe_import_model_read moe_import_model_read_f64
 #define moe_import_pack_blocks moe_import_pack_blocks_f64
 #define moe_import_read moe_import_read_f64
 #define moe_import_read_tokenizer moe_import_read_tokenizer_f64
@@ -217,6 +220,65 @@ MOE_API moe_import_source moe_import_memory(const char *name, const void *bytes,
 MOE_API moe_status moe_import_read(moe_layer *layer, const moe_import_source *sources, size_t n_sources,
                                    const char *prefix, const char *preset, const moe_allocator *allocator,
                                    moe_error *error);
+
+/* ---- >>model: importing a whole model ---- */
+
+/* How a model is imported. {0} is a valid default; 0 means the value in brackets. */
+typedef struct moe_import_options {
+    /* 1: products of quantized weights read activations as floats: the outputs are those of the
+       dequantized weights to rounding [0: activations are quantized too where this is faster] */
+    int exact;
+    /* tokens of the longest sequence, by which some models choose how they rotate queries and keys
+       [what the file says] */
+    int context;
+    int top_k;      /* no token takes more experts than these [what the file says] */
+    int kernels;    /* MOE_KERNELS_ [auto] */
+    int cache_type; /* MOE_TYPE_ of decoding's keys and values, as moe_net.cache_type [real] */
+    /* bytes that the files may have together: larger ones are refused before a tensor is read
+       [0: any size that the address space has] */
+    uint64_t memory;
+} moe_import_options;
+
+/* A model of another program. It owns the network and what the network reads: mapped files, and
+   converted norms and biases. Calls of the network change nothing in it, so threads may share it. */
+typedef struct moe_imported {
+    moe_net net;              /* token ids to logits; not trainable, not saved */
+    const char *architecture; /* as general.architecture of GGUF names it; constant */
+    int vocabulary, context;  /* context: options.context, or what the file says; 0: it says nothing */
+    int n_blocks;
+    uint64_t file_bytes;      /* of all files */
+    struct moei_owned *owned; /* private to moe_import.h */
+} moe_imported;
+
+#ifndef MOE_NO_STDIO
+/* Makes a network of a model's files that computes what the authors' program computes (GGUF: what
+   llama.cpp computes).
+     path   a .gguf file (of a split one, any part), a .safetensors file, an index (.json), or a
+            folder with config.json and model.safetensors or model.safetensors.index.json
+   The files are mapped until moe_import_free and must not change. Weights are read
+   where they lie, the experts of a token only. Where files cannot be mapped they are read into
+   memory. options NULL: {0}. On failure *model is {0}.
+     MOE_ERR_NOT_FOUND    no such file, no config.json, a setting or a tensor that is missing
+     MOE_ERR_UNSUPPORTED  an architecture, element type or setting that is not supported, an extra
+                          tensor; named in the message
+     MOE_ERR_SHAPE        a tensor whose shape does not fit the settings
+     MOE_ERR_CONFIG       settings out of range or that do not fit each other; options
+     MOE_ERR_FORMAT       a malformed file; a tensor that occurs twice
+     MOE_ERR_MEMORY       also: the files are larger than options.memory
+     MOE_ERR_ARGUMENT, MOE_ERR_IO, MOE_ERR_OVERFLOW
+   It allocates some kilobytes per block; while it runs also the headers of the files and about 300
+   bytes per tensor. Files are not trusted. Thread-safe. */
+MOE_API moe_status moe_import_model(moe_imported *model, const char *path, const moe_import_options *options,
+                                    const moe_allocator *allocator, moe_error *error);
+#endif
+/* The same of sources, as moe_import_read takes them. Those of moe_import_memory are read where
+   they lie and must outlive the model; others are read into memory as a whole. */
+MOE_API moe_status moe_import_model_read(moe_imported *model, const moe_import_source *sources, size_t n_sources,
+                                         const moe_import_options *options, const moe_allocator *allocator,
+                                         moe_error *error);
+/* Frees the network, what it reads and the mappings, and makes *model {0}; {0} and NULL are
+   harmless. */
+MOE_API void moe_import_free(moe_imported *model);
 
 /* ---- >>save: writing a family's names ---- */
 
@@ -382,6 +444,10 @@ MOE_API int moe_tokenizer_is_end(const moe_tokenizer *t, int32_t id);
 
 #ifndef MOE_NO_FLOAT
 
+#if !defined(MOE_NO_STDIO) && MOEI_POSIX
+#include <sys/mman.h>
+#endif
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -412,12 +478,13 @@ extern "C" {
 #define MOEI_SET_WG (1L << 17) /* "gate.wg.weight" is the router */
 #define MOEI_SET_SHARED_MLP (1L << 18) /* "shared_mlp" */
 #define MOEI_SET_SHARED_LINEAR (1L << 19) /* "shared_mlp", gate and up in one tensor */
-#define MOEI_SET_G_EXPERTS (1L << 20) /* GGUF: router and experts */
-#define MOEI_SET_G_ROUTER_BIAS (1L << 21)
-#define MOEI_SET_G_BIASES (1L << 22)
-#define MOEI_SET_G_CORRECTION (1L << 23)
-#define MOEI_SET_G_SHARED (1L << 24)
-#define MOEI_SET_G_SHARED_GATE (1L << 25)
+#define MOEI_SET_MXFP4 (1L << 20) /* blocks and scales apart, gate and up rows alternate */
+#define MOEI_SET_G_EXPERTS (1L << 21) /* GGUF: router and experts */
+#define MOEI_SET_G_ROUTER_BIAS (1L << 22)
+#define MOEI_SET_G_BIASES (1L << 23)
+#define MOEI_SET_G_CORRECTION (1L << 24)
+#define MOEI_SET_G_SHARED (1L << 25)
+#define MOEI_SET_G_SHARED_GATE (1L << 26)
 
 /* Flags of a tensor name. */
 enum { MOEI_TENSOR_ROUTER = 1, MOEI_TENSOR_TRANSPOSED = 2, MOEI_TENSOR_INTERLEAVED = 4 };
@@ -459,6 +526,8 @@ static const moei_tensor_name moei_tensor_names[] = {
         MOEI_TENSOR_TRANSPOSED | MOEI_TENSOR_INTERLEAVED},
     {MOEI_SET_INTERLEAVED, "experts.down_proj", "EIH", MOE_EXPERTS_DOWN, -1, MOEI_TENSOR_TRANSPOSED},
     {MOEI_SET_INTERLEAVED, "experts.down_proj_bias", "EH", MOE_EXPERTS_DOWN_BIAS, -1, 0},
+    {MOEI_SET_MXFP4, "experts.gate_up_proj_blocks", "EJH", MOE_EXPERTS_GATE, MOE_EXPERTS_UP, MOEI_TENSOR_INTERLEAVED},
+    {MOEI_SET_MXFP4, "experts.down_proj_blocks", "EHI", MOE_EXPERTS_DOWN, -1, 0},
     {MOEI_SET_LINEAR, "input_linear.weight", "EJH", MOE_EXPERTS_GATE, MOE_EXPERTS_UP, 0},
     {MOEI_SET_LINEAR, "output_linear.weight", "EHI", MOE_EXPERTS_DOWN, -1, 0},
     {MOEI_SET_SHARED, "shared_expert.gate_proj.weight", "SH", MOE_SHARED_GATE, -1, 0},
@@ -582,7 +651,7 @@ static const moei_family moei_families[] = {
      MOEI_SET_G_EXPERTS | MOEI_SET_G_SHARED, MOEI_SET_G_EXPERTS | MOEI_SET_G_SHARED,
      "", "", "", NULL},
     {"gpt_oss", "gpt_oss", "gpt_oss", "gpt-oss",
-     MOEI_SET_ROUTER | MOEI_SET_ROUTER_BIAS | MOEI_SET_INTERLEAVED,
+     MOEI_SET_ROUTER | MOEI_SET_ROUTER_BIAS | MOEI_SET_INTERLEAVED | MOEI_SET_MXFP4,
      MOEI_SET_ROUTER | MOEI_SET_ROUTER_BIAS | MOEI_SET_INTERLEAVED, 0,
      MOEI_SET_G_EXPERTS | MOEI_SET_G_BIASES | MOEI_SET_G_ROUTER_BIAS,
      MOEI_SET_G_EXPERTS | MOEI_SET_G_BIASES | MOEI_SET_G_ROUTER_BIAS,
@@ -626,7 +695,8 @@ static const moei_family moei_families[] = {
      MOEI_SET_GATE | MOEI_SET_W123 | MOEI_SET_FUSED | MOEI_SET_EXPERT_BIAS,
      MOEI_SET_GATE, -1,
      MOEI_SET_G_EXPERTS | MOEI_SET_G_CORRECTION, MOEI_SET_G_EXPERTS,
-     "norm_topk_prob routed_scaling_factor expert_gating_func expert_weights_scale", "top_k=4", "", "expert_gating_func"},
+     "norm_topk_prob routed_scaling_factor expert_gating_func expert_weights_scale", "top_k=4", "",
+     "expert_gating_func"},
     {"dbrx", "dbrx", "", "dbrx",
      0, 0, -1,
      MOEI_SET_G_EXPERTS, MOEI_SET_G_EXPERTS,
@@ -722,6 +792,8 @@ typedef struct moei_import_folder {
     moe_status (*open)(void *ctx, const char *name, moe_import_source *source, moe_error *error);
     void (*close)(void *ctx, moe_import_source *source);
     const char *(*reason)(void *ctx); /* why the last read failed; NULL: use the status text */
+    /* maps a file that was opened, and says how that is undone; NULL: it cannot */
+    void *(*map)(void *ctx, const char *name, size_t size, void (**release)(void *memory, size_t size));
 } moei_import_folder;
 
 enum {
@@ -744,6 +816,7 @@ typedef struct moei_import_shard {
     moe_import_source source;
     moe_buffer bytes;
     moe_file file;
+    const unsigned char *mapped; /* of a model: its bytes in memory, which live on; NULL: not yet */
     char name[MOEI_IMPORT_NAME];
     char shown[44]; /* the end of a long name, so that messages have room for the reason */
 } moei_import_shard;
@@ -755,6 +828,15 @@ typedef struct moei_block_type {
     int dtype;                  /* of single numbers; MOE_DTYPE_COUNT: blocks, or not supported */
     void (*read)(const unsigned char *block, moe_real *values); /* NULL: no blocks */
 } moei_block_type;
+
+/* Where the scales of a tensor lie that keeps them apart: [..., rows, columns]. */
+typedef struct moei_import_scales {
+    const struct moei_import_shard *shard; /* NULL: no such scales */
+    uint64_t at;
+    size_t bytes;
+    size_t width;          /* numbers in a row of them */
+    size_t rows, columns;  /* of the tensor that share one */
+} moei_import_scales;
 
 /* A tensor of the layer, as found in a file. */
 typedef struct moei_import_tensor {
@@ -770,6 +852,7 @@ typedef struct moei_import_tensor {
     const moei_tensor_name *row;
     size_t expert;
     int block;              /* of a model; -1: outside its blocks */
+    moei_import_scales scales;
 } moei_import_tensor;
 
 enum { MOEI_IMPORT_FILE = 0, MOEI_IMPORT_INDEX, MOEI_IMPORT_GGUF };
@@ -803,7 +886,7 @@ typedef struct moei_importer {
     char prefix[MOEI_IMPORT_NAME];
     /* arrays of moei_import_tensor; listed: entries of the index (only suffix and shard are set) */
     moe_buffer found, listed;
-    moe_buffer all;             /* the same of all tensors of a model */
+    moe_buffer all, parts;      /* the same of all tensors of a model, and of those of one block */
     size_t block;               /* of a model: whose elements are read where settings are lists */
     int is_model;               /* 1: a whole model, not a layer */
     const moei_family *family;
@@ -897,6 +980,7 @@ static void moei_importer_close(moei_importer *r) {
     moe_buffer_free(&r->config);
     moe_buffer_free(&r->gguf.keys);
     moe_buffer_free(&r->all);
+    moe_buffer_free(&r->parts);
     moe_buffer_free(&r->found);
     moe_buffer_free(&r->listed);
 }
@@ -1364,6 +1448,13 @@ static const moei_block_type *moei_gguf_type_find(int code) {
     return NULL;
 }
 
+/* The row of a type of single numbers. */
+static const moei_block_type *moei_type_of_dtype(int dtype) {
+    size_t i = 0;
+    while (moei_gguf_types[i].dtype != dtype) i++;
+    return &moei_gguf_types[i];
+}
+
 /* Reads the next tensor description. bytes stays 0 for types that are not supported. The data must
    have the order of the descriptions, as every GGUF file: tensors that share bytes would let a
    small file make a large layer. */
@@ -1459,8 +1550,9 @@ static moe_status moei_gguf_open_part(moei_importer *r, uint32_t no, moei_import
     moei_gguf_part_end(no + 1, count, name + stem);
     status = moei_import_shard_open(r, name, part);
     if (status == MOE_ERR_NOT_FOUND)
-        return moei_error(r->error, status, "%s: part %d of %d of this split file is missing; it lies beside part 1",
-                          r->first->shown, (int)no + 1, (int)count);
+        return moei_error(r->error, status,
+                          "%s: part %d of %d of this split file is missing; it lies beside the others", r->first->shown,
+                          (int)no + 1, (int)count);
     if (status == MOE_OK) status = moei_import_read_at(r, *part, 0, begin, sizeof begin);
     if (status != MOE_OK) return status;
     if (moei_memcmp(begin, "GGUF", 4) != 0)
@@ -1479,6 +1571,16 @@ static moe_status moei_gguf_open_parts(moei_importer *r) {
     uint32_t no;
     moe_status status = moei_gguf_open(r, last);
     if (status != MOE_OK || last->split_count <= 1) return status;
+    if (last->split_no > 0 && last->split_no < last->split_count && last->split_count <= 65535 && length >= 20) {
+        moei_gguf_part_end(last->split_no + 1, last->split_count, end);
+        if (moei_strcmp(last->name + length - 20, end) == 0) status = moei_gguf_open_part(r, 0, &last);
+        if (status == MOE_OK && last != r->first) {
+            r->first = last;
+            r->gguf.keys.size = 0;
+            status = moei_gguf_open(r, last);
+        }
+        if (status != MOE_OK) return status;
+    }
     if (last->split_no > 0 || last->split_count > 65535)
         return moei_error(r->error, MOE_ERR_UNSUPPORTED,
                           "%s: part %d of %d of a split file; open part 1, which has the settings of the model",
@@ -1663,11 +1765,15 @@ static moe_status moei_import_config_open(moei_importer *r) {
     if (status != MOE_OK) return moei_import_error_in(r, r->first->shown, status);
     at = moei_import_json_member(&r->config, 0, "text_config");
     if (at > 0 && r->config.data[at] == '{') r->text_config = at;
-    if (moei_import_value(r, "quantization_config", text) != MOEI_VALUE_NONE)
-        return moei_error(r->error, MOE_ERR_UNSUPPORTED,
-                          "config.json: quantization_config: this kind of quantized model is not supported; save it "
-                          "dequantized (bf16) or as GGUF");
-    return MOE_OK;
+    if (moei_import_value(r, "quantization_config", text) == MOEI_VALUE_NONE) return MOE_OK;
+    (void)moei_import_value(r, "quantization_config.quant_method", text);
+    if (moei_strcmp(text, "mxfp4") == 0) return MOE_OK;
+    if (moei_strcmp(text, "fp8") == 0 && (moei_import_value(r, "quantization_config.fmt", text) == MOEI_VALUE_NONE ||
+                                          moei_strcmp(text, "e4m3") == 0))
+        return MOE_OK;
+    return moei_error(r->error, MOE_ERR_UNSUPPORTED,
+                      "config.json: quantization_config: this kind of quantized model is not supported; save it "
+                      "dequantized (bf16) or as GGUF");
 }
 
 /* ---- >>walk over the tensors of a file ---- */
@@ -1910,7 +2016,7 @@ static const char *moei_import_full_name(const moei_importer *r, const char *suf
     moei_text t = moei_import_text(out, 112);
     moei_import_show(r->prefix, prefix, sizeof prefix);
     moei_put(&t, prefix, moei_strlen(prefix));
-    moei_put(&t, ".", 1);
+    moei_put(&t, ".", prefix[0] != '\0' ? 1 : 0);
     moei_put(&t, suffix, moei_strlen(suffix));
     return out;
 }
@@ -1923,6 +2029,11 @@ static int moei_import_starts(const char *text, const char *with) {
     return *with == '\0';
 }
 
+static int moei_import_ends(const char *text, const char *with) {
+    size_t n = moei_strlen(text), m = moei_strlen(with);
+    return n >= m && moei_strcmp(text + n - m, with) == 0;
+}
+
 /* In GGUF, attention and norms of a block share the prefix of the layer. */
 static int moei_import_is_moe(const moei_importer *r, const char *suffix) {
     const char *p;
@@ -1932,13 +2043,18 @@ static int moei_import_is_moe(const moei_importer *r, const char *suffix) {
     return moei_import_starts(suffix, "ffn_") || moei_import_starts(suffix, "exp_");
 }
 
-static moe_status moei_import_tensor_add(moei_importer *r, moe_buffer *list, moei_import_tensor *f,
-                                         const char *suffix) {
+static moe_status moei_import_tensor_push(moei_importer *r, moe_buffer *list, const moei_import_tensor *f) {
     moe_status status;
-    moei_import_copy(f->suffix, sizeof f->suffix, suffix);
     list->allocator = r->allocator;
     status = moei_buffer_write(list, f, sizeof *f);
     return status == MOE_OK ? MOE_OK : moei_error(r->error, status, "no memory for the list of tensors");
+}
+
+/* The same under another name. */
+static moe_status moei_import_tensor_add(moei_importer *r, moe_buffer *list, moei_import_tensor *f,
+                                         const char *suffix) {
+    moei_import_copy(f->suffix, sizeof f->suffix, suffix);
+    return moei_import_tensor_push(r, list, f);
 }
 
 /* Only plain file names: an index must not lead out of its folder. */
@@ -1970,6 +2086,107 @@ static moe_status moei_import_shard_find(moei_importer *r, const char *suffix, c
     return status == MOE_OK ? moei_import_shard_header(r, *shard) : status;
 }
 
+/* The size of blocks that share a scale, of config.json; 1: it does not say. */
+static size_t moei_import_scale_block(const moei_importer *r, size_t i) {
+    const size_t at = moei_import_config_at(r, "quantization_config.weight_block_size");
+    const size_t element = at > 0 ? moei_import_json_element(&r->config, at, i) : 0;
+    moei_json j = moei_import_json_at(&r->config, element, NULL);
+    size_t value = 0;
+    return element > 0 && moei_json_size(&j, &value) == MOE_OK && value > 0 && value <= MOE_MAX_WIDTH ? value : 1;
+}
+
+/* FP8: a number for each block of rows and columns. */
+static moe_status moei_import_join_fp8(const moei_importer *r, moei_import_tensor *f, const moei_import_tensor *of) {
+    const size_t height = moei_import_scale_block(r, 0), width = moei_import_scale_block(r, 1);
+    const int n = f->n_dims;
+    int i, good = n >= 2 && of->n_dims == n && of->dtype == MOE_DTYPE_F32 && f->bytes == f->count;
+    for (i = 0; i < n && good; i++) {
+        const size_t block = i == n - 1 ? width : i == n - 2 ? height : 1;
+        good = of->shape[i] == f->shape[i] / block + (f->shape[i] % block != 0);
+    }
+    if (!good)
+        return moei_error(r->error, MOE_ERR_SHAPE, "tensor '%s': not F8_E4M3 with one F32 scale per "
+                          "quantization_config.weight_block_size of it", f->suffix);
+    f->type = moei_gguf_type_find(MOEI_TYPE_E4M3);
+    f->dtype = MOE_DTYPE_COUNT;
+    f->scales.width = of->shape[n - 1];
+    f->scales.rows = height;
+    f->scales.columns = width;
+    return MOE_OK;
+}
+
+/* MXFP4: [..., blocks, 16] bytes and [..., blocks] scales are [..., 32 blocks] numbers. */
+static moe_status moei_import_join_mxfp4(const moei_importer *r, moei_import_tensor *f, const moei_import_tensor *of) {
+    const int n = of->n_dims;
+    int i, good = n >= 2 && f->n_dims == n + 1 && f->dtype == MOE_DTYPE_U8 && of->dtype == MOE_DTYPE_U8 &&
+                  f->shape[n] == 16;
+    for (i = 0; i < n && good; i++) good = f->shape[i] == of->shape[i];
+    if (!good)
+        return moei_error(r->error, MOE_ERR_SHAPE, "tensor '%s': not U8 with 16 bytes for every byte of its scales",
+                          f->suffix);
+    f->type = moei_gguf_type_find(MOEI_TYPE_MXFP4);
+    f->dtype = MOE_DTYPE_COUNT;
+    f->n_dims = n;
+    f->shape[n - 1] *= 32;
+    f->count *= 2;
+    f->scales.width = of->shape[n - 1];
+    f->scales.rows = 1;
+    f->scales.columns = 32;
+    return MOE_OK;
+}
+
+/* Where a name goes on behind another one; NULL: it does not begin with it. */
+static const char *moei_import_behind(const char *name, const char *begin, size_t n) {
+    size_t i;
+    for (i = 0; i < n; i++)
+        if (name[i] != begin[i]) return NULL;
+    return name + n;
+}
+
+/* The tensor that a tensor of scales belongs to; NULL: it is none of scales, or has none. */
+static moei_import_tensor *moei_import_scaled(const moe_buffer *list, const moei_import_tensor *of, int *is_fp8) {
+    const size_t length = moei_strlen(of->suffix);
+    const int fp8 = moei_import_ends(of->suffix, "_scale_inv"), mxfp4 = moei_import_ends(of->suffix, "_scales");
+    const size_t stem = length - (fp8 ? 10 : mxfp4 ? 7 : 0);
+    size_t i;
+    *is_fp8 = fp8;
+    if (!fp8 && !mxfp4) return NULL;
+    for (i = 0; i < moei_import_tensor_count(list); i++) {
+        moei_import_tensor *f = moei_import_tensor_at(list, i);
+        const char *behind = moei_import_behind(f->suffix, of->suffix, stem);
+        if (behind != NULL && f->block == of->block && moei_strcmp(behind, fp8 ? "" : "_blocks") == 0) return f;
+    }
+    return NULL;
+}
+
+/* Joins tensors with their scales, which leave the list. */
+static moe_status moei_import_join(const moei_importer *r, moe_buffer *list) {
+    const size_t n = moei_import_tensor_count(list);
+    size_t i, kept = 0;
+    int is_fp8;
+    if (r->kind == MOEI_IMPORT_GGUF) return MOE_OK;
+    for (i = 0; i < n; i++) {
+        const moei_import_tensor of = *moei_import_tensor_at(list, i);
+        moei_import_tensor *f = moei_import_scaled(list, &of, &is_fp8);
+        moe_status status;
+        if (f == NULL || f->scales.shard != NULL) continue;
+        status = is_fp8 ? moei_import_join_fp8(r, f, &of) : moei_import_join_mxfp4(r, f, &of);
+        if (status != MOE_OK) return status;
+        f->scales.shard = of.shard;
+        f->scales.at = of.at;
+        f->scales.bytes = of.bytes;
+    }
+    for (i = 0; i < n; i++) {
+        const moei_import_tensor *of = moei_import_tensor_at(list, i);
+        const moei_import_tensor *f = moei_import_scaled(list, of, &is_fp8);
+        if (f != NULL && f->scales.shard == of->shard && f->scales.at == of->at) continue;
+        if (kept != i) *moei_import_tensor_at(list, kept) = *of;
+        kept++;
+    }
+    list->size = kept * sizeof(moei_import_tensor);
+    return MOE_OK;
+}
+
 /* Collects the tensors under the prefix. */
 static moe_status moei_import_collect(moei_importer *r) {
     char name[MOEI_IMPORT_NAME], file[MOEI_IMPORT_NAME];
@@ -1999,7 +2216,7 @@ static moe_status moei_import_collect(moei_importer *r) {
                 return status;
         if (status != MOE_ERR_NOT_FOUND) return status;
     }
-    return MOE_OK;
+    return moei_import_join(r, &r->found);
 }
 
 /* ---- >>family of the layer ---- */
@@ -2178,7 +2395,7 @@ static moe_status moei_import_shape_solve(moei_importer *r, const moei_import_te
 static moe_status moei_import_tensor_check(const moei_importer *r, const moei_import_tensor *f) {
     char shown[112], number[24];
     moei_text t = moei_import_text(number, sizeof number);
-    int known = f->dtype <= MOE_DTYPE_BF16 || (f->type != NULL && f->type->read != NULL);
+    int known = f->dtype <= MOE_DTYPE_BF16 || (f->type != NULL && (f->type->read != NULL || f->scales.shard != NULL));
     moei_put_integer(&t, f->code);
     if (!known && r->kind == MOEI_IMPORT_GGUF)
         return moei_error(r->error, MOE_ERR_UNSUPPORTED,
@@ -2436,32 +2653,67 @@ static void moei_tensor_view_copy(const moei_tensor_view *p, size_t first, size_
     }
 }
 
+/* Elements first .. first + n - 1 of a tensor that keeps its scales apart, from their bytes. */
+static void moei_import_unscale(const moei_import_tensor *f, const unsigned char *scales, size_t first, size_t n,
+                                const unsigned char *bytes, moe_real *values) {
+    const size_t columns = f->shape[f->n_dims - 1], rows = f->shape[f->n_dims - 2];
+    const size_t lines = rows / f->scales.rows + (rows % f->scales.rows != 0);
+    const int is_fp8 = f->type->code == MOEI_TYPE_E4M3;
+    size_t i;
+    for (i = 0; i < n; i++) {
+        const size_t row = (first + i) / columns, column = (first + i) % columns;
+        const size_t line = row / rows * lines + row % rows / f->scales.rows;
+        const size_t at = line * f->scales.width + column / f->scales.columns;
+        const unsigned byte = is_fp8 ? bytes[i] : bytes[i / 2];
+        const int code = moei_fp4_values[i % 2 == 0 ? byte & 15u : byte >> 4];
+        values[i] = is_fp8 ? moei_from_e4m3(byte) * (moe_real)moei_binary32((uint32_t)moei_load(scales + 4 * at, 4))
+                           : moei_e8m0_half(scales[at]) * (moe_real)code;
+    }
+}
+
+/* The scales of a tensor; NULL and MOE_OK: it has none. */
+static moe_status moei_import_scales_read(moei_importer *r, const moei_import_tensor *f, unsigned char **scales) {
+    moe_status status;
+    *scales = NULL;
+    if (f->scales.shard == NULL) return MOE_OK;
+    *scales = (unsigned char *)moei_alloc(&r->allocator, f->scales.bytes, 1);
+    if (*scales == NULL)
+        return moei_error(r->error, MOE_ERR_MEMORY, "no memory for %z bytes of scales", f->scales.bytes);
+    status = moei_import_read_at(r, f->scales.shard, f->scales.at, *scales, f->scales.bytes);
+    if (status != MOE_OK) moei_free(&r->allocator, *scales, f->scales.bytes);
+    return status;
+}
+
 static moe_status moei_import_tensor_read(moei_importer *r, const moei_import_tensor *f, moe_layer *layer) {
     unsigned char bytes[MOEI_IMPORT_CHUNK * 8];
     moe_real values[MOEI_IMPORT_CHUNK];
     const moei_tensor_view view = moei_tensor_view_of(layer, f->row, r->sizes, f->expert);
     const moei_block_type *blocks = f->dtype >= MOE_DTYPE_COUNT ? f->type : NULL;
-    const size_t block = blocks != NULL ? (size_t)blocks->external.block : 1;
-    const size_t each = blocks != NULL ? (size_t)blocks->external.bytes : 1;
+    const size_t each = blocks != NULL ? (size_t)blocks->external.block : 1;
+    unsigned char *scales;
     moe_file_tensor t;
     uint64_t at = f->at;
     size_t done, n, size, i;
-    moe_status status;
+    moe_status status = moei_import_scales_read(r, f, &scales);
     memset(&t, 0, sizeof t);
-    for (done = 0; done < f->count; done += n, at += size) {
+    for (done = 0; done < f->count && status == MOE_OK; done += n, at += size) {
         n = f->count - done < MOEI_IMPORT_CHUNK ? f->count - done : (size_t)MOEI_IMPORT_CHUNK;
-        size = blocks != NULL ? n / block * each : n * moei_dtypes[f->dtype].size;
+        size = blocks != NULL ? n / each * (size_t)blocks->external.bytes : n * moei_dtypes[f->dtype].size;
         status = moei_import_read_at(r, f->shard, at, bytes, size);
-        if (status != MOE_OK) return status;
+        if (status != MOE_OK) break;
         t.dtype = f->dtype;
         t.count = n;
         t.data = bytes;
         t.bytes = size;
-        for (i = 0; blocks != NULL && i < n / block; i++) blocks->read(bytes + i * each, values + i * block);
-        if (blocks == NULL && (status = moe_file_values(&t, 0, n, values, NULL)) != MOE_OK) return status;
-        moei_tensor_view_copy(&view, done, n, values, 0);
+        if (scales != NULL) moei_import_unscale(f, scales, done, n, bytes, values);
+        else if (blocks == NULL) status = moe_file_values(&t, 0, n, values, NULL);
+        else
+            for (i = 0; i < n / each; i++)
+                blocks->read(bytes + i * (size_t)blocks->external.bytes, values + i * each);
+        if (status == MOE_OK) moei_tensor_view_copy(&view, done, n, values, 0);
     }
-    return MOE_OK;
+    if (scales != NULL) moei_free(&r->allocator, scales, f->scales.bytes);
+    return status;
 }
 
 /* ---- >>complete: every tensor is used exactly once ---- */
@@ -2714,11 +2966,11 @@ enum {
     MOEI_PLACE_GATE, MOEI_PLACE_UP, MOEI_PLACE_DOWN, MOEI_PLACE_IGNORED, MOEI_PLACE_COUNT
 };
 
-/* The name of a place. Letters of a shape: V vocabulary, H d_model, h heads, D width of a key, Q all
-   queries, K all keys, U all values, O all heads' outputs, T = Q + K + U, r half of n_rot, F width of
-   a dense block, L kernel of the convolution, 3 = 3 H; latent: A rank of queries, C of keys and
-   values, R = C + n_rot, n and v widths of a head's unrotated key and of its value, N = h (n + v),
-   S = h (n + n_rot). */
+/* The name of a place. Letters of a shape: V vocabulary, H d_model, h heads, D width of a key, Q
+   all queries, K all keys, U all values, O all heads' outputs, T = Q + K + U, r half of n_rot, F
+   width of a dense block, L kernel of the convolution, 3 = 3 H; latent: A rank of queries, C of
+   keys and values, R = C + n_rot, n and v widths of a head's unrotated key and of its value, N =
+   h (n + v), S = h (n + n_rot). */
 typedef struct moei_place_name {
     int place;
     const char *gguf, *folder; /* after the block's prefix; NULL: no such name */
@@ -2811,7 +3063,7 @@ static const moei_place_name moei_place_names[] = {
     {MOEI_PLACE_IGNORED, NULL, "self_attn.rotary_emb.inv_freq", NULL, 0, 0},
     {MOEI_PLACE_COUNT, NULL, NULL, NULL, 0, 0}};
 
-/* Sizes and settings of a model; those that differ from block to block are of the block read last. */
+/* Sizes and settings of a model; those that differ between blocks are of the one read last. */
 typedef struct moei_model {
     const moei_arch *arch;
     uint64_t traits;
@@ -2861,7 +3113,8 @@ static const moei_model_key moei_model_keys[] = {
     MOEI_MODEL_INT("attention.key_length_mla", "", key_mla, 1, 65536),
     MOEI_MODEL_INT("attention.value_length_mla", "", value_mla, 1, 65536),
     MOEI_MODEL_INT("", "qk_nope_head_dim", nope, 1, 65536),
-    MOEI_MODEL_REAL("attention.layer_norm_rms_epsilon attention.layer_norm_epsilon", "rms_norm_eps norm_eps", eps, 0, 1),
+    MOEI_MODEL_REAL("attention.layer_norm_rms_epsilon attention.layer_norm_epsilon", "rms_norm_eps norm_eps", eps, 0,
+                    1),
     MOEI_MODEL_REAL("rope.freq_base", "rope_theta rope_parameters.rope_theta", base, 1e-3, 1e30),
     MOEI_MODEL_REAL("rope.freq_base_swa", "", base_window, 1e-3, 1e30),
     MOEI_MODEL_REAL("rope.scaling.factor rope.scale_linear", "rope_scaling.factor rope_parameters.factor", factor, 0,
@@ -3058,6 +3311,17 @@ static void moei_model_widths(const moei_importer *r, moei_model *m) {
                                                                           : m->key;
 }
 
+/* Refuses a model without a size that has no default. */
+static moe_status moei_model_required(const moei_importer *r, const moei_model *m) {
+    const int folder = moei_model_is_folder(r);
+    const char *lacks = NULL;
+    if (!(m->eps > MOEI_R(0.0))) lacks = folder ? "rms_norm_eps" : "attention.layer_norm_rms_epsilon";
+    if (m->d_model == 0) lacks = folder ? "hidden_size" : "embedding_length";
+    if (m->blocks == 0) lacks = folder ? "num_hidden_layers" : "block_count";
+    if (lacks == NULL) return MOE_OK;
+    return moei_error(r->error, MOE_ERR_NOT_FOUND, "%s: %s is missing", moei_settings_source(r), lacks);
+}
+
 /* Reads the settings that block `block` sees; what the tensors told stays. */
 static moe_status moei_model_read(moei_importer *r, moei_model *m, size_t block) {
     const moei_model before = *m;
@@ -3073,15 +3337,12 @@ static moe_status moei_model_read(moei_importer *r, moei_model *m, size_t block)
     status = moei_model_arch(r, m);
     for (row = moei_model_keys; row->gguf != NULL && status == MOE_OK; row++) status = moei_model_key_read(r, row, m);
     if (status != MOE_OK) return status;
-    if (m->blocks == 0 || m->d_model == 0 || !(m->eps > MOEI_R(0.0))) {
-        const moei_model_key *lacks = moei_model_keys + (m->blocks == 0 ? 0 : 1);
-        const char *name = moei_model_is_folder(r) ? lacks->folder : lacks->gguf;
-        if (m->blocks != 0 && m->d_model != 0) name = moei_model_is_folder(r) ? "rms_norm_eps" : "attention.layer_norm_rms_epsilon";
-        return moei_error(r->error, MOE_ERR_NOT_FOUND, "%s: %s is missing", moei_settings_source(r), name);
-    }
+    status = moei_model_required(r, m);
+    if (status != MOE_OK) return status;
     if (m->nextn >= m->blocks && !moei_model_is_folder(r))
-        return moei_error(r->error, MOE_ERR_CONFIG, "metadata: nextn_predict_layers = %d: must be less than block_count = %d",
-                          m->nextn, m->blocks);
+        return moei_error(r->error, MOE_ERR_CONFIG,
+                          "metadata: nextn_predict_layers = %d: must be less than block_count = %d", m->nextn,
+                          m->blocks);
     if (!moei_model_is_folder(r)) m->blocks -= m->nextn;
     moei_model_widths(r, m);
     moei_default_real(&m->base, MOEI_R(10000.0));
@@ -3152,6 +3413,7 @@ static moe_status moei_place_take(const moei_importer *r, moei_model *m, const m
         return moei_error(r->error, MOE_ERR_FORMAT, "tensor '%s': duplicates another tensor",
                           moei_model_name(r, f->block, f->suffix, shown));
     status = moei_place_check(r, m, row, f);
+    if (status == MOE_OK) status = moei_import_tensor_check(r, f);
     if (status == MOE_OK) places[row->place] = f;
     return status;
 }
@@ -3188,8 +3450,7 @@ static void moei_model_block_traits(const moei_importer *r, const moei_model *m,
         const moei_import_tensor *f = moei_import_tensor_at(&r->all, i);
         if (f->block != block) continue;
         if (moei_import_is_router(r, moei_model_suffix(r, f->suffix))) b->is_moe = 1;
-        if (moei_strcmp(f->suffix, "shortconv.in_proj.weight") == 0 || moei_strcmp(f->suffix, "conv.in_proj.weight") == 0)
-            b->is_convolution = 1;
+        if (moei_is_word_of(f->suffix, "shortconv.in_proj.weight conv.in_proj.weight")) b->is_convolution = 1;
         if (moei_strcmp(f->suffix, "attn_k_b.weight") == 0) halves = 1;
         if (moei_strcmp(f->suffix, "attn_qkv.weight") == 0) fused = 1;
     }
@@ -3215,7 +3476,8 @@ static int moei_model_flag(const moei_importer *r, const char *key, int otherwis
 
 /* Llama 4: blocks see chunks and are rotated, or see everything, are not rotated, and their queries
    grow with the position. */
-static void moei_model_block_chunks(const moei_importer *r, const moei_model *m, int by_type, int is_chunked, moei_model_block *b) {
+static void moei_model_block_chunks(const moei_importer *r, const moei_model *m, int by_type, int is_chunked,
+                                    moei_model_block *b) {
     const int fourth = r->block % 4 == 3, folder = moei_model_is_folder(r);
     b->rotates = folder ? moei_model_flag(r, "no_rope_layers", !fourth) : !fourth || m->window == 0;
     b->tuned = !b->rotates && (!folder || moei_model_flag(r, "attn_temperature_tuning", 1));
@@ -3260,6 +3522,8 @@ static moe_real moei_yarn_magnitude(moe_real factor, moe_real s) {
 
 /* How config.json scales the angles. */
 static moe_status moei_folder_rotary(const moei_importer *r, const moei_model *m, moe_attention_config *c) {
+    const moe_real all = moei_yarn_magnitude(m->factor, m->mscale_all);
+    const double longer = m->original > 1 && m->context > m->original ? (double)m->context / (double)m->original : 1.0;
     static const char *const keys[] = {"rope_scaling.rope_type", "rope_scaling.type", "rope_parameters.rope_type"};
     char type[MOEI_IMPORT_VALUE];
     int i, kind = MOEI_VALUE_NONE;
@@ -3281,25 +3545,24 @@ static moe_status moei_folder_rotary(const moei_importer *r, const moei_model *m
                              moei_model_flag(r, "rope_parameters.truncate", 1));
         c->rotary_magnitude = m->attention_factor;
         if (!moei_is_zero(m->mscale) && !moei_is_zero(m->mscale_all))
-            moei_default_real(&c->rotary_magnitude,
-                              moei_yarn_magnitude(m->factor, m->mscale) / moei_yarn_magnitude(m->factor, m->mscale_all));
+            moei_default_real(&c->rotary_magnitude, moei_yarn_magnitude(m->factor, m->mscale) / all);
         moei_default_real(&c->rotary_magnitude, moei_yarn_magnitude(m->factor, MOEI_R(1.0)));
         if (c->kv_lora > 0 && !moei_is_zero(m->mscale_all))
-            c->scale *= moei_yarn_magnitude(m->factor, m->mscale_all) * moei_yarn_magnitude(m->factor, m->mscale_all);
+            c->scale *= all * all;
     } else if (moei_strcmp(type, "longrope") == 0 || moei_strcmp(type, "su") == 0) {
         c->rotary_scaling = MOE_ROTARY_FACTORS;
         c->rotary_factor = MOEI_R(0.0);
         c->rotary_magnitude = m->is_long ? m->long_mscale : m->short_mscale;
         moei_default_real(&c->rotary_magnitude, m->attention_factor);
-        if (m->original > 0 && m->context > m->original)
+        if (longer > 1.0)
             moei_default_real(&c->rotary_magnitude,
-                              (moe_real)sqrt(1.0 + log((double)m->context / (double)m->original) / log((double)m->original)));
+                              (moe_real)sqrt(1.0 + log(longer) / log((double)m->original)));
     } else
         return moei_error(r->error, MOE_ERR_UNSUPPORTED, "config.json: rope_scaling: type '%s' is not supported", type);
     return MOE_OK;
 }
 
-/* How llama.cpp scales the angles. Factors of single pairs are divided as linear scaling divides. */
+/* How llama.cpp scales the angles. Angles with factors of single pairs are scaled linearly, too. */
 static moe_status moei_gguf_rotary(const moei_importer *r, const moei_model *m, moe_attention_config *c) {
     char type[MOEI_IMPORT_VALUE];
     const int kind = moei_import_value(r, "rope.scaling.type", type);
@@ -3339,7 +3602,10 @@ static moe_real moei_model_block_scale(const moei_model *m) {
     const moe_real width = (moe_real)((m->traits & MOEI_ARCH_ROT_SCALE) != 0 ? m->n_rot : m->key);
     moe_real scale = MOEI_R(0.0);
     if ((m->traits & MOEI_ARCH_MULTIPLIERS) != 0) scale = m->attention_scale;
-    if ((m->traits & MOEI_ARCH_GROK) != 0) scale = moei_is_zero(m->output_scale) ? MOEI_R(0.08838834764831845) : m->output_scale;
+    if ((m->traits & MOEI_ARCH_GROK) != 0) {
+        scale = m->output_scale;
+        moei_default_real(&scale, MOEI_R(0.08838834764831845));
+    }
     return moei_is_zero(scale) ? MOEI_R(1.0) / (moe_real)sqrt((double)width) : scale;
 }
 
@@ -3418,18 +3684,21 @@ static moe_status moei_model_block_read(moei_importer *r, moei_model *m, int blo
     moei_put(&prefix, start, moei_strlen(start));
     moei_put_integer(&prefix, block);
     moei_model_block_traits(r, m, block, b);
-    r->found.size = 0;
+    if (!b->is_convolution && (m->heads == 0 || m->kv_heads == 0 || m->heads % m->kv_heads != 0))
+        return moei_error(r->error, MOE_ERR_CONFIG, "%s: block %d: heads = %d: must be a multiple of those of keys, %d",
+                          moei_settings_source(r), block, m->heads, m->kv_heads);
+    r->found.size = r->parts.size = 0;
     m->d_dense = 0;
     for (i = 0; i < n && status == MOE_OK; i++) {
-        moei_import_tensor *f = moei_import_tensor_at(&r->all, i);
-        const moei_place_name *row;
-        if (f->block != block) continue;
-        row = moei_place_find(r, b->traits, block, f->suffix);
+        const moei_import_tensor *f = moei_import_tensor_at(&r->all, i);
+        if (f->block == block) status = moei_import_tensor_push(r, &r->parts, f);
+    }
+    if (status == MOE_OK) status = moei_import_join(r, &r->parts);
+    for (i = 0; i < moei_import_tensor_count(&r->parts) && status == MOE_OK; i++) {
+        moei_import_tensor *f = moei_import_tensor_at(&r->parts, i), copy = *f;
+        const moei_place_name *row = moei_place_find(r, b->traits, block, f->suffix);
         if (row != NULL) status = moei_place_take(r, m, row, f, b->places);
-        else {
-            moei_import_tensor copy = *f;
-            status = moei_import_tensor_add(r, &r->found, &copy, moei_model_suffix(r, f->suffix));
-        }
+        else status = moei_import_tensor_add(r, &r->found, &copy, moei_model_suffix(r, f->suffix));
     }
     if (status == MOE_OK) status = moei_places_complete(r, b->traits, block, b->places);
     if (status == MOE_OK) status = moei_model_block_span(r, m, b);
@@ -3445,7 +3714,7 @@ static moe_status moei_model_block_read(moei_importer *r, moei_model *m, int blo
 }
 
 /* Opens the file and finds places for the tensors outside blocks. */
-static moe_status moei_model_open(moei_importer *r, const char *name, moei_model *m) {
+static moe_status moei_model_open(moei_importer *r, const char *name, int context, moei_model *m) {
     size_t i;
     char shown[112];
     moe_status status;
@@ -3465,6 +3734,11 @@ static moe_status moei_model_open(moei_importer *r, const char *name, moei_model
     }
     if (status == MOE_OK) status = moei_places_complete(r, m->traits, -1, m->places);
     if (status != MOE_OK) return status;
+    if (moei_model_is_folder(r) && moei_model_flag(r, "tie_word_embeddings", m->places[MOEI_PLACE_HEAD] == NULL))
+        m->places[MOEI_PLACE_HEAD] = NULL;
+    else if (moei_model_is_folder(r) && m->places[MOEI_PLACE_HEAD] == NULL)
+        return moei_error(r->error, MOE_ERR_NOT_FOUND, "tensor 'lm_head.weight': missing in the file");
+    m->is_long = m->original > 0 && (context > 0 ? context : m->context) > m->original;
     m->factors = m->places[MOEI_PLACE_FREQS];
     if (m->places[MOEI_PLACE_LONG] != NULL || m->places[MOEI_PLACE_SHORT] != NULL)
         m->factors = m->places[m->is_long ? MOEI_PLACE_LONG : MOEI_PLACE_SHORT];
@@ -3480,6 +3754,619 @@ static void moei_import_clean(char *text) {
         const int good = moei_next_utf8(&next, NULL, &code);
         if (!good || code < 0x20u || code == 0x7fu) *text = '?';
     }
+}
+
+/* ---- >>model_memory: what a model owns ---- */
+
+/* Memory or a mapping. release NULL: memory of the allocator. */
+typedef struct moei_owned_part {
+    struct moei_owned_part *next;
+    void *memory;
+    size_t size;
+    void (*release)(void *memory, size_t size);
+} moei_owned_part;
+
+struct moei_owned {
+    moe_allocator allocator;
+    moei_owned_part *parts;
+};
+
+/* Owns something from now on. When there is no memory to remember it, it is released. */
+static int moei_owned_keep(struct moei_owned *o, void *memory, size_t size, void (*release)(void *, size_t)) {
+    moei_owned_part *part = (moei_owned_part *)moei_alloc(&o->allocator, 1, sizeof *part);
+    if (part == NULL && release != NULL) release(memory, size);
+    if (part == NULL && release == NULL) moei_free(&o->allocator, memory, size);
+    if (part == NULL) return 0;
+    part->memory = memory;
+    part->size = size;
+    part->release = release;
+    part->next = o->parts;
+    o->parts = part;
+    return 1;
+}
+
+/* Zeros; NULL: no memory. */
+static void *moei_owned_take(struct moei_owned *o, size_t count, size_t size) {
+    void *memory = moei_alloc(&o->allocator, count, size);
+    return memory != NULL && moei_owned_keep(o, memory, count * size, NULL) ? memory : NULL;
+}
+
+void moe_import_free(moe_imported *model) {
+    struct moei_owned *o = model != NULL ? model->owned : NULL;
+    moe_allocator allocator;
+    if (model == NULL) return;
+    moe_net_free(&model->net);
+    memset(model, 0, sizeof *model);
+    if (o == NULL) return;
+    while (o->parts != NULL) {
+        moei_owned_part *part = o->parts;
+        o->parts = part->next;
+        if (part->release != NULL) part->release(part->memory, part->size);
+        else moei_free(&o->allocator, part->memory, part->size);
+        moei_free(&o->allocator, part, sizeof *part);
+    }
+    allocator = o->allocator;
+    moei_free(&allocator, o, sizeof *o);
+}
+
+/* ---- >>model_build: the network of a model ---- */
+
+/* State of one build. The blocks are walked twice: first their modules are appended, then, when the
+   network is built, the modules get their tensors. */
+typedef struct moei_build {
+    moei_importer *r;
+    const moe_import_options *options;
+    moe_imported *out;
+    moei_model m;
+    moei_model_block block;
+    int placing;
+    size_t cursor; /* the module that gets its tensors next */
+    moe_external *externals[MOE_LAYER_PARAMETER_COUNT]; /* of the layer that gets its tensors */
+} moei_build;
+
+static moe_status moei_build_no_memory(const moei_build *b, size_t count, size_t size) {
+    return moei_error(b->r->error, MOE_ERR_MEMORY, "no memory for %z records of %z bytes", count, size);
+}
+
+static moe_status moei_build_take(moei_build *b, size_t count, size_t size, void **memory) {
+    *memory = moei_owned_take(b->out->owned, count, size);
+    return *memory != NULL ? MOE_OK : moei_build_no_memory(b, count, size);
+}
+
+/* The bytes of a file: mapped, or read as a whole. */
+static moe_status moei_build_map(moei_build *b, moei_import_shard *shard) {
+    moei_importer *r = b->r;
+    struct moei_owned *o = b->out->owned;
+    void (*release)(void *, size_t) = NULL;
+    const size_t size = (size_t)shard->source.size;
+    void *memory = NULL;
+    moe_status status;
+    if (shard->source.read_at == moei_import_memory_read) {
+        shard->mapped = (const unsigned char *)shard->source.ctx;
+        return MOE_OK;
+    }
+    if (r->folder->map != NULL) memory = r->folder->map(r->folder->ctx, shard->name, size, &release);
+    if (memory == NULL) {
+        memory = moei_alloc(&o->allocator, size, 1);
+        if (memory == NULL)
+            return moei_error(r->error, MOE_ERR_MEMORY, "%s: no memory for the %z bytes of the file", shard->shown,
+                              size);
+        status = moei_import_read_at(r, shard, 0, memory, size);
+        if (status != MOE_OK) {
+            moei_free(&o->allocator, memory, size);
+            return status;
+        }
+        release = NULL;
+    }
+    if (!moei_owned_keep(o, memory, size, release)) return moei_build_no_memory(b, 1, sizeof(moei_owned_part));
+    shard->mapped = (const unsigned char *)memory;
+    return MOE_OK;
+}
+
+/* Where bytes of a file lie in memory. */
+static moe_status moei_build_bytes(moei_build *b, const moei_import_shard *of, uint64_t at,
+                                   const unsigned char **bytes) {
+    moei_import_shard *shard = b->r->shards;
+    moe_status status = MOE_OK;
+    while (shard != of) shard = shard->next;
+    if (shard->mapped == NULL) status = moei_build_map(b, shard);
+    *bytes = status == MOE_OK ? shard->mapped + (size_t)at : NULL;
+    return status;
+}
+
+/* ---- matrices ---- */
+
+/* The whole of a tensor as a matrix whose rows are its last dimension. */
+static moe_status moei_build_matrix(moei_build *b, const moei_import_tensor *f, moe_external *w) {
+    const moei_block_type *type = f->dtype < MOE_DTYPE_COUNT ? moei_type_of_dtype(f->dtype) : f->type;
+    const size_t columns = f->shape[f->n_dims - 1];
+    moe_status status = moei_build_bytes(b, f->shard, f->at, &w->data);
+    w->type = &type->external;
+    w->column = (size_t)type->external.bytes;
+    w->row = columns / (size_t)type->external.block * w->column;
+    w->exact = b->options->exact;
+    if (status != MOE_OK || f->scales.shard == NULL) return status;
+    w->scale_row = f->scales.width * (f->type->code == MOEI_TYPE_E4M3 ? 4 : 1);
+    w->scale_rows = (int)f->scales.rows;
+    w->scale_columns = (int)f->scales.columns;
+    return moei_build_bytes(b, f->scales.shard, f->scales.at, &w->scales);
+}
+
+/* Makes row `first` the first one, and of the rows from there every step-th one a row. */
+static moe_status moei_build_rows(const moei_build *b, const moei_import_tensor *f, size_t first, size_t step,
+                                  moe_external *w) {
+    w->data += first * w->row;
+    w->row *= step;
+    if (w->scales == NULL) return MOE_OK;
+    if (first % (size_t)w->scale_rows != 0 || (step > 1 && w->scale_rows > 1))
+        return moei_error(b->r->error, MOE_ERR_UNSUPPORTED, "tensor '%s': its scales do not begin with its parts",
+                          f->suffix);
+    w->scales += first / (size_t)w->scale_rows * w->scale_row;
+    w->scale_row *= step;
+    return MOE_OK;
+}
+
+/* The matrix of one expert in a tensor of a mixture; second: the up matrix of a fused one. */
+static moe_status moei_build_expert(moei_build *b, const moei_import_tensor *f, size_t expert, int second,
+                                    moe_external *w) {
+    const moei_tensor_name *row = f->row;
+    const int fused = row->second >= 0, interleaved = fused && (row->flags & MOEI_TENSOR_INTERLEAVED) != 0;
+    const int transposed = (row->flags & MOEI_TENSOR_TRANSPOSED) != 0;
+    const size_t rows = f->shape[f->n_dims - 2], columns = f->shape[f->n_dims - 1];
+    const size_t each = f->scales.rows > 0 ? f->scales.rows : 1, lines = rows / each + (rows % each != 0);
+    const size_t parts = transposed ? columns : rows, from = !second ? 0 : interleaved ? 1 : parts / 2;
+    size_t line;
+    moe_status status = moei_build_matrix(b, f, w);
+    if (status != MOE_OK) return status;
+    w->data += expert * rows * w->row;
+    if (w->scales != NULL) w->scales += expert * lines * w->scale_row;
+    if (!transposed) return moei_build_rows(b, f, from, interleaved ? 2 : 1, w);
+    if (w->type->block != 1 || w->scales != NULL)
+        return moei_error(b->r->error, MOE_ERR_UNSUPPORTED, "tensor '%s': %s cannot be transposed", f->suffix,
+                          w->type->name);
+    w->data += from * w->column;
+    line = w->row;
+    w->row = interleaved ? 2 * w->column : w->column;
+    w->column = line;
+    return MOE_OK;
+}
+
+/* ---- numbers ---- */
+
+/* Whether a tensor's bytes are numbers that this machine can read where they lie. */
+static int moei_build_is_plain(const moei_import_tensor *f, const unsigned char *bytes) {
+    const uint32_t one = 1;
+    unsigned char low;
+    memcpy(&low, &one, 1);
+    return low == 1 && f->dtype == (MOE_REAL_IS_DOUBLE ? MOE_DTYPE_F64 : MOE_DTYPE_F32) &&
+           (size_t)((uintptr_t)bytes % sizeof(moe_real)) == 0;
+}
+
+/* A tensor as numbers, where they lie or converted. */
+static moe_status moei_build_reals(moei_build *b, const moei_import_tensor *f, moe_real **values) {
+    const unsigned char *bytes;
+    moe_external w;
+    void *memory;
+    size_t rows;
+    moe_status status = moei_build_bytes(b, f->shard, f->at, &bytes);
+    if (status != MOE_OK) return status;
+    if (moei_build_is_plain(f, bytes)) {
+        memcpy(values, &bytes, sizeof *values); /* only read through */
+        return MOE_OK;
+    }
+    memset(&w, 0, sizeof w);
+    status = moei_build_take(b, f->count, sizeof **values, &memory);
+    if (status == MOE_OK) status = moei_build_matrix(b, f, &w);
+    if (status != MOE_OK) return status;
+    *values = (moe_real *)memory;
+    for (rows = 0; rows < f->count / f->shape[f->n_dims - 1]; rows++)
+        w.type->unpack(b->out->net.kernels, &w, rows, 0, f->shape[f->n_dims - 1],
+                       *values + rows * f->shape[f->n_dims - 1]);
+    return MOE_OK;
+}
+
+/* ---- modules ---- */
+
+/* Appends a module, or gives the one that was appended to get its tensors. */
+static moe_status moei_build_module(moei_build *b, const moe_module *wanted, moe_module **module) {
+    moe_net *net = &b->out->net;
+    moe_status status;
+    *module = NULL;
+    if (b->placing) {
+        *module = &net->modules[b->cursor++];
+        return MOE_OK;
+    }
+    status = moe_net_append(net, wanted);
+    return status == MOE_OK ? MOE_OK : moei_error(b->r->error, status, "%s", net->error.message);
+}
+
+static moe_status moei_build_norm(moei_build *b, const moei_import_tensor *weight, const moei_import_tensor *bias) {
+    moe_module wanted, *module;
+    moe_status status;
+    memset(&wanted, 0, sizeof wanted);
+    wanted.kind = (b->m.traits & MOEI_ARCH_LAYER_NORM) != 0 ? MOE_MODULE_LAYER_NORM : MOE_MODULE_RMS_NORM;
+    wanted.eps = b->m.eps;
+    wanted.bias = bias != NULL && wanted.kind == MOE_MODULE_RMS_NORM;
+    wanted.no_bias = bias == NULL && wanted.kind == MOE_MODULE_LAYER_NORM;
+    status = moei_build_module(b, &wanted, &module);
+    if (status == MOE_OK && module != NULL) status = moei_build_reals(b, weight, &module->tensors[MOE_MODULE_WEIGHT]);
+    if (status == MOE_OK && module != NULL && bias != NULL)
+        status = moei_build_reals(b, bias, &module->tensors[MOE_MODULE_BIAS]);
+    return status;
+}
+
+/* y = scale x, if scale is neither 0 nor 1, or there is a cap. */
+static moe_status moei_build_scale(moei_build *b, moe_real scale, moe_real cap, int *span) {
+    moe_module wanted, *module;
+    if ((moei_is_zero(scale) || moei_is_zero(scale - MOEI_R(1.0))) && moei_is_zero(cap)) return MOE_OK;
+    memset(&wanted, 0, sizeof wanted);
+    wanted.kind = MOE_MODULE_SCALE;
+    wanted.scale = scale;
+    wanted.cap = cap;
+    ++*span;
+    return moei_build_module(b, &wanted, &module);
+}
+
+static moe_status moei_build_residual(moei_build *b, int span) {
+    moe_module wanted, *module;
+    memset(&wanted, 0, sizeof wanted);
+    wanted.kind = MOE_MODULE_RESIDUAL;
+    wanted.span = span;
+    return moei_build_module(b, &wanted, &module);
+}
+
+/* A slot of a module and the place of its tensor; matrices are read where they lie. */
+typedef struct moei_build_slot {
+    int slot, place, is_matrix;
+} moei_build_slot;
+
+/* Gives a module tensors that the file has. */
+static moe_status moei_build_slots(moei_build *b, moe_module *module, const moei_build_slot *slots, size_t n,
+                                   const moei_import_tensor *const *places) {
+    void *memory;
+    moe_external *externals;
+    size_t i;
+    moe_status status = moei_build_take(b, MOE_MODULE_SLOTS, sizeof *externals, &memory);
+    if (status != MOE_OK) return status;
+    externals = (moe_external *)memory;
+    module->external = externals;
+    for (i = 0; i < n && status == MOE_OK; i++) {
+        const moei_import_tensor *f = places[slots[i].place];
+        if (f == NULL) continue;
+        status = slots[i].is_matrix ? moei_build_matrix(b, f, &externals[slots[i].slot])
+                                    : moei_build_reals(b, f, &module->tensors[slots[i].slot]);
+    }
+    return status;
+}
+
+#define MOEI_BUILD_SLOTS(b, module, slots, places) \
+    moei_build_slots(b, module, slots, sizeof(slots) / sizeof((slots)[0]), places)
+
+static moe_status moei_build_embedding(moei_build *b) {
+    static const moei_build_slot slots[] = {{MOE_MODULE_WEIGHT, MOEI_PLACE_EMBEDDING, 1}};
+    moe_module wanted, *module;
+    moe_status status;
+    memset(&wanted, 0, sizeof wanted);
+    wanted.kind = MOE_MODULE_EMBEDDING;
+    wanted.n_rows = b->m.vocabulary;
+    wanted.d_out = b->m.d_model;
+    status = moei_build_module(b, &wanted, &module);
+    return status == MOE_OK && module != NULL ? MOEI_BUILD_SLOTS(b, module, slots, b->m.places) : status;
+}
+
+/* The logits: a matrix of their own, or the embedding's. */
+static moe_status moei_build_head(moei_build *b) {
+    static const moei_build_slot own[] = {{MOE_MODULE_WEIGHT, MOEI_PLACE_HEAD, 1},
+                                          {MOE_MODULE_BIAS, MOEI_PLACE_HEAD_BIAS, 0}};
+    static const moei_build_slot tied[] = {{MOE_MODULE_WEIGHT, MOEI_PLACE_EMBEDDING, 1},
+                                           {MOE_MODULE_BIAS, MOEI_PLACE_HEAD_BIAS, 0}};
+    const int is_tied = b->m.places[MOEI_PLACE_HEAD] == NULL;
+    moe_module wanted, *module;
+    moe_status status;
+    memset(&wanted, 0, sizeof wanted);
+    wanted.kind = is_tied ? MOE_MODULE_TIED : MOE_MODULE_LINEAR;
+    wanted.d_out = b->m.vocabulary;
+    wanted.no_bias = b->m.places[MOEI_PLACE_HEAD_BIAS] == NULL;
+    status = moei_build_module(b, &wanted, &module);
+    if (status != MOE_OK || module == NULL) return status;
+    return is_tied ? MOEI_BUILD_SLOTS(b, module, tied, b->m.places) : MOEI_BUILD_SLOTS(b, module, own, b->m.places);
+}
+
+/* Factors of single rotary pairs: of a tensor, or a list of config.json. */
+static moe_status moei_build_factors(moei_build *b, moe_module *module) {
+    const size_t n = (size_t)b->m.n_rot / 2, at = moei_import_config_at(b->r, b->m.is_long ? "rope_scaling.long_factor"
+                                                                                         : "rope_scaling.short_factor");
+    void *memory;
+    moe_real *values;
+    size_t i;
+    moe_status status = moei_build_take(b, n, sizeof *values, &memory);
+    if (status != MOE_OK) return status;
+    values = (moe_real *)memory;
+    module->tensors[MOE_MODULE_ROTARY_FACTORS] = values;
+    if (b->m.factors != NULL) {
+        moe_real *of = NULL;
+        status = moei_build_reals(b, b->m.factors, &of);
+        for (i = 0; i < n && status == MOE_OK; i++) values[i] = of[i] * b->m.factor;
+        return status;
+    }
+    for (i = 0; i < n; i++) {
+        const size_t element = at > 0 ? moei_import_json_element(&b->r->config, at, i) : 0;
+        moei_json j = moei_import_json_at(&b->r->config, element, NULL);
+        const moei_span word = element > 0 ? moei_config_word(&j) : moei_span_of("", 0);
+        if (!moei_parse_real((const char *)word.p, moei_span_length(word), &values[i]) || !(values[i] > MOEI_R(0.0)))
+            return moei_error(b->r->error, MOE_ERR_CONFIG,
+                              "config.json: rope_scaling: long_factor and short_factor must have %z positive numbers",
+                              n);
+    }
+    return MOE_OK;
+}
+
+/* Queries, keys and values out of one tensor. */
+static moe_status moei_build_fused(moei_build *b, moe_module *module) {
+    const moei_import_tensor *f = b->block.places[MOEI_PLACE_FUSED], *bias = b->block.places[MOEI_PLACE_FUSED_BIAS];
+    const size_t query = (size_t)b->m.heads * (size_t)b->m.key, key = (size_t)b->m.kv_heads * (size_t)b->m.key;
+    const size_t first[3] = {0, query, query + key};
+    moe_external *externals;
+    moe_real *values = NULL;
+    moe_status status = bias != NULL ? moei_build_reals(b, bias, &values) : MOE_OK;
+    int i;
+    memcpy(&externals, &module->external, sizeof externals); /* those of this build */
+    for (i = 0; i < 3 && status == MOE_OK; i++) {
+        moe_external *w = &externals[MOE_MODULE_QUERY + i];
+        status = moei_build_matrix(b, f, w);
+        if (status == MOE_OK) status = moei_build_rows(b, f, first[i], 1, w);
+        if (bias != NULL) module->tensors[MOE_MODULE_QUERY_BIAS + i] = values + first[i];
+    }
+    return status;
+}
+
+static moe_status moei_build_attention(moei_build *b) {
+    static const moei_build_slot slots[] = {
+        {MOE_MODULE_QUERY, MOEI_PLACE_QUERY, 1},
+        {MOE_MODULE_QUERY, MOEI_PLACE_QUERY_B, 1},
+        {MOE_MODULE_KEY, MOEI_PLACE_KEY, 1},
+        {MOE_MODULE_KEY, MOEI_PLACE_KV_B, 1},
+        {MOE_MODULE_KEY, MOEI_PLACE_KEY_B, 1},
+        {MOE_MODULE_VALUE, MOEI_PLACE_VALUE, 1},
+        {MOE_MODULE_VALUE, MOEI_PLACE_VALUE_B, 1},
+        {MOE_MODULE_OUTPUT, MOEI_PLACE_OUTPUT, 1},
+        {MOE_MODULE_QUERY_DOWN, MOEI_PLACE_QUERY_A, 1},
+        {MOE_MODULE_LATENT, MOEI_PLACE_KV_A, 1},
+        {MOE_MODULE_LATENT_NORM, MOEI_PLACE_KV_A_NORM, 0},
+        {MOE_MODULE_QUERY_NORM, MOEI_PLACE_QUERY_A_NORM, 0},
+        {MOE_MODULE_QUERY_NORM, MOEI_PLACE_QUERY_NORM, 0},
+        {MOE_MODULE_KEY_NORM, MOEI_PLACE_KEY_NORM, 0},
+        {MOE_MODULE_QUERY_BIAS, MOEI_PLACE_QUERY_BIAS, 0},
+        {MOE_MODULE_KEY_BIAS, MOEI_PLACE_KEY_BIAS, 0},
+        {MOE_MODULE_VALUE_BIAS, MOEI_PLACE_VALUE_BIAS, 0},
+        {MOE_MODULE_OUTPUT_BIAS, MOEI_PLACE_OUTPUT_BIAS, 0},
+        {MOE_MODULE_SINKS, MOEI_PLACE_SINKS, 0}};
+    moe_module wanted, *module;
+    moe_status status;
+    memset(&wanted, 0, sizeof wanted);
+    wanted.kind = MOE_MODULE_ATTENTION;
+    status = moei_model_block_attention(b->r, &b->m, &b->block, &wanted.attention);
+    if (status == MOE_OK) status = moei_build_module(b, &wanted, &module);
+    if (status != MOE_OK || module == NULL) return status;
+    status = MOEI_BUILD_SLOTS(b, module, slots, b->block.places);
+    if (status == MOE_OK && b->block.places[MOEI_PLACE_FUSED] != NULL) status = moei_build_fused(b, module);
+    if (status != MOE_OK || wanted.attention.rotary_scaling != MOE_ROTARY_FACTORS) return status;
+    return moei_build_factors(b, module);
+}
+
+static moe_status moei_build_convolution(moei_build *b) {
+    static const moei_build_slot slots[] = {{MOE_MODULE_IN, MOEI_PLACE_CONVOLUTION_IN, 1},
+                                            {MOE_MODULE_TAPS, MOEI_PLACE_CONVOLUTION, 0},
+                                            {MOE_MODULE_OUT, MOEI_PLACE_CONVOLUTION_OUT, 1}};
+    moe_module wanted, *module;
+    moe_status status;
+    memset(&wanted, 0, sizeof wanted);
+    wanted.kind = MOE_MODULE_CONVOLUTION;
+    wanted.length = b->m.kernel;
+    status = moei_build_module(b, &wanted, &module);
+    return status == MOE_OK && module != NULL ? MOEI_BUILD_SLOTS(b, module, slots, b->block.places) : status;
+}
+
+/* Whether a parameter is a matrix of experts, which is read where it lies. */
+static int moei_build_is_matrix(int param) {
+    return param == MOE_EXPERTS_GATE || param == MOE_EXPERTS_UP || param == MOE_EXPERTS_DOWN ||
+           param == MOE_SHARED_GATE || param == MOE_SHARED_UP || param == MOE_SHARED_DOWN;
+}
+
+/* The matrices of one parameter that a tensor has. */
+static moe_status moei_build_matrices(moei_build *b, moe_layer *layer, const moei_import_tensor *f, int param,
+                                      int second) {
+    const size_t n = moei_is_expert_param(param) ? (size_t)layer->config.router.n_experts : 1;
+    const int one = n > 1 && moei_is_per_expert(f->row);
+    size_t e, end = one ? f->expert + 1 : n;
+    void *memory;
+    moe_status status = MOE_OK;
+    if (b->externals[param] == NULL) {
+        status = moei_build_take(b, n, sizeof *b->externals[param], &memory);
+        if (status != MOE_OK) return status;
+        layer->external[param] = b->externals[param] = (moe_external *)memory;
+    }
+    for (e = one ? f->expert : 0; e < end && status == MOE_OK; e++)
+        status = moei_build_expert(b, f, one ? 0 : e, second, &b->externals[param][e]);
+    return status;
+}
+
+/* Zeros for all parameters that are no matrices of experts. */
+static moe_status moei_build_zeros(moei_build *b, moe_layer *layer) {
+    int param;
+    moe_parameter slot;
+    void *memory;
+    moe_status status = MOE_OK;
+    for (param = 0; param < MOE_LAYER_PARAMETER_COUNT && status == MOE_OK; param++) {
+        if (!(layer->present >> param & 1u) || moei_build_is_matrix(param) ||
+            moe_layer_parameter(&layer->config, param, &slot) != MOE_OK)
+            continue;
+        status = moei_build_take(b, slot.count > 0 ? slot.count : 1, sizeof(moe_real), &memory);
+        layer->tensors[param] = (const moe_real *)memory;
+    }
+    return status;
+}
+
+/* Tensors of a mixture, which are in r->found. */
+static moe_status moei_build_layer(moei_build *b, moe_layer *layer) {
+    size_t i, n = moei_import_tensor_count(&b->r->found);
+    moe_status status = moei_build_zeros(b, layer);
+    memset(b->externals, 0, sizeof b->externals);
+    for (i = 0; i < n && status == MOE_OK; i++) {
+        const moei_import_tensor *f = moei_import_tensor_at(&b->r->found, i);
+        if (moei_build_is_matrix(f->row->param)) {
+            status = moei_build_matrices(b, layer, f, f->row->param, 0);
+            if (status == MOE_OK && f->row->second >= 0) status = moei_build_matrices(b, layer, f, f->row->second, 1);
+        } else status = moei_import_tensor_read(b->r, f, layer);
+    }
+    return status;
+}
+
+static moe_status moei_build_mixture(moei_build *b) {
+    moe_module wanted, *module;
+    moe_status status;
+    memset(&wanted, 0, sizeof wanted);
+    wanted.kind = MOE_MODULE_MIXTURE;
+    wanted.layer.config = b->block.mixture;
+    if (b->options->top_k > 0 && wanted.layer.config.router.top_k > b->options->top_k)
+        wanted.layer.config.router.top_k = b->options->top_k;
+    status = moei_build_module(b, &wanted, &module);
+    return status == MOE_OK && module != NULL ? moei_build_layer(b, &module->layer) : status;
+}
+
+static moe_status moei_build_dense(moei_build *b) {
+    static const int params[3] = {MOE_EXPERTS_GATE, MOE_EXPERTS_UP, MOE_EXPERTS_DOWN};
+    moe_module wanted, *module;
+    moe_external *externals;
+    void *memory;
+    int i;
+    moe_status status;
+    memset(&wanted, 0, sizeof wanted);
+    wanted.kind = MOE_MODULE_FEED_FORWARD;
+    wanted.layer.config.d_ff = b->m.d_dense;
+    status = moei_build_module(b, &wanted, &module);
+    if (status != MOE_OK || module == NULL) return status;
+    status = moei_build_take(b, 3, sizeof *externals, &memory);
+    externals = (moe_external *)memory;
+    for (i = 0; i < 3 && status == MOE_OK; i++) {
+        status = moei_build_matrix(b, b->block.places[MOEI_PLACE_GATE + i], externals + i);
+        module->layer.external[params[i]] = externals + i;
+    }
+    return status;
+}
+
+/* ---- blocks ---- */
+
+static moe_status moei_build_block(moei_build *b, int number) {
+    const moei_import_tensor *const *at = b->block.places;
+    moe_real by;
+    int span = 2;
+    moe_status status = moei_model_block_read(b->r, &b->m, number, &b->block);
+    if (status != MOE_OK) return status;
+    by = (b->m.traits & MOEI_ARCH_MULTIPLIERS) != 0 ? b->m.residual_scale : MOEI_R(0.0);
+    status = moei_build_norm(b, at[MOEI_PLACE_FIRST], at[MOEI_PLACE_FIRST_BIAS]);
+    if (status == MOE_OK) status = b->block.is_convolution ? moei_build_convolution(b) : moei_build_attention(b);
+    if (status == MOE_OK && at[MOEI_PLACE_POST_FIRST] != NULL) {
+        span++;
+        status = moei_build_norm(b, at[MOEI_PLACE_POST_FIRST], NULL);
+    }
+    if (status == MOE_OK) status = moei_build_scale(b, by, MOEI_R(0.0), &span);
+    if (status == MOE_OK) status = moei_build_residual(b, span);
+    if (status != MOE_OK) return status;
+    span = 2;
+    status = moei_build_norm(b, at[MOEI_PLACE_SECOND], at[MOEI_PLACE_SECOND_BIAS]);
+    if (status == MOE_OK) status = b->block.is_moe ? moei_build_mixture(b) : moei_build_dense(b);
+    if (status == MOE_OK && at[MOEI_PLACE_POST_SECOND] != NULL) {
+        span++;
+        status = moei_build_norm(b, at[MOEI_PLACE_POST_SECOND], NULL);
+    }
+    if (status == MOE_OK) status = moei_build_scale(b, by, MOEI_R(0.0), &span);
+    return status == MOE_OK ? moei_build_residual(b, span) : status;
+}
+
+/* All modules once. */
+static moe_status moei_build_walk(moei_build *b) {
+    const int grok = (b->m.traits & MOEI_ARCH_GROK) != 0, scaled = grok || (b->m.traits & MOEI_ARCH_MULTIPLIERS) != 0;
+    moe_real in = scaled ? b->m.embedding_scale : MOEI_R(0.0), out = scaled ? b->m.logit_scale : MOEI_R(0.0);
+    int block, span = 0;
+    moe_status status;
+    if (grok) {
+        moei_default_real(&in, MOEI_R(78.38367176906169));
+        moei_default_real(&out, MOEI_R(0.5773502691896257));
+    } else if (!moei_is_zero(out)) out = MOEI_R(1.0) / out;
+    b->cursor = 0;
+    status = moei_build_embedding(b);
+    if (status == MOE_OK) status = moei_build_scale(b, in, MOEI_R(0.0), &span);
+    for (block = 0; block < b->m.blocks && status == MOE_OK; block++) status = moei_build_block(b, block);
+    if (status == MOE_OK)
+        status = moei_build_norm(b, b->m.places[MOEI_PLACE_NORM], b->m.places[MOEI_PLACE_NORM_BIAS]);
+    if (status == MOE_OK) status = moei_build_head(b);
+    return status == MOE_OK ? moei_build_scale(b, out, grok ? b->m.logit_cap : MOEI_R(0.0), &span) : status;
+}
+
+/* The files' sizes against the limit of the caller. */
+static moe_status moei_build_sizes(moei_build *b) {
+    const moei_import_shard *shard;
+    uint64_t bytes = 0;
+    for (shard = b->r->shards; shard != NULL; shard = shard->next) bytes += shard->source.size;
+    b->out->file_bytes = bytes;
+    if (b->options->memory == 0 || bytes <= b->options->memory) return MOE_OK;
+    return moei_error(b->r->error, MOE_ERR_MEMORY, "%s: the model has %z bytes, and options.memory allows %z",
+                      b->r->first->shown, (size_t)bytes, (size_t)b->options->memory);
+}
+
+/* Everything between opening the files and closing them. */
+static moe_status moei_build_run(moei_build *b, const char *name) {
+    moe_imported *out = b->out;
+    moe_status status = moei_model_open(b->r, name, b->options->context, &b->m);
+    if (status == MOE_OK) status = moei_build_sizes(b);
+    if (status != MOE_OK) return status;
+    out->owned = (struct moei_owned *)moei_alloc(&b->r->allocator, 1, sizeof *out->owned);
+    if (out->owned == NULL) return moei_build_no_memory(b, 1, sizeof *out->owned);
+    out->owned->allocator = b->r->allocator;
+    status = moe_net_init(&out->net, 0, b->options->kernels, &b->r->allocator);
+    if (status != MOE_OK) return moei_error(b->r->error, status, "%s", out->net.error.message);
+    out->net.external = 1;
+    out->net.cache_type = b->options->cache_type;
+    out->architecture = b->m.arch->archs;
+    out->vocabulary = b->m.vocabulary;
+    out->context = b->options->context > 0 ? b->options->context : b->m.context;
+    out->n_blocks = b->m.blocks;
+    status = moei_build_walk(b);
+    if (status == MOE_OK) status = moe_net_build(&out->net, 0, 0, b->r->error);
+    b->placing = 1;
+    return status == MOE_OK ? moei_build_walk(b) : status;
+}
+
+static moe_status moei_model_run(moe_imported *model, const moei_import_folder *folder, const char *name,
+                                 const moe_import_options *options, const moe_allocator *allocator, moe_error *error) {
+    static const moe_import_options none = {0, 0, 0, 0, 0, 0};
+    moei_importer r;
+    moei_build b;
+    moe_error own;
+    moe_status status;
+    memset(&r, 0, sizeof r);
+    memset(&b, 0, sizeof b);
+    memset(model, 0, sizeof *model);
+    b.r = &r;
+    b.options = options != NULL ? options : &none;
+    b.out = model;
+    if (b.options->context < 0 || b.options->top_k < 0)
+        return moei_error(error, MOE_ERR_CONFIG, "options: context = %d and top_k = %d must not be negative",
+                          b.options->context, b.options->top_k);
+    if (!moei_can_allocate(allocator))
+        return moei_error(error, MOE_ERR_ARGUMENT, "allocator is required with MOE_NO_MALLOC");
+    own.message[0] = '\0';
+    r.folder = folder;
+    r.error = &own;
+    r.changes = "";
+    if (allocator != NULL) r.allocator = *allocator;
+    status = moei_build_run(&b, name);
+    moei_importer_close(&r);
+    if (status == MOE_OK) return MOE_OK;
+    moei_import_clean(own.message);
+    moe_import_free(model);
+    return moei_error(error, status, "%s", own.message[0] != '\0' ? own.message : moe_status_text(status));
 }
 
 /* "NAME field=value ...", "NAME" or "field=value ...". */
@@ -3553,20 +4440,39 @@ static moe_status moei_import_sources_open(void *ctx, const char *name, moe_impo
     return MOE_ERR_NOT_FOUND;
 }
 
+/* The folder of sources. */
+static moei_import_folder moei_import_sources_folder(moei_import_sources *s) {
+    moei_import_folder folder;
+    folder.ctx = s;
+    folder.open = moei_import_sources_open;
+    folder.close = NULL;
+    folder.reason = NULL;
+    folder.map = NULL;
+    return folder;
+}
+
 moe_status moe_import_read(moe_layer *layer, const moe_import_source *sources, size_t n_sources, const char *prefix,
                            const char *preset, const moe_allocator *allocator, moe_error *error) {
     moei_import_sources s;
-    moei_import_folder folder;
+    moei_import_folder folder = moei_import_sources_folder(&s);
     if (layer == NULL || sources == NULL || n_sources == 0 || prefix == NULL)
         return moei_error(error, MOE_ERR_ARGUMENT, "layer, sources or prefix is NULL, or there are no sources");
     s.sources = sources;
     s.n = n_sources;
-    folder.ctx = &s;
-    folder.open = moei_import_sources_open;
-    folder.close = NULL;
-    folder.reason = NULL;
     return moei_import_run(layer, &folder, sources[0].name != NULL ? sources[0].name : "the file", prefix, preset,
-                               allocator, error);
+                           allocator, error);
+}
+
+moe_status moe_import_model_read(moe_imported *model, const moe_import_source *sources, size_t n_sources,
+                                 const moe_import_options *options, const moe_allocator *allocator, moe_error *error) {
+    moei_import_sources s;
+    moei_import_folder folder = moei_import_sources_folder(&s);
+    if (model == NULL || sources == NULL || n_sources == 0)
+        return moei_error(error, MOE_ERR_ARGUMENT, "model or sources is NULL, or there are no sources");
+    s.sources = sources;
+    s.n = n_sources;
+    return moei_model_run(model, &folder, sources[0].name != NULL ? sources[0].name : "the file", options, allocator,
+                          error);
 }
 
 #ifndef MOE_NO_STDIO
@@ -3605,6 +4511,69 @@ static moe_status moei_import_disk_read(void *ctx, uint64_t at, void *to, size_t
     f->at = good && done == size ? at + size : UINT64_MAX;
     if (good && done == size) return MOE_OK;
     return good && !ferror(f->file) ? MOE_ERR_FORMAT : MOE_ERR_IO;
+}
+
+#if MOEI_POSIX
+static void moei_import_unmap(void *memory, size_t size) { (void)munmap(memory, size); }
+
+static void *moei_import_map(const char *path, size_t size) {
+    const int file = open(path, O_RDONLY);
+    void *memory;
+    if (file < 0) return NULL;
+    memory = mmap(NULL, size, PROT_READ, MAP_PRIVATE, file, 0);
+    (void)close(file);
+    return memory != MAP_FAILED ? memory : NULL;
+}
+#elif defined(_WIN32)
+/* As <windows.h> declares them. */
+__declspec(dllimport) void *__stdcall CreateFileA(const char *path, unsigned long access, unsigned long share,
+                                                  void *security, unsigned long how, unsigned long flags, void *like);
+__declspec(dllimport) void *__stdcall CreateFileMappingA(void *file, void *security, unsigned long protect,
+                                                         unsigned long high, unsigned long low, const char *name);
+__declspec(dllimport) void *__stdcall MapViewOfFile(void *mapping, unsigned long access, unsigned long high,
+                                                    unsigned long low, size_t size);
+__declspec(dllimport) int __stdcall UnmapViewOfFile(const void *memory);
+__declspec(dllimport) int __stdcall CloseHandle(void *handle);
+
+static void moei_import_unmap(void *memory, size_t size) {
+    (void)size;
+    (void)UnmapViewOfFile(memory);
+}
+
+static void *moei_import_map(const char *path, size_t size) {
+    const unsigned long read = 0x80000000ul, share = 1;
+    const unsigned long existing = 3, read_only = 2;
+    const unsigned long map_read = 4;
+    void *const file = CreateFileA(path, read, share, NULL, existing, 0, NULL);
+    void *mapping, *memory;
+    if ((intptr_t)file == -1) return NULL;
+    mapping = CreateFileMappingA(file, NULL, read_only, 0, 0, NULL);
+    memory = mapping != NULL ? MapViewOfFile(mapping, map_read, 0, 0, size) : NULL;
+    if (mapping != NULL) (void)CloseHandle(mapping);
+    (void)CloseHandle(file);
+    return memory;
+}
+#endif
+
+/* Maps a file of the folder; NULL: it cannot be mapped, here or on this system. */
+static void *moei_import_disk_map(void *ctx, const char *name, size_t size, void (**release)(void *, size_t)) {
+    moei_import_disk *d = (moei_import_disk *)ctx;
+    void *memory = NULL;
+#if MOEI_POSIX || defined(_WIN32)
+    moei_text t;
+    t.out = d->path;
+    t.room = sizeof d->path;
+    t.length = d->length;
+    moei_put(&t, name, moei_strlen(name));
+    memory = size > 0 ? moei_import_map(d->path, size) : NULL;
+    *release = memory != NULL ? moei_import_unmap : NULL;
+#else
+    (void)d;
+    (void)name;
+    (void)size;
+    (void)release;
+#endif
+    return memory;
 }
 
 static const char *moei_import_disk_reason(void *ctx) {
@@ -3685,38 +4654,54 @@ static const char *moei_import_disk_split(moei_import_disk *d, const char *path)
     return path + length;
 }
 
-static int moei_import_ends(const char *text, const char *with) {
-    size_t n = moei_strlen(text), m = moei_strlen(with);
-    return n >= m && moei_strcmp(text + n - m, with) == 0;
+/* A path as a folder of files and the name of one in it. */
+static moe_status moei_import_disk_begin(moei_import_disk *disk, moei_import_folder *folder, const char *path,
+                                         const moe_allocator *allocator, const char **name, moe_error *error) {
+    moe_status status = MOE_OK;
+    *name = NULL;
+    if (moei_strlen(path) + MOEI_IMPORT_NAME + 2 > MOEI_PATH_SIZE)
+        return moei_error(error, MOE_ERR_ARGUMENT, "the path is longer than %d bytes",
+                          (int)MOEI_PATH_SIZE - (int)MOEI_IMPORT_NAME - 2);
+    if (!moei_can_allocate(allocator))
+        return moei_error(error, MOE_ERR_ARGUMENT, "allocator is required with MOE_NO_MALLOC");
+    memset(disk, 0, sizeof *disk);
+    disk->allocator = allocator;
+    folder->ctx = disk;
+    folder->open = moei_import_disk_open;
+    folder->close = moei_import_disk_close;
+    folder->reason = moei_import_disk_reason;
+    folder->map = moei_import_disk_map;
+    if (!moei_import_ends(path, ".safetensors") && !moei_import_ends(path, ".gguf") && !moei_import_ends(path, ".json"))
+        status = moei_import_disk_folder(disk, path, name, error);
+    if (status != MOE_OK) return status;
+    if (*name == NULL) *name = moei_import_disk_split(disk, path);
+    if (moei_strlen(*name) >= MOEI_IMPORT_NAME)
+        return moei_error(error, MOE_ERR_ARGUMENT, "the file name is longer than %d bytes", (int)MOEI_IMPORT_NAME - 1);
+    return MOE_OK;
 }
 
 moe_status moe_import_layer(moe_layer *layer, const char *path, const char *prefix, const char *preset,
                             const moe_allocator *allocator, moe_error *error) {
     moei_import_disk disk;
     moei_import_folder folder;
-    const char *name = NULL;
-    moe_status status = MOE_OK;
+    const char *name;
+    moe_status status;
     if (layer == NULL || path == NULL || prefix == NULL)
         return moei_error(error, MOE_ERR_ARGUMENT, "layer, path or prefix is NULL");
-    if (moei_strlen(path) + MOEI_IMPORT_NAME + 2 > MOEI_PATH_SIZE)
-        return moei_error(error, MOE_ERR_ARGUMENT, "the path is longer than %d bytes",
-                          (int)MOEI_PATH_SIZE - (int)MOEI_IMPORT_NAME - 2);
-    if (!moei_can_allocate(allocator))
-        return moei_error(error, MOE_ERR_ARGUMENT, "allocator is required with MOE_NO_MALLOC");
-    memset(&disk, 0, sizeof disk);
-    disk.allocator = allocator;
-    folder.ctx = &disk;
-    folder.open = moei_import_disk_open;
-    folder.close = moei_import_disk_close;
-    folder.reason = moei_import_disk_reason;
-    if (!moei_import_ends(path, ".safetensors") && !moei_import_ends(path, ".gguf") && !moei_import_ends(path, ".json"))
-        status = moei_import_disk_folder(&disk, path, &name, error);
-    if (status != MOE_OK) return status;
-    if (name == NULL) name = moei_import_disk_split(&disk, path);
-    if (moei_strlen(name) >= MOEI_IMPORT_NAME)
-        return moei_error(error, MOE_ERR_ARGUMENT, "the file name is longer than %d bytes",
-                          (int)MOEI_IMPORT_NAME - 1);
-    return moei_import_run(layer, &folder, name, prefix, preset, allocator, error);
+    status = moei_import_disk_begin(&disk, &folder, path, allocator, &name, error);
+    return status == MOE_OK ? moei_import_run(layer, &folder, name, prefix, preset, allocator, error) : status;
+}
+
+moe_status moe_import_model(moe_imported *model, const char *path, const moe_import_options *options,
+                            const moe_allocator *allocator, moe_error *error) {
+    moei_import_disk disk;
+    moei_import_folder folder;
+    const char *name;
+    moe_status status;
+    if (model != NULL) memset(model, 0, sizeof *model);
+    if (model == NULL || path == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "model or path is NULL");
+    status = moei_import_disk_begin(&disk, &folder, path, allocator, &name, error);
+    return status == MOE_OK ? moei_model_run(model, &folder, name, options, allocator, error) : status;
 }
 
 #ifdef _MSC_VER
@@ -3738,7 +4723,7 @@ static const moei_family *moei_family_find_name(const char *name) {
 /* Whether files of the family are written with this name. Where a family has both forms, each
    expert gets its own tensors. */
 static int moei_is_written(const moei_family *family, const moei_tensor_name *row) {
-    return (row->set & family->sets & ~MOEI_SET_FUSED) != 0;
+    return (row->set & family->sets & ~(MOEI_SET_FUSED | MOEI_SET_MXFP4)) != 0;
 }
 
 /* Checks that layer and family have the same tensors. */

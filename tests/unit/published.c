@@ -465,8 +465,8 @@ static const row rows[] = {
     {mixtral, "experts.1.w1.weight:I16:3,6", NULL, NULL, AT, NULL, MOE_ERR_UNSUPPORTED, "dtype I16 is not supported"},
     {mixtral, "experts.1.w1.weight:F8_E4M3:3,6", NULL, NULL, AT, NULL, MOE_ERR_UNSUPPORTED, "dtype (unknown)"},
     {mixtral, "/elsewhere:F8_E5M2:3,6", NULL, NULL, AT, NULL, MOE_OK, "top_k=2"},
-    {mixtral, "experts.1.w1.weight_scale_inv:F32:1", NULL, NULL, AT, NULL, MOE_ERR_UNSUPPORTED, "save it dequantized"},
-    {gpt_oss, "experts.gate_up_proj_blocks:U8:4", NULL, NULL, AT, NULL, MOE_ERR_UNSUPPORTED, "save it dequantized"},
+    {mixtral, "experts.1.w1.weight_scale_inv:F32:1", NULL, NULL, AT, NULL, MOE_ERR_SHAPE, "not F8_E4M3 with"},
+    {gpt_oss, "experts.gate_up_proj_blocks:U8:4", NULL, NULL, AT, NULL, MOE_ERR_UNSUPPORTED, "dtype U8"},
     {mixtral, "experts.1.something:F32:1", NULL, NULL, AT, NULL, MOE_ERR_UNSUPPORTED,
      "experts.1.something': no known family has a tensor of this name"},
     {mixtral, "router.bias:F32:4", NULL, NULL, AT, NULL, MOE_ERR_UNSUPPORTED,
@@ -487,7 +487,7 @@ static const row rows[] = {
      "config.json: hidden_act = gelu is not supported"},
     {mixtral, NULL, NULL, "{\"model_type\":\"mixtral\",\"hidden_act\":[1]}", AT, NULL, MOE_ERR_UNSUPPORTED,
      "hidden_act = a list"},
-    {mixtral, NULL, NULL, "{\"model_type\":\"mixtral\",\"quantization_config\":{\"quant_method\":\"fp8\"}}", AT, NULL,
+    {mixtral, NULL, NULL, "{\"model_type\":\"mixtral\",\"quantization_config\":{\"quant_method\":\"gptq\"}}", AT, NULL,
      MOE_ERR_UNSUPPORTED, "quantization_config"},
     {mixtral, NULL, NULL, "{\"quantization_config\":null}", AT, NULL, MOE_OK, "top_k=2"},
     {mixtral, NULL, NULL, "{\"model_type\":\"something\"}", AT, NULL, MOE_ERR_UNSUPPORTED,
@@ -1003,7 +1003,7 @@ static void of_gguf_parts(void) {
                                            "blk.3.ffn_up_exps.weight:2:32,32,4 blk.3.ffn_down_exps.weight:1:32,32,4"};
     static const char *const names[4] = {"m-00001-of-00003.gguf", "m-00002-of-00003.gguf", "m-00003-of-00003.gguf",
                                          "model.gguf"};
-    moe_import_source s[3];
+    moe_import_source s[3], swapped;
     moe_layer layer;
     moe_error error;
     gguf g[3];
@@ -1032,8 +1032,17 @@ static void of_gguf_parts(void) {
         CHECK(has_settings(&layer.config, "top_k=3 n_experts=4 d_ff=32"));
         moe_layer_free(&layer);
     }
-    REFUSED(moe_import_read(&layer, s + 1, 2, "blk.3", "mixtral", NULL, &error), MOE_ERR_UNSUPPORTED,
-            "m-00002-of-00003.gguf: part 2 of 3 of a split file; open part 1, which has the settings");
+    REFUSED(moe_import_read(&layer, s + 1, 2, "blk.3", "mixtral", NULL, &error), MOE_ERR_NOT_FOUND,
+            "m-00002-of-00003.gguf: part 1 of 3 of this split file is missing");
+    swapped = s[0];
+    s[0] = s[1];
+    s[1] = swapped;
+    if (CHECK(moe_import_read(&layer, s, 3, "blk.3", NULL, NULL, &error) == MOE_OK, error.message)) {
+        CHECK(has_settings(&layer.config, "top_k=3 n_experts=4 d_ff=32"));
+        moe_layer_free(&layer);
+    }
+    s[1] = s[0];
+    s[0] = swapped;
     REFUSED(moe_import_read(&layer, s, 2, "blk.3", NULL, NULL, &error), MOE_ERR_NOT_FOUND,
             "m-00001-of-00003.gguf: part 3 of 3 of this split file is missing");
     s[0].name = names[3];
