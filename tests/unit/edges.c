@@ -183,9 +183,10 @@ static void refuse_packing(void) {
     size_t size, packed;
     void *work, *memory;
     const moe_real *saved;
+    moe_tensor down;
     IS(MOE_OK, moe_layer_pack_size(&layer, MOE_TYPE_REAL, 0, &packed, NULL));
     IS(MOE_OK, moe_layer_pack_size(&layer, MOE_TYPE_REAL, TOKENS, NULL, &size));
-    memory = grab(1, packed);
+    memory = grab(2, packed);
     work = grab(1, size);
     REFUSED(MOE_ERR_ARGUMENT, "layer must not be NULL", moe_layer_pack(NULL, MOE_TYPE_REAL, memory, packed, &error));
     REFUSED(MOE_ERR_ARGUMENT, "memory must not be NULL", moe_layer_pack(&layer, MOE_TYPE_REAL, NULL, packed, &error));
@@ -195,6 +196,12 @@ static void refuse_packing(void) {
     layer.tensors[MOE_EXPERTS_DOWN] = NULL;
     REFUSED(MOE_ERR_ARGUMENT, "experts.down is not set", moe_layer_pack(&layer, MOE_TYPE_REAL, memory, packed, &error));
     layer.tensors[MOE_EXPERTS_DOWN] = saved;
+    IS(MOE_OK, moe_layer_find(&layer, "experts.down", &down));
+    down.data[0] = (moe_real)HUGE_VAL;
+    REFUSED(MOE_ERR_NONFINITE, "experts.down cannot be packed",
+            moe_layer_pack(&layer, MOE_TYPE_Q8, memory, 2 * packed, &error));
+    CHECK(!layer.is_packed);
+    down.data[0] = 1;
     REFUSED(MOE_ERR_ARGUMENT, "layer must not be NULL",
             moe_layer_quantize(NULL, MOE_TYPE_REAL, memory, packed, &call, work, size, errors, &error));
     REFUSED(MOE_ERR_ARGUMENT, "calibration",

@@ -326,6 +326,11 @@ static void test_messages(void) {
     CHECK(moe_file_open(&file, bytes, size, &error) == MOE_ERR_UNSUPPORTED);
     CHECK(strcmp(error.message, "tensor 'layer.\\u00e4?', byte 35: unknown dtype 'F7'") == 0, error.message);
     free(bytes);
+    bytes = file_of("[]", 2, 0, &size);
+    CHECK(moe_file_open(&file, bytes, size, &error) == MOE_ERR_FORMAT);
+    CHECK(strcmp(error.message, "byte 8: not a safetensors file: the header does not begin with {") == 0,
+          error.message);
+    free(bytes);
     memset(name, 'n', sizeof name);
     name[sizeof name - 1] = '\0';
     sprintf(text, "{\"%s\":{\"%s", name, "x\":1}}");
@@ -1601,6 +1606,27 @@ static void test_hostile(void) {
     open_built(&b, 10000, MOE_OK, "", "one long text");
 }
 
+/* The longest path is one that leaves room for what stands behind a temporary file's name, and the
+   message tells how long. */
+static void test_long_paths(void) {
+    char long_path[5000], *number;
+    moe_error error;
+    size_t most;
+    memset(long_path, 'p', sizeof long_path);
+    long_path[sizeof long_path - 1] = '\0';
+    CHECK(moe_file_replace(long_path, contents_good, (void *)"x", &error) == MOE_ERR_ARGUMENT);
+    number = strstr(error.message, "longer than ");
+    if (!CHECK(number != NULL, error.message)) return;
+    most = (size_t)strtoul(number + 12, NULL, 10);
+    if (!CHECK(most > 1000 && most + 1 < sizeof long_path)) return;
+    long_path[most + 1] = '\0';
+    CHECK(moe_file_replace(long_path, contents_good, (void *)"x", &error) == MOE_ERR_ARGUMENT);
+    CHECK(strstr(error.message, "longer than ") != NULL, error.message);
+    long_path[most] = '\0';
+    CHECK(moe_file_replace(long_path, contents_good, (void *)"x", &error) != MOE_OK); /* no system has such names */
+    CHECK(strstr(error.message, "longer than ") == NULL, error.message);
+}
+
 int main(void) {
     CASE(test_malformed());
     CASE(test_lengths());
@@ -1625,5 +1651,6 @@ int main(void) {
     CASE(test_changed_later());
     CASE(test_random());
     CASE(test_hostile());
+    CASE(test_long_paths());
     return test_end();
 }

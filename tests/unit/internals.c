@@ -268,6 +268,32 @@ static void test_balanced_steps(void) {
     }
 }
 
+/* Other programs' names: which of them hold two parameters, which are transposed, and which make a
+   file a layer's, follows from the parameter and the shape. */
+static void test_tensor_names(void) {
+    const moei_tensor_name *row;
+    for (row = moei_tensor_names; row->name != NULL; row++) {
+        const char *shape = row->shape + (row->shape[0] == 'E' && row->shape[1] != '\0');
+        const int fused = strpbrk(shape, "JP") != NULL, p = row->param;
+        const int down = p == MOE_EXPERTS_DOWN || p == MOE_SHARED_DOWN;
+        const int matrix = down || p == MOE_EXPERTS_GATE || p == MOE_EXPERTS_UP || p == MOE_SHARED_GATE ||
+                           p == MOE_SHARED_UP;
+        test_about = row->name;
+        CHECK(((row->flags & MOEI_TENSOR_ROUTER) != 0) == (p == MOE_ROUTER_WEIGHT), "the router's weights");
+        CHECK(row->second == (!fused                     ? -1
+                              : p == MOE_EXPERTS_GATE    ? (int)MOE_EXPERTS_UP
+                              : p == MOE_EXPERTS_GATE_BIAS ? (int)MOE_EXPERTS_UP_BIAS
+                              : p == MOE_SHARED_GATE     ? (int)MOE_SHARED_UP
+                                                         : -2),
+              "gate and up in one tensor");
+        if (matrix)
+            CHECK(((row->flags & MOEI_TENSOR_TRANSPOSED) != 0) == ((shape[0] == 'H') != down), "rows are outputs");
+        if (!matrix && !fused) CHECK((row->flags & MOEI_TENSOR_TRANSPOSED) == 0, "vectors");
+        CHECK(fused || (row->flags & MOEI_TENSOR_INTERLEAVED) == 0, "rows of gate and up in turns");
+    }
+    test_about = "";
+}
+
 int main(void) {
     CASE(test_inverse_length());
     CASE(test_patterns());
@@ -278,5 +304,6 @@ int main(void) {
     CASE(test_nearest());
     CASE(test_row_sizes());
     CASE(test_balanced_steps());
+    CASE(test_tensor_names());
     return test_end();
 }

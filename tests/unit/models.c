@@ -2709,6 +2709,67 @@ static void test_rounding(void) {
     free(x);
 }
 
+/* Whether each table of a C file, "name[N] = {", has N rows and an end. */
+static int tables_close(const char *c) {
+    const char *p = c;
+    size_t tables = 0;
+    while ((p = strstr(p, "] = {")) != NULL) {
+        const char *digits = p;
+        unsigned long rows = 1;
+        int depth = 0;
+        while (digits > c && digits[-1] >= '0' && digits[-1] <= '9') digits--;
+        for (p += 4; *p != '\0'; p++) {
+            depth += (*p == '{') - (*p == '}');
+            if (depth == 0) break;
+            rows += depth == 1 && *p == ',' && p[1 + strspn(p + 1, " \n")] != '}';
+        }
+        if (*p == '\0' || p[1] != ';' || strtoul(digits, NULL, 10) != rows) return 0;
+        tables++;
+    }
+    return tables > 0;
+}
+
+/* A network with two of everything that has a table: attentions, mixtures. */
+static void test_tables(void) {
+    moe_rng rng;
+    moe_data rows;
+    moe_model_config config;
+    moe_built_model built;
+    moe_attention_config a;
+    moe_layer_config c;
+    moe_buffer b;
+    moe_stream stream = moe_buffer_stream(&b);
+    moe_error error;
+    moe_net net;
+    int i;
+    memset(&a, 0, sizeof a);
+    memset(&b, 0, sizeof b);
+    memset(&c, 0, sizeof c);
+    c.router.n_experts = 3;
+    c.d_ff = 4;
+    a.heads = 2;
+    moe_rng_seed(&rng, 5);
+    rows = random_rows(&rng, 40, 8, 1);
+    rows.length = 8;
+    config = int8_config(&rows);
+    config.length = 8;
+    (void)moe_net_init(&net, 8, MOE_KERNELS_C, NULL);
+    for (i = 0; i < 2; i++) {
+        (void)moe_net_attention(&net, &a);
+        (void)moe_net_mixture(&net, &c);
+    }
+    if (CHECK_SAYS(moe_net_build(&net, 0, 1, &error), MOE_OK, "tables", error) &&
+        CHECK_SAYS(moe_model_create(&built, &net, &config, &error), MOE_OK, "tables", error)) {
+        CHECK_SAYS(moe_export_c(&built, "two", &stream, &error), MOE_OK, "tables", error);
+        CHECK_STATUS(stream.write(stream.ctx, "", 1), MOE_OK, "its end");
+        CHECK(tables_close((const char *)b.data), "rows and ends of tables");
+        moe_buffer_free(&b);
+        moe_model_free(&built);
+    }
+    moe_net_free(&net);
+    drop_data(&rows);
+}
+
 int main(int argc, char **argv) {
     int operation;
     quick = argc > 1 && strcmp(argv[1], "quick") == 0;
@@ -2719,6 +2780,7 @@ int main(int argc, char **argv) {
     }
     CASE(test_output_range());
     CASE(test_levels());
+    CASE(test_tables());
     CASE(test_random_nets());
     CASE(test_accuracy());
     for (operation = 0; operation < OPERATIONS; operation++) CASE(test_operations(operation));

@@ -1839,6 +1839,31 @@ static void test_shaped_files(void) {
     moe_net_free(&net);
 }
 
+/* The weights of attention are kept for routers that read them alone: without one the workspace
+   grows as the tokens do, not as their square. */
+static void test_attention_room(void) {
+    moe_layer_config c;
+    moe_attention_config a;
+    size_t size[2][2];
+    int reads, i;
+    memset(&a, 0, sizeof a);
+    a.heads = 2;
+    for (reads = 0; reads < 2; reads++) {
+        moe_net net;
+        memset(&c, 0, sizeof c);
+        c.router.n_experts = 4;
+        c.router.refine = reads ? MOE_REFINE_ATTENTION : MOE_REFINE_NONE;
+        c.router.causal = reads;
+        c.d_ff = 4;
+        CHECK(moe_net_init(&net, 8, MOE_KERNELS_C, NULL) == MOE_OK && moe_net_attention(&net, &a) == MOE_OK);
+        CHECK(moe_net_mixture(&net, &c) == MOE_OK && moe_net_build(&net, 0, 1, NULL) == MOE_OK);
+        for (i = 0; i < 2; i++) CHECK(moe_net_work_size(&net, (size_t)1024 << i, 0, &size[reads][i]) == MOE_OK);
+        moe_net_free(&net);
+    }
+    CHECK(size[0][1] < 2 * size[0][0] + 4096, "nothing reads the weights");
+    CHECK(size[1][1] > 3 * size[1][0], "a router reads the weights");
+}
+
 int main(int count, char **words) {
     const char *folder = count > 1 ? words[1] : ".";
     if (strlen(folder) > 500) {
@@ -1874,5 +1899,6 @@ int main(int count, char **words) {
     CASE(test_build_without_memory());
     CASE(test_training_without_memory());
     CASE(test_files_without_memory());
+    CASE(test_attention_room());
     return test_end();
 }
