@@ -487,7 +487,11 @@ static int read_rows(int running) {
 
 /* First the grid, then with its best the seeds for judging. */
 static int run_missing(void) {
+    static char folder[1100];
     started = time(NULL);
+    snprintf(folder, sizeof folder, "%s", path_of("text"));
+    *strrchr(folder, '/') = '\0';
+    text_checkpoints = folder;
     for (int judging = 0; judging < 2; judging++) {
         n_jobs = 0;
         if (read_rows(1)) return 1;
@@ -614,14 +618,14 @@ static void print_claims(const judgement *g, int in_worlds) {
     print("|---|---|---|--:|--:|--:|--:|--:|---|\n");
     for (int c = 0; c < N_CLAIMS; c++) {
         const claim *k = &claims[c];
-        int digits = outcomes[k->outcome].decimals;
+        int places = outcomes[k->outcome].decimals;
         if ((strcmp(find_world(k->world)->part, "worlds") == 0) != in_worlds || g[c].verdict == NOT_RUN) continue;
         if (strcmp(paper, k->paper) != 0) print("| *%s* | | | | | | | | |\n", k->paper);
         paper = k->paper;
         print("| %s%s%s | %s | %s | %.*f | %.*f | %+.*f [%.*f, %.*f]", k->text, *kinds[k->kind] != '\0' ? "; " : "",
-              kinds[k->kind], k->world, outcomes[k->outcome].name, digits, g[c].arm, digits, g[c].baseline, digits,
-              g[c].r.mean, digits, g[c].r.low, digits, g[c].r.high);
-        if (!isnan(g[c].block_low)) print("; blocks [%.*f, %.*f]", digits, g[c].block_low, digits, g[c].block_high);
+              kinds[k->kind], k->world, outcomes[k->outcome].name, places, g[c].arm, places, g[c].baseline, places,
+              g[c].r.mean, places, g[c].r.low, places, g[c].r.high);
+        if (!isnan(g[c].block_low)) print("; blocks [%.*f, %.*f]", places, g[c].block_low, places, g[c].block_high);
         print(" | %s%g%s | %.2g | ", k->sign > 0 ? "+" : "-", k->margin, k->papers ? " (paper)" : "", g[c].holm);
         print_verdict(k, &g[c]);
         print(" |\n");

@@ -1,7 +1,174 @@
-/* check.h - bench --check. */
+/* check.h - bench --check: the tables, the statistics against printed values, worlds and their
+   oracle, rows, resuming, README.md. */
 #ifndef BENCH_CHECK_H
 #define BENCH_CHECK_H
 
-static int check_all(void) { return 0; }
+static int n_passed, n_failed;
+
+static void check(int good, const char *what) {
+    n_passed += good;
+    n_failed += !good;
+    if (!good) printf("FAILED: %s\n", what);
+}
+
+static int is_near(double got, double wanted) { return fabs(got - wanted) <= 1e-6 * (1 + fabs(wanted)); }
+
+static void check_claims(void) {
+    int primary[2] = {0, 0};
+    int valid = 1, different = 1;
+    for (int c = 0; c < N_CLAIMS; c++) {
+        const claim *k = &claims[c];
+        const world *w = find_world(k->world);
+        valid = valid && w != NULL && find_arm(k->arm) != NULL && find_arm(k->baseline) != NULL;
+        valid = valid && k->margin > 0 && abs(k->sign) == 1 && strpbrk(k->text, ",|") == strchr(k->text, ',');
+        for (int i = 0; i < c; i++) different = different && strcmp(claims[i].id, k->id) != 0;
+        if (w != NULL && k->kind == PRIMARY) primary[strcmp(w->part, "worlds") != 0]++;
+    }
+    check(valid, "every claim names a world and two routers, has a sign and a margin");
+    check(different, "every claim has a name of its own");
+    check(primary[0] == 5 && primary[1] == 5, "each of the five papers has one primary claim in each family");
+    for (int w = 0; w < N_WORLDS; w++) {
+        double numbers[8];
+        valid = valid && read_list(worlds[w].rates, numbers) > 0 && read_list(worlds[w].balances, numbers) > 0;
+        valid = valid && worlds[w].seeds < FIRST_TUNING && worlds[w].seeds <= MAX_SEEDS;
+    }
+    check(valid, "every world has a grid, and seeds for judging that are not those for tuning");
+}
+
+/* Against printed tables and numbers worked out by hand. */
+static void check_statistics(void) {
+    static const double quantiles[][3] = {{0.975, 1, 12.706205}, {0.975, 4, 2.776445}, {0.975, 19, 2.093024},
+                                          {0.95, 9, 1.833113},   {0.05, 9, -1.833113}, {0.995, 30, 2.749996}};
+    const double p[] = {0.01, 0.04, 0.03, 0.005}, a[] = {2, 4, 6, 8, 10};
+    const double b[] = {1, 2, 3, 4, 5};
+    const double blocks_of_two[] = {1, 3};
+    double holm[4], low, high;
+    statistics_result r = statistics_paired(5, a, b);
+    for (size_t i = 0; i < sizeof quantiles / sizeof *quantiles; i++)
+        check(is_near(statistics_t_quantile(quantiles[i][0], quantiles[i][1]), quantiles[i][2]), "quantile of t");
+    check(is_near(statistics_t_p(-2.776445105, 4), 0.05), "p of t");
+    statistics_holm(4, p, holm);
+    check(is_near(holm[0], 0.03) && is_near(holm[1], 0.06) && is_near(holm[2], 0.06) && is_near(holm[3], 0.02), "Holm");
+    check(is_near(r.mean, 3) && is_near(r.error, sqrt(0.5)) && is_near(r.high, 3 + 2.776445105 * sqrt(0.5)), "pairs");
+    check(statistics_paired(3, b + 1, b + 1).p >= 1 && statistics_paired(1, a, b).p >= 1, "no difference, no pairs");
+    judge_blocks(blocks_of_two, 2, &low, &high);
+    check(is_near(low, 1) && is_near(high, 3), "bootstrap of two blocks");
+}
+
+static void check_verdicts(void) {
+    static const struct {
+        double mean, half;
+        int sign, papers, keeps, verdict;
+    } cases[] = {{0.1, 0.02, 1, 1, 0, REPRODUCED}, {-0.1, 0.02, -1, 1, 0, REPRODUCED},
+                 {-0.1, 0.02, 1, 1, 0, OPPOSITE},  {0.02, 0.01, 1, 1, 0, EXCLUDED},
+                 {0, 0.05, 1, 1, 0, EXCLUDED},     {0, 0.05, 1, 0, 0, NO_EFFECT},
+                 {0, 0.2, 1, 1, 0, UNDERPOWERED},  {0.05, 0.06, -1, 0, 1, UNDERPOWERED},
+                 {0, 0.09, -1, 0, 1, REPRODUCED},  {0.3, 0.1, -1, 0, 1, OPPOSITE}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        double m = cases[i].mean, h = cases[i].half;
+        statistics_result r = {8, m, h / 2.3, m - h, m + h, fabs(m) > h ? 0.001 : 0.5};
+        check(judge(&r, cases[i].sign, 0.1, cases[i].papers, cases[i].keeps, r.p) == cases[i].verdict, "verdict");
+    }
+    check(judge_seeds(0.1, 0.1) == 18, "seeds that would decide"); /* 2 t(17) 0.1 / sqrt(18) < 0.1 */
+}
+
+static void check_recovery(void) {
+    static const double swapped[] = {0, 5, 5, 0}, shared[] = {5, 5, 0, 0};
+    static const double three[] = {4, 0, 3, 3, 0, 4};
+    check(is_near(recovery(swapped, 2, 2), 1), "experts may have any order");
+    check(is_near(recovery(shared, 2, 2), 0.5), "an expert counts for one cluster");
+    check(is_near(recovery(three, 3, 2), 8.0 / 14), "more experts than clusters");
+}
+
+/* Whether two runs found the same, time aside. */
+static int same_found(const found *a, const found *b) {
+    for (int i = 0; i < N_OUTCOMES; i++)
+        if (i != MS && !(isnan(a->value[i]) && isnan(b->value[i])) && fabs(a->value[i] - b->value[i]) > 0) return 0;
+    return strcmp(a->lists, b->lists) == 0;
+}
+
+/* A run twice, and its row through a file. */
+static void check_run(const char *world_name, const char *arm_name, const char *what) {
+    static row one, two, three;
+    static char line[LINE];
+    const world *w = find_world(world_name);
+    job j = make_job(w, find_arm(arm_name), 0, 1, 0.01, 0.01);
+    moe_error error = {MOE_OK, ""};
+    int good = run_job(&j, &one, &error) == MOE_OK && run_job(&j, &two, &error) == MOE_OK;
+    if (!good) printf("%s: %s\n", arm_name, error.message);
+    check(good && same_found(&one.f, &two.f), what);
+    row_line(&one, line);
+    check(read_row(line, &three) && strcmp(three.router, one.router) == 0 && three.seed == one.seed &&
+              fabs(three.f.value[LOSS] - one.f.value[LOSS]) < 1e-6,
+          "a row is read as it was written");
+    line[strlen(line) - 3] = '\0';
+    check(!read_row(line, &three), "a row that is cut off is no row");
+}
+
+/* Every arm of every claim can be trained. */
+static void check_arms(void) {
+    for (int c = 0; c < N_CLAIMS; c++)
+        for (int side = 0; side < 2; side++) {
+            const char *name = side ? claims[c].arm : claims[c].baseline;
+            const world *w = find_world(claims[c].world);
+            world few = *w;
+            job j = make_job(&few, find_arm(name), 1, 1, 0.01, 0.01);
+            moe_error error = {MOE_OK, ""};
+            found f = {{0}, ""};
+            moe_status status;
+            few.steps = few.tuning_steps = few.kind == TEXT || few.kind == PATCHES ? 1 : 20;
+            if (few.kind == TEXT && few.strength > 0) continue; /* words: as bytes */
+            if (few.kind == TEXT) status = run_text(&j, &f, &error);
+            else
+                status = few.kind == DIGITS || few.kind == PATCHES ? run_digits(&j, &f, &error)
+                                                                   : run_planted(&j, &f, &error);
+            if (status != MOE_OK) printf("%s, %s: %s\n", w->name, name, error.message);
+            check(status == MOE_OK, "the arm is trained");
+        }
+}
+
+/* A run on text that is stopped goes on with the same bits. */
+static void check_resume(void) {
+    static found whole, parts;
+    world w = *find_world("bytes");
+    job j = make_job(&w, find_arm("clustering"), 0, 1, 0.003, 0.01);
+    moe_error error = {MOE_OK, ""};
+    moe_status status;
+    w.steps = 20;
+    status = run_text(&j, &whole, &error);
+    if (status != MOE_OK) printf("%s\n", error.message);
+    check(status == MOE_OK && whole.value[FLUCTUATION] >= 0 && whole.value[INSTABILITY] > 0, "a run on text");
+    bench_stopped = 1; /* ends after its first step, and again after the next */
+    check(run_text(&j, &parts, &error) == MOE_ERR_STOPPED, "a run is stopped");
+    memset(&parts, 0, sizeof parts);
+    check(run_text(&j, &parts, &error) == MOE_ERR_STOPPED, "and again");
+    bench_stopped = 0;
+    memset(&parts, 0, sizeof parts);
+    status = run_text(&j, &parts, &error);
+    if (status != MOE_OK) printf("%s\n", error.message);
+    check(status == MOE_OK && same_found(&whole, &parts), "a run that goes on ends with the same bits");
+}
+
+static int check_all(void) {
+    static judgement g[N_CLAIMS];
+    const char *const *headers = example_headers();
+    check_claims();
+    check_statistics();
+    check_verdicts();
+    check_recovery();
+    bench_short = 1;
+    check_run("means", "autonomy", "a world gives the same numbers twice");
+    check_run("topics", "similarity_swapped", "a router that is swapped in, too");
+    bench_short = 0;
+    if (texts_read(0, headers[0], headers[1]) || digits_read()) return 1;
+    check_resume();
+    check_arms();
+    if (read_rows(0)) return 1;
+    judge_all(g);
+    options.verify = 1;
+    check(do_page(g) == 0, "README.md has what the rows say");
+    printf("%d passed, %d failed\n", n_passed, n_failed);
+    return n_failed > 0;
+}
 
 #endif

@@ -59,7 +59,7 @@ typedef struct arm {
     const char *name, *preset; /* preset "": one feed-forward as wide as the active experts */
     const char *settings;
     const char *after; /* settings that replace refinement after training, on frozen weights: the swap-in test */
-    const char *where; /* text: one letter per layer, x this arm, . smoe, d dense; the last is repeated */
+    const char *where; /* text: one letter per layer, x this arm, . smoe, d dense, the last is repeated; digits.h */
     int forced;        /* 1: the oracle: the expert of a token is its cluster, and as wide as the K of others */
     double fast;       /* > 0: the learning rate of expert 0 is multiplied by it */
 } arm;
@@ -113,6 +113,9 @@ static const arm arms[] = {
     {"attentive_gate", "attentive_gate", "loss_importance=0.2 unbiased=1", "", "x", 0, 0},
     {"similarity_gate", "similarity_gate", "loss_similarity_same=1 loss_similarity_diff=1", "", "x", 0, 0},
     {"importance", "importance_gate", "loss_importance=0.4", "", "x", 0, 0},
+    {"pairs", "importance_gate", "loss_importance=0", "", "pairs", 0, 0},
+    {"halves", "importance_gate", "loss_importance=0", "", "halves", 0, 0},
+    {"random_shares", "importance_gate", "loss_importance=0", "", "random", 0, 0},
     {"zero_computation", "moe_pp",
      "n_experts=10 n_zero=1 n_copy=1 n_constant=0 router_residual=0 capacity_factor=0"
      " zero_tau=0.75" BALANCED,
@@ -377,6 +380,12 @@ static const claim claims[] = {
      "gate_fast", LOAD_MAX, -1, 0.1, 0, SECONDARY},
     {"digits.fast", MODULAR, "slides", "an expert with ten times the learning rate takes most samples", "digits",
      "gate_fast", "gate", FAST_SHARE, 1, 0.25, 0, SECONDARY},
+    {"digits.halves", MODULAR, "slides", "experts for {0-4} and {5-9} err no more than end-to-end training", "digits",
+     "halves", "gate", ERROR, -1, 0.01, 0, KEEPS},
+    {"digits.pairs", MODULAR, "slides", "experts for pairs of classes err no more than end-to-end training", "digits",
+     "pairs", "gate", ERROR, -1, 0.01, 0, KEEPS},
+    {"digits.random", MODULAR, "slides", "experts for pairs of classes err no more than those of random shares",
+     "digits", "pairs", "random_shares", ERROR, -1, 0.01, 0, KEEPS},
     {"patches.attack", CLUSTERS, "table 4", "adaptive clustering of an image's patches withstands FGSM", "patches",
      "clustering_call", "smoe", ATTACKED, -1, 0.02, 0, SECONDARY},
     {"patches.clean", CLUSTERS, "table 4", "and errs less on clean images", "patches", "clustering_call", "smoe", ERROR,
