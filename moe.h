@@ -1026,11 +1026,11 @@ typedef struct moe_module {
        embedding's */
     moe_real *tensors[MOE_MODULE_SLOTS];
     moe_real *gradients[MOE_MODULE_SLOTS]; /* by index; NULL: not built trainable */
-    /* [MOE_MODULE_SLOTS] with net.external: matrices of other programs' types, the caller's, by
-       index; NULL (and one without type): tensors has it. Of MLA, KEY without VALUE is [H][n + u
-       rows of c]; with VALUE, KEY is [H][c rows of n], K_h transposed, and VALUE [H][u rows of
-       c] */
-    const struct moe_external *external;
+    /* [MOE_MODULE_SLOTS] set by the caller for matrices that lie in another program's file and are
+       read there instead of the tensor (tied: the embedding's); without a type: the tensor has it.
+       NULL: none. For inference only. Of MLA, KEY without VALUE is [H][n + u rows of c]; with
+       VALUE, KEY is [H][c rows of n], K_h transposed, and VALUE [H][u rows of c] */
+    const moe_external *external;
     size_t first_tensor; /* private: where its tensors begin in the network's list */
 } moe_module;
 
@@ -1054,8 +1054,8 @@ typedef struct moe_net {
        none] */
     const struct moe_mixture_losses *mixture_losses;
     /* 1: the tensors' values are the caller's, in a mapped file for example: build gives them no
-       memory, and before the first call every modules[i].tensors (or external) and layer.tensors is
-       set; such a network infers, and is neither trained nor saved. Set after init [0] */
+       memory, and before the first call every tensor of modules[i] and of its layer is set, or its
+       external; such a network infers, and is neither trained nor saved. Set after init [0] */
     int external;
     /* how a cache keeps keys and values: MOE_TYPE_REAL, F16, BF16 or Q8_BLOCK; the caller's, set
        before moe_net_decode_size. Only MOE_TYPE_REAL decodes to the bits of moe_net_forward
@@ -6101,16 +6101,7 @@ static moei_tokens moei_tokens_alone(size_t n) {
 
 /* ---- kinds of modules as data ---------------------------------------------------------------- */
 
-/* The settings of modules, as files name them. */
-typedef struct moei_module_config {
-    int d_in; /* of the network itself */
-    int d_out, act, span, vocabulary, d, most, length, no_bias, bias;
-    moe_real rate, eps, scale, cap;
-    moe_attention_config attention;
-    moe_layer_config layer;
-} moei_module_config;
-
-#define MOEI_M moei_module_config
+#define MOEI_M moe_module
 #define MOEI_A moe_attention_config
 enum { MOEI_MAX_TAPS = 64 };
 
@@ -6136,11 +6127,13 @@ static const moe_field moei_activation_fields[] = {
 static const moe_field moei_no_fields[] = {MOEI_FIELDS_END};
 static const moe_field moei_residual_fields[] = {
     MOEI_INT(MOEI_M, span, 1, MOE_NET_MAX_MODULES, "modules it goes around"), MOEI_FIELDS_END};
-static const moe_field moei_embedding_fields[] = {MOEI_INT(MOEI_M, vocabulary, 1, MOE_MAX_WIDTH, "number of token ids"),
-                                                  MOEI_INT(MOEI_M, d, 1, MOE_MAX_WIDTH, "width that leaves"),
-                                                      MOEI_FIELDS_END};
-static const moe_field moei_positions_fields[] = {
-    MOEI_INT(MOEI_M, most, 1, MOE_MAX_WIDTH, "tokens of the longest sequence"), MOEI_FIELDS_END};
+/* Files name the rows of an embedding and of positions in words of their own. */
+#define MOEI_INT_AS(name, member, about) \
+    { name, MOE_FIELD_INT, offsetof(moe_module, member), 1, MOE_MAX_WIDTH, 0, NULL, about }
+static const moe_field moei_embedding_fields[] = {MOEI_INT_AS("vocabulary", n_rows, "number of token ids"),
+                                                  MOEI_INT_AS("d", d_out, "width that leaves"), MOEI_FIELDS_END};
+static const moe_field moei_positions_fields[] = {MOEI_INT_AS("most", n_rows, "tokens of the longest sequence"),
+                                                  MOEI_FIELDS_END};
 static const moe_field moei_attention_fields[] = {
     MOEI_INT(MOEI_A, heads, 1, 4096, "heads"),
     MOEI_INT(MOEI_A, d_head, 1, MOE_MAX_WIDTH, "width of a head"),
@@ -6215,29 +6208,9 @@ static const moe_field *moei_module_fields(int kind) {
 }
 
 /* What moei_module_fields describes. */
-static void *moei_module_settings(moei_module_config *config, int kind) {
-    if (kind == MOE_MODULE_MIXTURE || kind == MOE_MODULE_FEED_FORWARD) return &config->layer;
-    return kind == MOE_MODULE_ATTENTION ? (void *)&config->attention : (void *)config;
-}
-
-/* The settings of a module, as files name them. */
-MOEI_TOOL moei_module_config moei_module_config_of(const moe_module *m) {
-    moei_module_config config;
-    memset(&config, 0, sizeof config);
-    config.d_out = config.d = m->d_out;
-    config.act = m->act;
-    config.span = m->span;
-    config.vocabulary = config.most = m->n_rows;
-    config.length = m->length;
-    config.no_bias = m->no_bias;
-    config.bias = m->bias;
-    config.eps = m->eps;
-    config.scale = m->scale;
-    config.cap = m->cap;
-    config.rate = m->rate;
-    config.attention = m->attention;
-    config.layer = m->layer.config;
-    return config;
+MOEI_TOOL void *moei_module_settings(const moe_module *m) {
+    if (m->kind == MOE_MODULE_MIXTURE || m->kind == MOE_MODULE_FEED_FORWARD) return (void *)&m->layer.config;
+    return m->kind == MOE_MODULE_ATTENTION ? (void *)&m->attention : (void *)m;
 }
 
 /* Whether a module is a moe_layer. Only a mixture's router is used. */
@@ -6309,110 +6282,6 @@ static moe_status moei_module_append(moe_net *net, const moe_module *m) {
     MOEI_ARRAY_ADD(net->modules, net->n_modules, *m);
     net->d_out = m->d_out;
     return MOE_OK;
-}
-
-moe_status moe_net_linear(moe_net *net, int d_out) {
-    moe_module m;
-    moe_status status = moei_module_begin(net, MOE_MODULE_LINEAR, &m);
-    if (status != MOE_OK) return status;
-    if (d_out < 1 || d_out > MOE_MAX_WIDTH)
-        return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "d_out = %d: must be 1 to %d", d_out,
-                                  (int)MOE_MAX_WIDTH);
-    m.d_out = d_out;
-    return moei_module_append(net, &m);
-}
-
-moe_status moe_net_activation(moe_net *net, int act) {
-    moe_module m;
-    moe_status status = moei_module_begin(net, MOE_MODULE_ACTIVATION, &m);
-    if (status != MOE_OK) return status;
-    if (act < 0 || act >= MOE_ACT_COUNT)
-        return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "act = %d: there is no such activation", act);
-    m.act = act;
-    return moei_module_append(net, &m);
-}
-
-/* A module whose settings are small. */
-static moe_status moei_module_small(moe_net *net, int kind, const moe_module *wanted) {
-    moei_module_config settings = moei_module_config_of(wanted);
-    moe_module m;
-    moe_error why;
-    moe_status status = moei_module_begin(net, kind, &m);
-    if (status != MOE_OK) return status;
-    status = moei_fields_check(moei_module_fields(kind), &settings, &why);
-    if (status == MOE_OK && kind == MOE_MODULE_CONVOLUTION)
-        status = moei_error(&why, MOE_ERR_UNSUPPORTED, "convolution is not built yet");
-    if (status == MOE_OK && kind == MOE_MODULE_CONVOLUTION && settings.length == 0)
-        status = moei_error(&why, MOE_ERR_CONFIG, "length = 0: must be 1 to %d", (int)MOEI_MAX_TAPS);
-    if (status != MOE_OK) return moei_module_refuse(net, kind, status, "%s", why.message);
-    if (kind == MOE_MODULE_CONVOLUTION) m.length = wanted->length;
-    if (kind == MOE_MODULE_LAYER_NORM) m.no_bias = wanted->no_bias;
-    if (kind == MOE_MODULE_RMS_NORM) m.bias = wanted->bias;
-    if (kind == MOE_MODULE_SCALE) {
-        m.scale = wanted->scale;
-        m.cap = wanted->cap;
-    } else m.eps = wanted->eps;
-    return moei_module_append(net, &m);
-}
-
-/* The same with all settings 0. */
-static moe_status moei_module_plain(moe_net *net, int kind) {
-    moe_module m;
-    memset(&m, 0, sizeof m);
-    return moei_module_small(net, kind, &m);
-}
-
-moe_status moe_net_layer_norm(moe_net *net) { return moei_module_plain(net, MOE_MODULE_LAYER_NORM); }
-
-moe_status moe_net_rms_norm(moe_net *net) { return moei_module_plain(net, MOE_MODULE_RMS_NORM); }
-
-moe_status moe_net_embedding(moe_net *net, int vocabulary, int d) {
-    moe_module m;
-    moe_status status = moei_module_begin(net, MOE_MODULE_EMBEDDING, &m);
-    if (status != MOE_OK) return status;
-    if (vocabulary < 1 || vocabulary > MOE_MAX_WIDTH)
-        return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "vocabulary = %d: must be 1 to %d", vocabulary,
-                                  (int)MOE_MAX_WIDTH);
-    if (d < 1 || d > MOE_MAX_WIDTH)
-        return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "d = %d: must be 1 to %d", d, (int)MOE_MAX_WIDTH);
-    m.n_rows = vocabulary;
-    m.d_out = d;
-    return moei_module_append(net, &m);
-}
-
-moe_status moe_net_positions(moe_net *net, int most) {
-    moe_module m;
-    moe_status status = moei_module_begin(net, MOE_MODULE_POSITIONS, &m);
-    if (status != MOE_OK) return status;
-    if (most < 1 || most > MOE_MAX_WIDTH)
-        return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "most = %d: must be 1 to %d", most, (int)MOE_MAX_WIDTH);
-    m.n_rows = most;
-    return moei_module_append(net, &m);
-}
-
-moe_status moe_net_dropout(moe_net *net, moe_real rate) {
-    moe_module m;
-    moe_status status = moei_module_begin(net, MOE_MODULE_DROPOUT, &m);
-    if (status != MOE_OK) return status;
-    if (!moe_is_finite(rate) || rate < MOEI_R(0.0) || rate >= MOEI_R(1.0))
-        return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "rate = %g: must be at least 0 and below 1",
-                                  (double)rate);
-    m.rate = rate;
-    return moei_module_append(net, &m);
-}
-
-moe_status moe_net_tied(moe_net *net) {
-    moe_module m;
-    moe_status status = moei_module_begin(net, MOE_MODULE_TIED, &m);
-    if (status != MOE_OK) return status;
-    if (net->d_in != 0)
-        return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "there is no embedding: d_in of the network is %d",
-                                  net->d_in);
-    if (net->modules[0].d_out != m.d_in)
-        return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "the embedding is %d wide, but width %d arrives",
-                                  net->modules[0].d_out, m.d_in);
-    m.d_out = net->modules[0].n_rows;
-    return moei_module_append(net, &m);
 }
 
 /* A field that is set needs another one that is set, or (apart) one that is 0. */
@@ -6497,27 +6366,6 @@ static moe_status moei_attention_check(moe_attention_config *c, int d, moe_error
     return MOE_OK;
 }
 
-/* Fields that nothing computes yet. */
-static moe_status moei_attention_missing(const moe_attention_config *c, moe_error *error) {
-    const moe_field *field;
-    for (field = moe_field_find(moei_attention_fields, "kv_heads"); field->name != NULL; field++)
-        if (!moei_field_is_zero(field, c))
-            return moei_error(error, MOE_ERR_UNSUPPORTED, "%s is not built yet", field->name);
-    return MOE_OK;
-}
-
-moe_status moe_net_attention(moe_net *net, const moe_attention_config *config) {
-    moe_module m;
-    moe_error why;
-    moe_status status = moei_module_begin(net, MOE_MODULE_ATTENTION, &m);
-    if (status != MOE_OK) return status;
-    if (config != NULL) m.attention = *config;
-    status = moei_attention_check(&m.attention, m.d_in, &why);
-    if (status == MOE_OK) status = moei_attention_missing(&m.attention, &why);
-    if (status != MOE_OK) return moei_module_refuse(net, m.kind, status, "%s", why.message);
-    return moei_module_append(net, &m);
-}
-
 /* The layer of a feed_forward for width d: its one expert takes every token, whatever the score,
    which has no parameters. */
 static moe_status moei_feed_forward_config(const moe_layer_config *wanted, int d, moe_layer_config *c,
@@ -6538,19 +6386,6 @@ static moe_status moei_feed_forward_config(const moe_layer_config *wanted, int d
     c->router.score = MOE_SCORE_GRAP;
     c->router.weight = MOE_WEIGHT_ONE;
     return MOE_OK;
-}
-
-moe_status moe_net_feed_forward(moe_net *net, const moe_layer_config *config) {
-    moe_module m;
-    moe_layer_config c;
-    moe_error why;
-    moe_status status = moei_module_begin(net, MOE_MODULE_FEED_FORWARD, &m);
-    if (status != MOE_OK) return status;
-    status = moei_feed_forward_config(config, m.d_in, &c, &why);
-    c.kernels = moei_table(net->kernels)->id;
-    if (status == MOE_OK) status = moe_layer_init(&m.layer, &c, &why);
-    if (status != MOE_OK) return moei_module_refuse(net, m.kind, status, "%s", why.message);
-    return moei_module_append(net, &m);
 }
 
 /* The last module of a kind before module i, or i. */
@@ -6627,82 +6462,165 @@ static moe_status moei_refine_fit(const moe_net *net, moe_router_config *c, moe_
     return MOE_OK;
 }
 
-moe_status moe_net_mixture(moe_net *net, const moe_layer_config *config) {
-    moe_module m;
-    moe_layer_config c;
-    moe_error why;
-    moe_status status = moei_module_begin(net, MOE_MODULE_MIXTURE, &m);
-    if (status != MOE_OK) return status;
-    if (config == NULL) return moei_module_refuse(net, m.kind, MOE_ERR_ARGUMENT, "config must not be NULL");
-    c = *config;
-    if (c.router.d_model == 0) c.router.d_model = m.d_in;
-    if (c.router.d_model != m.d_in)
-        return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "d_model = %d, but width %d arrives", c.router.d_model,
-                                  m.d_in);
-    if (c.kernels == MOE_KERNELS_AUTO) c.kernels = moei_table(net->kernels)->id;
-    if (c.transport == NULL) c.transport = net->transport;
-    if (c.transport != net->transport)
-        return moei_module_refuse(
-            net, m.kind, MOE_ERR_CONFIG,
-            "transport is not the network's: set net.transport before the modules, config.transport stays NULL");
-    status = moei_refine_fit(net, &c.router, &why);
-    if (status == MOE_OK) status = moe_layer_init(&m.layer, &c, &why);
-    if (status == MOE_OK) status = moei_previous_check(net, &m.layer.config.router, &why);
-    if (status == MOE_OK) status = moei_residual_check(net, &m.layer.config.router, &why);
-    if (status != MOE_OK) return moei_module_refuse(net, m.kind, status, "%s", why.message);
-    m.d_out = m.layer.config.d_out;
-    return moei_module_append(net, &m);
-}
-
-moe_status moe_net_residual(moe_net *net, int span) {
-    moe_module m;
-    moe_status status = moei_module_begin(net, MOE_MODULE_RESIDUAL, &m);
-    if (status != MOE_OK) return status;
-    if (span < 1 || (size_t)span > net->n_modules)
-        return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "span = %d: %z modules stand before it", span,
-                                  net->n_modules);
-    if (net->modules[net->n_modules - (size_t)span].d_in != m.d_in)
-        return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG,
-                                  "span = %d: width %d entered there, but width %d arrives", span,
-                                  net->modules[net->n_modules - (size_t)span].d_in, m.d_in);
-    m.span = span;
-    return moei_module_append(net, &m);
-}
-
-/* linear and tied with or without their bias. */
-static moe_status moei_module_biased(moe_net *net, const moe_module *module) {
-    moe_status status;
-    if (module->no_bias < 0 || module->no_bias > 1) {
-        moe_module m;
-        status = moei_module_begin(net, module->kind, &m);
-        return status != MOE_OK ? status
-                                : moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "no_bias = %d: must be 0 to 1",
-                                                     module->no_bias);
+/* Completes the layer of a mixture or feed_forward whose configuration is *c. */
+static moe_status moei_module_layer(moe_net *net, moe_module *m, moe_layer_config *c, moe_error *error) {
+    moe_status status = MOE_OK;
+    if (m->kind == MOE_MODULE_FEED_FORWARD) {
+        moe_layer_config wanted = *c;
+        status = moei_feed_forward_config(&wanted, m->d_in, c, error);
+        c->kernels = moei_table(net->kernels)->id;
+        return status == MOE_OK ? moe_layer_init(&m->layer, c, error) : status;
     }
-    status = module->kind == MOE_MODULE_LINEAR ? moe_net_linear(net, module->d_out) : moe_net_tied(net);
-    if (status == MOE_OK) net->modules[net->n_modules - 1].no_bias = module->no_bias;
+    if (c->router.d_model == 0) c->router.d_model = m->d_in;
+    if (c->router.d_model != m->d_in)
+        return moei_error(error, MOE_ERR_CONFIG, "d_model = %d, but width %d arrives", c->router.d_model, m->d_in);
+    if (c->kernels == MOE_KERNELS_AUTO) c->kernels = moei_table(net->kernels)->id;
+    if (c->transport == NULL) c->transport = net->transport;
+    if (c->transport != net->transport)
+        return moei_error(
+            error, MOE_ERR_CONFIG,
+            "transport is not the network's: set net.transport before the modules, config.transport stays NULL");
+    status = moei_refine_fit(net, &c->router, error);
+    if (status == MOE_OK) status = moe_layer_init(&m->layer, c, error);
+    if (status == MOE_OK) status = moei_previous_check(net, &m->layer.config.router, error);
+    if (status == MOE_OK) status = moei_residual_check(net, &m->layer.config.router, error);
+    m->d_out = m->layer.config.d_out;
     return status;
 }
 
-moe_status moe_net_append(moe_net *net, const moe_module *module) {
-    if (net == NULL || module == NULL) return MOE_ERR_ARGUMENT;
-    switch (module->kind) {
-    case MOE_MODULE_LINEAR:
-    case MOE_MODULE_TIED: return moei_module_biased(net, module);
-    case MOE_MODULE_ACTIVATION: return moe_net_activation(net, module->act);
-    case MOE_MODULE_MIXTURE: return moe_net_mixture(net, &module->layer.config);
-    case MOE_MODULE_RESIDUAL: return moe_net_residual(net, module->span);
-    case MOE_MODULE_EMBEDDING: return moe_net_embedding(net, module->n_rows, module->d_out);
-    case MOE_MODULE_POSITIONS: return moe_net_positions(net, module->n_rows);
-    case MOE_MODULE_ATTENTION: return moe_net_attention(net, &module->attention);
-    case MOE_MODULE_DROPOUT: return moe_net_dropout(net, module->rate);
-    case MOE_MODULE_FEED_FORWARD: return moe_net_feed_forward(net, &module->layer.config);
-    case MOE_MODULE_LAYER_NORM:
-    case MOE_MODULE_RMS_NORM:
-    case MOE_MODULE_SCALE:
-    case MOE_MODULE_CONVOLUTION: return moei_module_small(net, module->kind, module);
-    default: return MOE_ERR_ARGUMENT;
+/* Checks a module against those before it, and fills in the rest. */
+static moe_status moei_module_complete(moe_net *net, moe_module *m, moe_error *error) {
+    moe_layer_config c = m->layer.config;
+    switch (m->kind) {
+    case MOE_MODULE_MIXTURE:
+    case MOE_MODULE_FEED_FORWARD: return moei_module_layer(net, m, &c, error);
+    case MOE_MODULE_ATTENTION: return moei_attention_check(&m->attention, m->d_in, error);
+    case MOE_MODULE_RESIDUAL:
+        if ((size_t)m->span > net->n_modules)
+            return moei_error(error, MOE_ERR_CONFIG, "span = %d: %z modules stand before it", m->span, net->n_modules);
+        if (net->modules[net->n_modules - (size_t)m->span].d_in == m->d_in) return MOE_OK;
+        return moei_error(error, MOE_ERR_CONFIG, "span = %d: width %d entered there, but width %d arrives", m->span,
+                          net->modules[net->n_modules - (size_t)m->span].d_in, m->d_in);
+    case MOE_MODULE_DROPOUT:
+        if (m->rate < MOEI_R(1.0)) return MOE_OK;
+        return moei_error(error, MOE_ERR_CONFIG, "rate = %g: must be at least 0 and below 1", (double)m->rate);
+    case MOE_MODULE_TIED:
+        if (net->d_in != 0)
+            return moei_error(error, MOE_ERR_CONFIG, "there is no embedding: d_in of the network is %d", net->d_in);
+        m->d_out = net->modules[0].n_rows;
+        if (net->modules[0].d_out == m->d_in) return MOE_OK;
+        return moei_error(error, MOE_ERR_CONFIG, "the embedding is %d wide, but width %d arrives",
+                          net->modules[0].d_out, m->d_in);
+    default: return MOE_OK;
     }
+}
+
+/* Takes the settings of *from and checks their ranges. Numbers of a module itself have no
+   default. */
+static moe_status moei_module_take(moe_module *m, const moe_module *from, moe_error *error) {
+    const moe_field *fields = moei_module_fields(m->kind), *field;
+    if (m->kind == MOE_MODULE_ATTENTION) m->attention = from->attention;
+    if (moei_is_layer(m)) m->layer.config = from->layer.config;
+    if (m->kind == MOE_MODULE_ATTENTION || moei_is_layer(m)) return MOE_OK; /* checked where they are completed */
+    for (field = fields; field->name != NULL; field++) {
+        memcpy((char *)m + field->offset, (const char *)from + field->offset,
+               field->kind == MOE_FIELD_REAL ? sizeof(moe_real) : sizeof(int));
+        if (field->kind == MOE_FIELD_INT && moei_field_is_zero(field, m))
+            return moei_error(error, MOE_ERR_CONFIG, "%s = 0: must be %d to %d", field->name, (int)field->min,
+                              (int)field->max);
+    }
+    return moei_fields_check(fields, m, error);
+}
+
+moe_status moe_net_append(moe_net *net, const moe_module *module) {
+    moe_module m;
+    moe_error why;
+    moe_status status;
+    if (net == NULL || module == NULL || module->kind < 0 || module->kind >= MOE_MODULE_COUNT) return MOE_ERR_ARGUMENT;
+    if ((status = moei_module_begin(net, module->kind, &m)) != MOE_OK) return status;
+    status = moei_module_take(&m, module, &why);
+    if (status == MOE_OK) status = moei_module_complete(net, &m, &why);
+    return status == MOE_OK ? moei_module_append(net, &m) : moei_module_refuse(net, m.kind, status, "%s", why.message);
+}
+
+static moe_module moei_module_of(int kind) {
+    moe_module m;
+    memset(&m, 0, sizeof m);
+    m.kind = kind;
+    return m;
+}
+
+moe_status moe_net_linear(moe_net *net, int d_out) {
+    moe_module m = moei_module_of(MOE_MODULE_LINEAR);
+    m.d_out = d_out;
+    return moe_net_append(net, &m);
+}
+
+moe_status moe_net_activation(moe_net *net, int act) {
+    moe_module m = moei_module_of(MOE_MODULE_ACTIVATION);
+    m.act = act;
+    return moe_net_append(net, &m);
+}
+
+moe_status moe_net_layer_norm(moe_net *net) {
+    moe_module m = moei_module_of(MOE_MODULE_LAYER_NORM);
+    return moe_net_append(net, &m);
+}
+
+moe_status moe_net_rms_norm(moe_net *net) {
+    moe_module m = moei_module_of(MOE_MODULE_RMS_NORM);
+    return moe_net_append(net, &m);
+}
+
+moe_status moe_net_mixture(moe_net *net, const moe_layer_config *config) {
+    moe_module m = moei_module_of(MOE_MODULE_MIXTURE);
+    if (net != NULL && config == NULL)
+        return net->error.code != MOE_OK ? net->error.code
+                                         : moei_module_refuse(net, m.kind, MOE_ERR_ARGUMENT, "config must not be NULL");
+    if (config != NULL) m.layer.config = *config;
+    return moe_net_append(net, &m);
+}
+
+moe_status moe_net_residual(moe_net *net, int span) {
+    moe_module m = moei_module_of(MOE_MODULE_RESIDUAL);
+    m.span = span;
+    return moe_net_append(net, &m);
+}
+
+moe_status moe_net_embedding(moe_net *net, int vocabulary, int d) {
+    moe_module m = moei_module_of(MOE_MODULE_EMBEDDING);
+    m.n_rows = vocabulary;
+    m.d_out = d;
+    return moe_net_append(net, &m);
+}
+
+moe_status moe_net_positions(moe_net *net, int most) {
+    moe_module m = moei_module_of(MOE_MODULE_POSITIONS);
+    m.n_rows = most;
+    return moe_net_append(net, &m);
+}
+
+moe_status moe_net_attention(moe_net *net, const moe_attention_config *config) {
+    moe_module m = moei_module_of(MOE_MODULE_ATTENTION);
+    if (config != NULL) m.attention = *config;
+    return moe_net_append(net, &m);
+}
+
+moe_status moe_net_dropout(moe_net *net, moe_real rate) {
+    moe_module m = moei_module_of(MOE_MODULE_DROPOUT);
+    m.rate = rate;
+    return moe_net_append(net, &m);
+}
+
+moe_status moe_net_feed_forward(moe_net *net, const moe_layer_config *config) {
+    moe_module m = moei_module_of(MOE_MODULE_FEED_FORWARD);
+    if (config != NULL) m.layer.config = *config;
+    return moe_net_append(net, &m);
+}
+
+moe_status moe_net_tied(moe_net *net) {
+    moe_module m = moei_module_of(MOE_MODULE_TIED);
+    return moe_net_append(net, &m);
 }
 
 /* Whether module i is followed by an activation that passes only about half of what enters. */
@@ -6728,13 +6646,57 @@ static moei_module_tensor moei_tensor_of(const char *name, int rows, int columns
     return t;
 }
 
+static size_t moei_rotary_dims(const moe_attention_config *c) {
+    return (size_t)(c->rotary_dims > 0 ? c->rotary_dims : c->d_head);
+}
+
+/* u */
+static size_t moei_head_value(const moe_attention_config *c) {
+    return (size_t)(c->d_value > 0 ? c->d_value : c->d_head);
+}
+
+/* Parameter `place` of an attention. */
+static moei_module_tensor moei_attention_tensor(const moe_module *m, int place) {
+    const moe_attention_config *c = &m->attention;
+    int latent = c->kv_lora > 0, kv = c->kv_heads > 0 ? c->kv_heads : c->heads;
+    int w = c->d_head, rotated = (int)moei_rotary_dims(c);
+    int u = (int)moei_head_value(c);
+    int whole = c->qk_norm == MOE_QK_NORM_WHOLE, gain = whole || c->qk_norm == MOE_QK_NORM_HEAD;
+    const moe_real zero = MOEI_R(0.0), one = MOEI_R(1.0);
+    switch (place) {
+    case MOE_MODULE_QUERY: return moei_tensor_of("query", c->heads * w, c->q_lora > 0 ? c->q_lora : m->d_in, zero);
+    case MOE_MODULE_KEY:
+        return moei_tensor_of("key", latent ? c->heads * (w - rotated + u) : kv * w, latent ? c->kv_lora : m->d_in,
+                              zero);
+    case MOE_MODULE_VALUE: return moei_tensor_of(latent ? NULL : "value", kv * u, m->d_in, zero);
+    case MOE_MODULE_OUTPUT: return moei_tensor_of("output", m->d_out, c->heads * u, zero);
+    case MOE_MODULE_QUERY_BIAS: return moei_tensor_of(c->bias ? "query_bias" : NULL, c->heads * w, 0, zero);
+    case MOE_MODULE_KEY_BIAS: return moei_tensor_of(c->bias ? "key_bias" : NULL, kv * w, 0, zero);
+    case MOE_MODULE_VALUE_BIAS: return moei_tensor_of(c->bias ? "value_bias" : NULL, kv * u, 0, zero);
+    case MOE_MODULE_OUTPUT_BIAS: return moei_tensor_of(c->output_bias ? "output_bias" : NULL, m->d_out, 0, zero);
+    case MOE_MODULE_QUERY_NORM:
+        if (c->q_lora > 0) return moei_tensor_of("query_norm", c->q_lora, 0, one);
+        return moei_tensor_of(gain ? "query_norm" : NULL, whole ? c->heads * w : w, 0, one);
+    case MOE_MODULE_KEY_NORM: return moei_tensor_of(gain ? "key_norm" : NULL, whole ? kv * w : w, 0, one);
+    case MOE_MODULE_SINKS: return moei_tensor_of(c->sinks ? "sinks" : NULL, c->heads, 0, zero);
+    case MOE_MODULE_ROTARY_FACTORS:
+        return moei_tensor_of(c->rotary_scaling == MOE_ROTARY_FACTORS ? "rotary_factors" : NULL, rotated / 2, 0, one);
+    case MOE_MODULE_QUERY_DOWN: return moei_tensor_of(c->q_lora > 0 ? "query_down" : NULL, c->q_lora, m->d_in, zero);
+    case MOE_MODULE_LATENT: return moei_tensor_of(latent ? "latent" : NULL, c->kv_lora + rotated, m->d_in, zero);
+    case MOE_MODULE_LATENT_NORM: return moei_tensor_of(latent ? "latent_norm" : NULL, c->kv_lora, 0, one);
+    default: return moei_tensor_of(NULL, 0, 0, zero);
+    }
+}
+
 /* Parameter `place` of a module without a moe_layer. */
 static moei_module_tensor moei_module_tensor_of(const moe_module *m, int place) {
-    static const char *const of_attention[] = {"query", "key", "value", "output"};
-    int inner = m->attention.heads * m->attention.d_head, bias = place == MOE_MODULE_BIAS && !m->no_bias;
-    if (place <= MOE_MODULE_OUTPUT && m->kind == MOE_MODULE_ATTENTION)
-        return place == MOE_MODULE_OUTPUT ? moei_tensor_of(of_attention[place], m->d_out, inner, MOEI_R(0.0))
-                                          : moei_tensor_of(of_attention[place], inner, m->d_in, MOEI_R(0.0));
+    int bias = place == MOE_MODULE_BIAS && !m->no_bias;
+    if (m->kind == MOE_MODULE_ATTENTION) return moei_attention_tensor(m, place);
+    if (m->kind == MOE_MODULE_CONVOLUTION) {
+        if (place == MOE_MODULE_IN) return moei_tensor_of("in", 3 * m->d_in, m->d_in, MOEI_R(0.0));
+        if (place == MOE_MODULE_TAPS) return moei_tensor_of("taps", m->d_in, m->length, MOEI_R(0.0));
+        return moei_tensor_of(place == MOE_MODULE_OUT ? "out" : NULL, m->d_in, m->d_in, MOEI_R(0.0));
+    }
     if (bias && (m->kind == MOE_MODULE_LINEAR || m->kind == MOE_MODULE_LAYER_NORM || m->kind == MOE_MODULE_TIED ||
                  (m->kind == MOE_MODULE_RMS_NORM && m->bias)))
         return moei_tensor_of("bias", m->d_out, 0, MOEI_R(0.0));
@@ -6756,7 +6718,12 @@ static moe_status moei_module_parameter(const moe_net *net, size_t i, int place,
     t = moei_module_tensor_of(m, place);
     if (t.name == NULL) return MOE_ERR_NOT_FOUND;
     memset(out, 0, sizeof *out);
-    if (t.columns == 0) fits = moei_parameter_vector(out, (size_t)t.rows, MOE_PARAM_TRAINED, t.value);
+    if (t.columns == 0)
+        fits = moei_parameter_vector(out, (size_t)t.rows,
+                                     m->kind == MOE_MODULE_ATTENTION && place == MOE_MODULE_ROTARY_FACTORS
+                                         ? MOE_PARAM_FROZEN
+                                         : MOE_PARAM_TRAINED,
+                                     t.value);
     else fits = moei_parameter_matrix(out, (size_t)t.rows, (size_t)t.columns, MOE_PARAM_TRAINED);
     if (m->kind == MOE_MODULE_LINEAR && moei_feeds_relu(net, i)) out->init_std *= MOEI_R(1.4142135623730951);
     out->name = t.name;
@@ -7035,11 +7002,12 @@ struct moe_module_pass {
     moe_real *d_x;         /* [N,d_in] training; NULL for module 0: the caller's */
     moe_real *mean, *rstd; /* [N] norms */
     unsigned char *stays;  /* [N,d_in] dropout in training: 1 where x is kept */
-    /* [N,heads d_head] attention; decoding: k and v [most,heads d_head] lie in the cache */
-    moe_real *q, *k, *v;
-    moe_real *mixed;       /* [N,heads d_head] its heads' outputs */
-    /* [heads,N,past+N] attention that a later router reads: A, 0 where masked */
-    moe_real *weights, *d_weights;
+    moei_attend t;         /* attention; decoding: keys and values lie in the cache */
+    moe_real *raw[3];      /* training: q, k and v before they are finished, where that is needed */
+    /* MLA: [N,q_lora] twice, [N,heads d_head], [N,heads d_value] */
+    moe_real *query_down, *query_normed, *query_heads, *values;
+    size_t *first;                 /* in a cache that keeps a window: the position of its first key; NULL: 0 */
+    moe_real *d_weights;           /* [heads,N,past+N] of attention that a later router reads */
     moe_real *outputs, *d_outputs; /* [heads,past+N,d_out] and o */
     moe_real *past_outputs;        /* [heads,most,d_out] decoding: o in the cache */
     /* [most,d_in], [most,E] decoding: u and gate of a mixture that refines, in the cache */
@@ -7063,16 +7031,47 @@ static size_t moei_mixture_choices(const moe_net *net, size_t i) {
     return moei_is_soft(c) ? (size_t)c->n_experts : moei_max_choices(c);
 }
 
+/* What scores are divided by. */
+static moe_real moei_score_root(const moe_attention_config *c) {
+    return c->scale > MOEI_R(0.0) ? MOEI_R(1.0) / c->scale : MOEI_F(sqrt)((moe_real)c->d_head);
+}
+
+static moei_heads moei_heads_of(const moe_module *m) {
+    const moe_attention_config *c = &m->attention;
+    moei_heads s;
+    int latent = c->kv_lora > 0;
+    s.heads = (size_t)c->heads;
+    s.kv = latent ? 1 : c->kv_heads > 0 ? (size_t)c->kv_heads : s.heads;
+    s.group = s.heads / s.kv;
+    s.w = latent ? (size_t)c->kv_lora + moei_rotary_dims(c) : (size_t)c->d_head;
+    s.u = latent ? (size_t)c->kv_lora : moei_head_value(c);
+    s.q = s.heads * s.w;
+    s.k = s.kv * s.w;
+    s.v = latent ? s.k : s.kv * s.u;
+    s.mixed = s.heads * s.u;
+    return s;
+}
+
+/* Whether two attentions rotate by the same angles. */
+static int moei_rotates_alike(const moe_module *a, const moe_module *b) {
+    const moe_attention_config *x = &a->attention, *y = &b->attention;
+    const moe_field *field = moe_field_find(moei_attention_fields, "rotary_scaling");
+    if (!x->rotary || !y->rotary || moei_rotary_dims(x) != moei_rotary_dims(y) || x->rotary_base < y->rotary_base ||
+        x->rotary_base > y->rotary_base)
+        return 0;
+    for (; field->name != NULL && field->offset < offsetof(moe_attention_config, kv_lora); field++) {
+        size_t size = field->kind == MOE_FIELD_REAL ? sizeof(moe_real) : sizeof(int);
+        if (moei_memcmp((const char *)x + field->offset, (const char *)y + field->offset, size) != 0) return 0;
+    }
+    return a->tensors[MOE_MODULE_ROTARY_FACTORS] == b->tensors[MOE_MODULE_ROTARY_FACTORS];
+}
+
 /* The first attention that rotates by the same angles as module i, or i if that does not rotate. */
 static size_t moei_rotation_of(const moe_net *net, size_t i) {
-    const moe_attention_config *c = &net->modules[i].attention, *other;
     size_t j;
-    for (j = 0; c->rotary && j < i; j++) {
-        other = &net->modules[j].attention;
-        if (other->rotary && other->d_head == c->d_head && other->rotary_base >= c->rotary_base &&
-            other->rotary_base <= c->rotary_base)
+    for (j = 0; j < i; j++)
+        if (net->modules[j].kind == MOE_MODULE_ATTENTION && moei_rotates_alike(&net->modules[j], &net->modules[i]))
             return j;
-    }
     return i;
 }
 
@@ -7097,10 +7096,6 @@ static int moei_is_read(const moe_net *net, size_t i) {
     for (j = i + 1; j < net->n_modules && net->modules[j].kind != MOE_MODULE_ATTENTION; j++)
         if (moei_attention_read(net, j) == i) return 1;
     return 0;
-}
-
-static size_t moei_attention_width(const moe_module *m) {
-    return (size_t)m->attention.heads * (size_t)m->attention.d_head;
 }
 
 /* What a pass is laid out for. */
@@ -7129,22 +7124,50 @@ static moei_extent moei_extent_decoding(size_t n, size_t most) {
     return e;
 }
 
+/* Rows that the backward pass needs: what clamp and norms read. */
+static void moei_attention_raw_layout(const moe_module *m, size_t n, moei_layout *l, struct moe_module_pass *p) {
+    const moe_attention_config *c = &m->attention;
+    moei_heads s = moei_heads_of(m);
+    int finished = c->qk_norm != MOE_QK_NORM_NONE || c->clamp > MOEI_R(0.0);
+    if (finished) p->raw[0] = moei_take_reals(l, n, s.q);
+    if (finished || c->kv_lora > 0) p->raw[1] = moei_take_reals(l, n, s.k);
+    if (c->clamp > MOEI_R(0.0)) p->raw[2] = moei_take_reals(l, n, s.v);
+}
+
 static void moei_attention_layout(const moe_net *net, size_t i, const moei_extent *e, moei_layout *l,
                                   struct moe_module_pass *p) {
     const moe_module *m = &net->modules[i];
-    size_t width = moei_attention_width(m), heads = (size_t)m->attention.heads;
+    const moe_attention_config *c = &m->attention;
+    moei_heads s = moei_heads_of(m);
     size_t rows = 0, keys = 0;
-    p->q = moei_take_reals(l, e->n, width);
-    if (!e->decoding) {
-        p->k = moei_take_reals(l, e->n, width);
-        p->v = moei_take_reals(l, e->n, width);
+    p->t.k = net->kernels;
+    p->t.s = s;
+    p->t.full = c->full;
+    p->t.window = (size_t)c->window;
+    p->t.chunk = (size_t)c->chunk;
+    p->t.root = moei_score_root(c);
+    p->t.cap = c->cap;
+    p->t.sinks = m->tensors[MOE_MODULE_SINKS];
+    p->t.type = net->cache_type;
+    p->t.q = moei_take_reals(l, e->n, s.q);
+    if (!e->decoding || net->cache_type != MOE_TYPE_REAL) {
+        p->t.keys = moei_take_reals(l, e->n, s.k);
+        p->t.values = c->kv_lora > 0 ? p->t.keys : moei_take_reals(l, e->n, s.v);
     }
-    p->mixed = moei_take_reals(l, e->n, width);
-    if (m->attention.rotary && moei_rotation_of(net, i) == i)
-        p->rotations = moei_take_reals(l, e->n, (size_t)m->attention.d_head);
+    p->t.mixed = moei_take_reals(l, e->n, s.mixed);
+    if (c->q_lora > 0) {
+        p->query_down = moei_take_reals(l, e->n, (size_t)c->q_lora);
+        p->query_normed = moei_take_reals(l, e->n, (size_t)c->q_lora);
+    }
+    if (c->kv_lora > 0) {
+        p->query_heads = moei_take_reals(l, e->n, s.heads * (size_t)c->d_head);
+        p->values = moei_take_reals(l, e->n, s.heads * moei_head_value(c));
+    }
+    if (e->training) moei_attention_raw_layout(m, e->n, l, p);
+    if (c->rotary && moei_rotation_of(net, i) == i) p->rotations = moei_take_reals(l, e->n, moei_rotary_dims(c));
     if (!moei_is_read(net, i)) return;
-    if (!moei_mul(e->n, heads, &rows) || !moei_mul(e->past + e->n, heads, &keys)) l->overflow = 1;
-    p->weights = moei_take_reals(l, rows, e->past + e->n);
+    if (!moei_mul(e->n, s.heads, &rows) || !moei_mul(e->past + e->n, s.heads, &keys)) l->overflow = 1;
+    p->t.weights = moei_take_reals(l, rows, e->past + e->n);
     p->outputs = moei_take_reals(l, keys, (size_t)m->d_out);
     if (!e->training) return;
     p->d_weights = moei_take_reals(l, rows, e->n);
@@ -7186,30 +7209,91 @@ static moe_status moei_module_layout(const moe_net *net, size_t i, const moei_ex
     return status;
 }
 
-enum { MOEI_ATTENTION_ROWS = 64 }; /* queries of a block */
-
 /* Scratch memory of the present module, shared by all modules. */
 typedef struct moei_room {
-    /* [MOEI_ATTENTION_ROWS,past+N] attention: one block of A and its gradient */
-    moe_real *a, *d_a;
-    moe_real *d_q, *d_k, *d_v, *d_mixed; /* [N,heads d_head] attention */
+    /* [rows,keys] attention: one block of A, its gradient, and the slopes of a cap */
+    moe_real *a, *d_a, *slopes;
+    moe_real *keys;                      /* [MOEI_KEYS,width] unpacked ones of a cache */
+    moe_real *unpacked;                  /* MLA: [MOEI_KEYS,kv_lora] of K_h */
+    void *external;                      /* of moe_matmul_external */
+    moe_real *d_q, *d_k, *d_v, *d_mixed; /* as the pass has them; but MLA: d_v [N,u] */
+    size_t d_v_step;
+    moe_real *d_values, *d_heads, *d_down; /* MLA */
+    moe_real *row;                         /* two rows of q or k */
     moe_real *d_act;                     /* [N,d_in] activation */
+    moe_real *d_rows;                    /* [N,3 d_in] convolution */
 } moei_room;
 
-static moei_room moei_room_layout(const moe_module *m, const moei_extent *e, moei_layout *l) {
-    size_t n = e->n, rows = n < MOEI_ATTENTION_ROWS ? n : (size_t)MOEI_ATTENTION_ROWS;
-    size_t width = moei_attention_width(m);
+/* The matrix of an index where it lies in another program's file, or NULL. */
+static const moe_external *moei_external_of(const moe_module *m, int place) {
+    return m->external != NULL && m->external[place].type != NULL ? &m->external[place] : NULL;
+}
+
+static size_t moei_larger(size_t a, size_t b) { return a > b ? a : b; }
+
+/* The most keys that a block of queries sees. */
+static size_t moei_keys_seen(const moe_attention_config *c, size_t all) {
+    size_t most = all;
+    if (c->window > 0 && (size_t)c->window + 2 * MOEI_WINDOW_STEP < most)
+        most = (size_t)c->window + 2 * MOEI_WINDOW_STEP;
+    return c->chunk > 0 && (size_t)c->chunk < most ? (size_t)c->chunk : most;
+}
+
+static void moei_attention_room(const moe_net *net, const moe_module *m, const moei_extent *e, moei_layout *l,
+                                moei_room *room) {
+    const moe_attention_config *c = &m->attention;
+    moei_heads s = moei_heads_of(m);
+    size_t n = e->n, rows = moei_larger(n < MOEI_ATTENTION_ROWS ? n : (size_t)MOEI_ATTENTION_ROWS, s.group);
+    size_t columns = moei_keys_seen(c, e->past + n) + (size_t)c->sinks, widest = moei_larger(s.q, s.k);
+    room->a = moei_take_reals(l, rows, columns);
+    if (e->decoding && net->cache_type != MOE_TYPE_REAL)
+        room->keys = moei_take_reals(l, MOEI_KEYS, moei_kept_width(moei_larger(s.w, s.u)));
+    if (c->kv_lora > 0 && moei_external_of(m, MOE_MODULE_KEY) != NULL)
+        room->unpacked = moei_take_reals(l, MOEI_KEYS, s.u);
+    if (!e->training) return;
+    room->d_a = moei_take_reals(l, rows, columns);
+    if (c->cap > MOEI_R(0.0)) room->slopes = moei_take_reals(l, rows, columns);
+    room->d_q = moei_take_reals(l, n, s.q);
+    room->d_k = moei_take_reals(l, n, s.k);
+    room->d_v_step = c->kv_lora > 0 ? s.u : s.v;
+    room->d_v = moei_take_reals(l, n, room->d_v_step);
+    room->d_mixed = moei_take_reals(l, n, s.mixed);
+    if (c->kv_lora > 0) room->d_values = moei_take_reals(l, n, s.heads * moei_head_value(c));
+    if (c->kv_lora > 0) room->d_heads = moei_take_reals(l, n, s.heads * (size_t)c->d_head);
+    if (c->q_lora > 0) room->d_down = moei_take_reals(l, n, (size_t)c->q_lora);
+    if (c->qk_norm != MOE_QK_NORM_NONE || c->clamp > MOEI_R(0.0) || c->kv_lora > 0)
+        room->row = moei_take_reals(l, 2, moei_larger(widest, (size_t)c->q_lora));
+}
+
+/* The module whose matrix a module multiplies by: tied reads the embedding's. */
+static const moe_module *moei_weights_of(const moe_net *net, const moe_module *m) {
+    return m->kind == MOE_MODULE_TIED ? &net->modules[0] : m;
+}
+
+/* Bytes for moe_matmul_external of any matrix of the module. */
+static size_t moei_external_size(const moe_net *net, const moe_module *m, size_t n) {
+    const moe_attention_config *c = &m->attention;
+    size_t inner = (size_t)m->d_in, most = 0, size;
+    int place;
+    if (m->kind == MOE_MODULE_ATTENTION) {
+        inner = moei_larger(inner, moei_heads_of(m).mixed);
+        inner = moei_larger(inner, (size_t)moei_larger((size_t)c->q_lora, (size_t)c->d_head));
+    }
+    for (place = 0; place < MOE_MODULE_SLOTS && !moei_is_layer(m); place++) {
+        const moe_external *w = moei_external_of(moei_weights_of(net, m), place);
+        size = w != NULL && m->kind != MOE_MODULE_EMBEDDING ? moe_external_work_size(w, n, inner) : 0;
+        most = moei_larger(most, size);
+    }
+    return most;
+}
+
+static moei_room moei_room_layout(const moe_net *net, const moe_module *m, const moei_extent *e, moei_layout *l) {
     moei_room room;
     memset(&room, 0, sizeof room);
-    if (m->kind == MOE_MODULE_ACTIVATION && e->training) room.d_act = moei_take_reals(l, n, (size_t)m->d_in);
-    if (m->kind != MOE_MODULE_ATTENTION) return room;
-    room.a = moei_take_reals(l, rows, e->past + n);
-    if (!e->training) return room;
-    room.d_a = moei_take_reals(l, rows, n);
-    room.d_q = moei_take_reals(l, n, width);
-    room.d_k = moei_take_reals(l, n, width);
-    room.d_v = moei_take_reals(l, n, width);
-    room.d_mixed = moei_take_reals(l, n, width);
+    if (m->kind == MOE_MODULE_ACTIVATION && e->training) room.d_act = moei_take_reals(l, e->n, (size_t)m->d_in);
+    if (m->kind == MOE_MODULE_CONVOLUTION && e->training) room.d_rows = moei_take_reals(l, e->n, 4 * (size_t)m->d_in);
+    if (m->kind == MOE_MODULE_ATTENTION) moei_attention_room(net, m, e, l, &room);
+    room.external = moei_take(l, moei_external_size(net, m, e->n), 1);
     return room;
 }
 
@@ -7225,7 +7309,7 @@ static moe_status moei_net_layout(const moe_net *net, const moei_extent *e, moei
         moe_status status =
             moei_module_layout(net, i, e, l, pass->modules != NULL && !l->overflow ? &pass->modules[i] : &unplaced);
         if (status != MOE_OK) return status;
-        (void)moei_room_layout(&net->modules[i], e, &room);
+        (void)moei_room_layout(net, &net->modules[i], e, &room);
         if (room.overflow) return MOE_ERR_OVERFLOW;
         if (room.used > most) most = room.used;
     }
@@ -7281,13 +7365,59 @@ static moei_room moei_run_room(const moei_run *r) {
     moei_layout l = moei_layout_begin(r->pass->scratch);
     moei_extent e = moei_extent_of(r->n, moei_keeps(&r->pass->call));
     e.past = r->pass->past;
-    return moei_room_layout(r->m, &e, &l);
+    e.decoding = r->pass->most > 0;
+    return moei_room_layout(r->net, r->m, &e, &l);
 }
 
-/* Of a tied module too, whose weight is the embedding's. */
+/* ---- products with a module's matrices: tensors, or where they lie in other programs' files -- */
+
+/* out [n,o], rows ldo apart, = in [n,i], rows ldi apart, times rows first .. first + o of the
+   matrix of an index, [..,i]. */
+static void moei_module_product(const moei_run *r, int place, size_t first, size_t n, size_t i, size_t o,
+                                const moe_real *in, size_t ldi, moe_real *out, size_t ldo) {
+    const moe_module *m = moei_weights_of(r->net, r->m);
+    const moe_external *w = r->pass->training ? NULL : moei_external_of(m, place);
+    if (w != NULL)
+        moe_matmul_external(r->net->kernels, w, first, n, o, i, in, ldi, moei_run_room(r).external, out, ldo);
+    else
+        moe_matmul(r->net->kernels, MOE_MATMUL_NT, MOE_TYPE_REAL, n, o, i, in, ldi, m->tensors[place] + first * i, i,
+                   out, ldo, 0);
+}
+
+/* MLA: whether KEY has the rows of V_h too. */
+static int moei_is_joint(const moe_module *m) {
+    return moei_external_of(m, MOE_MODULE_VALUE) == NULL && m->tensors[MOE_MODULE_VALUE] == NULL;
+}
+
+/* MLA: out [n,c] = in [n,i] K_h for head h of H, K_h [i,c]. */
+static void moei_mla_product(const moei_run *r, size_t h, size_t i, size_t c, const moe_real *in, size_t ldi,
+                             moe_real *out, size_t ldo) {
+    const moe_kernels *k = r->net->kernels;
+    const moe_external *w = r->pass->training ? NULL : moei_external_of(r->m, MOE_MODULE_KEY);
+    size_t first = h * (i + moei_head_value(&r->m->attention)), at, count, j;
+    moe_real *room;
+    if (!moei_is_joint(r->m)) {
+        moei_module_product(r, MOE_MODULE_KEY, h * c, r->n, i, c, in, ldi, out, ldo);
+        return;
+    }
+    if (w == NULL) {
+        moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, r->n, c, i, in, ldi, r->m->tensors[MOE_MODULE_KEY] + first * c, c,
+                   out, ldo, 0);
+        return;
+    }
+    room = moei_run_room(r).unpacked;
+    for (at = 0; at < i; at += count) {
+        count = i - at < MOEI_KEYS ? i - at : (size_t)MOEI_KEYS;
+        for (j = 0; j < count; j++) w->type->unpack(k, w, first + at + j, 0, c, room + j * c);
+        moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, r->n, c, count, in + at, ldi, room, c, out, ldo, at > 0);
+    }
+}
+
 static moe_status moei_linear_forward(const moei_run *r) {
-    moei_affine(r->net->kernels, r->n, r->d_out, r->d_in, r->p->x, r->m->tensors[MOE_MODULE_WEIGHT],
-                r->m->tensors[MOE_MODULE_BIAS], r->p->y);
+    size_t t;
+    moei_module_product(r, MOE_MODULE_WEIGHT, 0, r->n, r->d_in, r->d_out, r->p->x, r->d_in, r->p->y, r->d_out);
+    for (t = 0; t < r->n && r->m->tensors[MOE_MODULE_BIAS] != NULL; t++)
+        moe_axpy(r->net->kernels, r->d_out, MOEI_R(1.0), r->m->tensors[MOE_MODULE_BIAS], r->p->y + t * r->d_out);
     return MOE_OK;
 }
 
@@ -7318,10 +7448,14 @@ static moe_status moei_rms_norm_forward(const moei_run *r) {
 }
 
 static moe_status moei_embedding_forward(const moei_run *r) {
+    const moe_external *w = r->pass->training ? NULL : moei_external_of(r->m, MOE_MODULE_WEIGHT);
     size_t t;
-    for (t = 0; t < r->n; t++)
-        memcpy(r->p->y + t * r->d_out, r->m->tensors[MOE_MODULE_WEIGHT] + (size_t)r->pass->call.token_ids[t] * r->d_out,
-               r->d_out * sizeof(moe_real));
+    for (t = 0; t < r->n; t++) {
+        size_t id = (size_t)r->pass->call.token_ids[t];
+        moe_real *y = r->p->y + t * r->d_out;
+        if (w != NULL) w->type->unpack(r->net->kernels, w, id, 0, r->d_out, y);
+        else memcpy(y, r->m->tensors[MOE_MODULE_WEIGHT] + id * r->d_out, r->d_out * sizeof(moe_real));
+    }
     return MOE_OK;
 }
 
@@ -7356,179 +7490,363 @@ static moe_status moei_dropout_forward(const moei_run *r) {
     return MOE_OK;
 }
 
-/* ---- attention: in blocks of queries of one head; the backward pass makes A again ------------ */
+/* ---- attention ------------------------------------------------------------------------------- */
 
-/* Queries [at, at + rows) of the call and the keys that they may see, [from, from + span); keys are
-   counted from the first past one. What one row sums over, and in which order, depends on its
-   position alone, so blocks do not change the bits. */
-typedef struct moei_queries {
-    size_t head, at, rows, from, span;
-} moei_queries;
-
-/* The numbers of one head in row `at` of an array [N,heads d_head]. */
-static moe_real *moei_head(const moei_run *r, moe_real *rows, size_t head, size_t at) {
-    return rows + at * moei_attention_width(r->m) + head * (size_t)r->m->attention.d_head;
-}
-
-/* The next run of real tokens at or after *start; 0 when there is none. Padding is left out of
-   products, because its values times 0 need not be 0. */
-static size_t moei_run_of_real(const moei_run *r, size_t *start) {
+/* The next run of real tokens at or after *start and before `to`; 0 when there is none. Padding is
+   left out of products, because its values times 0 need not be 0. */
+static size_t moei_run_of_real(const moei_run *r, size_t *start, size_t to) {
     size_t length = 0;
-    while (*start < r->n && !moei_is_real(&r->pass->call, *start)) ++*start;
-    if (r->pass->call.mask == NULL) return r->n - *start;
-    while (*start + length < r->n && moei_is_real(&r->pass->call, *start + length)) length++;
+    while (*start < to && !moei_is_real(&r->pass->call, *start)) ++*start;
+    if (r->pass->call.mask == NULL) return to - *start;
+    while (*start + length < to && moei_is_real(&r->pass->call, *start + length)) length++;
     return length;
 }
 
-/* out [N,o] = in [N,i] W^T, W the parameter [o,i] of an index; 0 for padding. */
-static void moei_project(const moei_run *r, int place, size_t i, size_t o, const moe_real *in, moe_real *out) {
-    size_t run, length;
-    if (r->pass->call.mask != NULL) memset(out, 0, r->n * o * sizeof(moe_real));
-    for (run = 0; (length = moei_run_of_real(r, &run)) > 0; run += length)
-        moei_affine(r->net->kernels, length, o, i, in + run * i, r->m->tensors[place], NULL, out + run * o);
+/* out = in W^T + bias for tokens [at, at + count), W the parameter [o,i] of an index; 0 for
+   padding. in is [N,i] and begins with token 0, out [count,o] with token `at`. */
+static void moei_project(const moei_run *r, int place, int bias, size_t at, size_t count, size_t i, size_t o,
+                         const moe_real *in, moe_real *out) {
+    size_t run, length, t;
+    if (r->pass->call.mask != NULL) memset(out, 0, count * o * sizeof(moe_real));
+    for (run = at; (length = moei_run_of_real(r, &run, at + count)) > 0; run += length) {
+        moei_module_product(r, place, 0, length, i, o, in + run * i, i, out + (run - at) * o, o);
+        for (t = 0; t < length && bias != 0; t++)
+            moe_axpy(r->net->kernels, o, MOEI_R(1.0), r->m->tensors[bias], out + (run - at + t) * o);
+    }
+}
+
+/* What pair i turns by from one position to the next. */
+static double moei_rotary_step(const moe_module *m, size_t i) {
+    const moe_attention_config *c = &m->attention;
+    double half = (double)(moei_rotary_dims(c) / 2), base = (double)c->rotary_base;
+    double step = MOEI_D(pow)(base, -(double)i / half), length = (double)c->rotary_length;
+    double factor = c->rotary_factor > MOEI_R(0.0) ? (double)c->rotary_factor : 1.0, low, high, part;
+    const double turn = 6.283185307179586476925;
+    switch (c->rotary_scaling) {
+    case MOE_ROTARY_LINEAR: return step / factor;
+    case MOE_ROTARY_FACTORS: return step / (double)m->tensors[MOE_MODULE_ROTARY_FACTORS][i];
+    case MOE_ROTARY_YARN:
+        low = c->beta_fast > MOEI_R(0.0) ? (double)c->beta_fast : 32.0;
+        high = c->beta_slow > MOEI_R(0.0) ? (double)c->beta_slow : 1.0;
+        low = half * MOEI_D(log)(length / (turn * low)) / MOEI_D(log)(base);
+        high = half * MOEI_D(log)(length / (turn * high)) / MOEI_D(log)(base);
+        if (!c->no_truncation) {
+            low = MOEI_D(floor)(low);
+            high = -MOEI_D(floor)(-high);
+        }
+        low = low > 0.0 ? low : 0.0;
+        high = high < 2.0 * half - 1.0 ? high : 2.0 * half - 1.0;
+        part = ((double)i - low) / (high - low > 0.001 ? high - low : 0.001);
+        break;
+    case MOE_ROTARY_LLAMA3:
+        low = c->low_factor > MOEI_R(0.0) ? (double)c->low_factor : 1.0;
+        high = c->high_factor > MOEI_R(0.0) ? (double)c->high_factor : 4.0;
+        part = (high - length * step / turn) / (high - low);
+        break;
+    default: return step;
+    }
+    part = part > 0.0 ? part < 1.0 ? part : 1.0 : 0.0; /* how much of it is scaled */
+    return step * (part / factor + (1.0 - part));
+}
+
+/* Of cosines and sines. */
+static double moei_rotary_magnitude(const moe_attention_config *c) {
+    if (c->rotary_magnitude > MOEI_R(0.0)) return (double)c->rotary_magnitude;
+    if (c->rotary_scaling != MOE_ROTARY_YARN || !(c->rotary_factor > MOEI_R(1.0))) return 1.0;
+    return 1.0 + 0.1 * MOEI_D(log)((double)c->rotary_factor);
 }
 
 /* Cosines and sines for the positions of this call, in double: float angles of late positions would
    be inaccurate. */
 static void moei_rotations_fill(const moei_run *r, moe_real *rotations) {
-    size_t half = (size_t)r->m->attention.d_head / 2, i, t, from, to, longest = 0;
+    size_t half = moei_rotary_dims(&r->m->attention) / 2, i, t, from, to, longest = 0;
+    double magnitude = moei_rotary_magnitude(&r->m->attention);
     for (i = 0; i < moei_sequence_count(&r->pass->call); i++) {
         moei_sequence(&r->pass->call, i, &from, &to);
         if (to - from > longest) longest = to - from;
     }
     for (i = 0; i < half; i++) {
-        double step = MOEI_D(pow)((double)r->m->attention.rotary_base, -(double)i / (double)half);
+        double step = moei_rotary_step(r->m, i);
         for (t = 0; t < longest; t++) {
-            rotations[2 * t * half + i] = (moe_real)MOEI_D(cos)((double)(r->pass->past + t) * step);
-            rotations[(2 * t + 1) * half + i] = (moe_real)MOEI_D(sin)((double)(r->pass->past + t) * step);
+            double angle = (double)(r->pass->past + t) * step;
+            rotations[2 * t * half + i] = (moe_real)(MOEI_D(cos)(angle) * magnitude);
+            rotations[(2 * t + 1) * half + i] = (moe_real)(MOEI_D(sin)(angle) * magnitude);
         }
     }
 }
 
-/* (a, b) -> (a cos - b sin, a sin + b cos), a and b the halves of a head; way = -1 is the
-   inverse. */
-static void moei_rotate_row(size_t half, const moe_real *rotations, moe_real way, moe_real *row) {
-    size_t i;
-    for (i = 0; i < half; i++) {
-        moe_real a = row[i], b = row[half + i];
-        moe_real c = rotations[i], s = way * rotations[half + i];
-        row[i] = a * c - b * s;
-        row[half + i] = a * s + b * c;
-    }
+/* Queries or keys of a token: the heads of a row, and how they are finished after their product. */
+typedef struct moei_row_kind {
+    size_t heads, width; /* of the row */
+    size_t rotated;      /* where the rotated dimensions of a head begin */
+    int norm;            /* the parameter with the gain */
+    int is_query;
+} moei_row_kind;
+
+static moei_row_kind moei_row_kind_of(const moei_run *r, int is_query) {
+    const moe_attention_config *c = &r->m->attention;
+    moei_heads s = r->p->t.s;
+    moei_row_kind kind;
+    kind.heads = is_query ? s.heads : s.kv;
+    kind.width = is_query || c->kv_lora == 0 ? (size_t)c->d_head : s.w;
+    kind.rotated = c->kv_lora > 0 ? kind.width - moei_rotary_dims(c) : 0;
+    kind.norm = is_query ? MOE_MODULE_QUERY_NORM : MOE_MODULE_KEY_NORM;
+    kind.is_query = is_query;
+    return kind;
 }
 
-/* Rotates all heads of rows [N,heads d_head] by their positions. */
-static void moei_rotate(const moei_run *r, moe_real way, moe_real *rows) {
+static void moei_row_rotate(const moei_run *r, const moei_row_kind *kind, const moe_real *rotation, moe_real way,
+                            moe_real *row) {
+    const moe_attention_config *c = &r->m->attention;
+    size_t h;
+    for (h = 0; h < kind->heads && c->rotary; h++)
+        moei_rotate_row(moei_rotary_dims(c) / 2, c->rotary_neighbours, rotation, way,
+                        row + h * kind->width + kind->rotated);
+}
+
+/* qk_norm; x may be y. */
+static void moei_row_norm(const moei_run *r, const moei_row_kind *kind, const moe_real *x, moe_real *y) {
+    size_t parts = r->m->attention.qk_norm == MOE_QK_NORM_WHOLE ? 1 : kind->heads, h;
+    size_t width = kind->heads * kind->width / parts;
+    for (h = 0; h < parts; h++)
+        moei_rms_norm_row(r->net->kernels, width, x + h * width, r->m->tensors[kind->norm],
+                          moei_eps_of(r->m->attention.eps), y + h * width, NULL);
+}
+
+/* The factor of a query by its position. */
+static moe_real moei_query_factor(const moe_attention_config *c, size_t position) {
+    double growth = c->query_growth > MOEI_R(0.0) ? (double)c->query_growth : 0.1;
+    size_t steps = c->query_floor > 0 ? (position + 1) / (size_t)c->query_floor : 0;
+    return steps > 0 ? (moe_real)(1.0 + growth * MOEI_D(log)((double)steps + 1.0)) : MOEI_R(1.0);
+}
+
+/* A row after its product. */
+static void moei_row_finish(const moei_run *r, const moei_row_kind *kind, const moe_real *rotation, size_t position,
+                            moe_real *row) {
+    const moe_attention_config *c = &r->m->attention;
+    size_t n = kind->heads * kind->width, i;
+    if (c->qk_norm != MOE_QK_NORM_NONE && !c->norm_after) moei_row_norm(r, kind, row, row);
+    moei_row_clamp(c->clamp, n, row);
+    moei_row_rotate(r, kind, rotation, MOEI_R(1.0), row);
+    if (c->norm_after) moei_row_norm(r, kind, row, row);
+    if (!kind->is_query || c->query_floor == 0) return;
+    for (i = 0; i < n; i++) row[i] *= moei_query_factor(c, position);
+}
+
+/* Those of place t among the call's. */
+static const moe_real *moei_rotation_at(const moei_run *r, const moe_real *rotations, size_t t) {
+    return rotations != NULL ? rotations + t * moei_rotary_dims(&r->m->attention) : NULL;
+}
+
+/* Finishes the queries or keys of tokens [at, at + count); rows begins with token `at`. */
+static void moei_rows_finish(const moei_run *r, int is_query, size_t at, size_t count, moe_real *rows) {
+    moei_row_kind kind = moei_row_kind_of(r, is_query);
     const moe_real *rotations = r->pass->modules[moei_rotation_of(r->net, r->i)].rotations;
-    size_t width = (size_t)r->m->attention.d_head, i, t, from, to, h;
-    if (!r->m->attention.rotary) return;
+    size_t i, t, from, to;
     for (i = 0; i < moei_sequence_count(&r->pass->call); i++) {
         moei_sequence(&r->pass->call, i, &from, &to);
-        for (t = from; t < to; t++)
-            for (h = 0; h < (size_t)r->m->attention.heads; h++)
-                moei_rotate_row(width / 2, rotations + (t - from) * width, way, moei_head(r, rows, h, t));
+        for (t = from > at ? from : at; t < to && t < at + count; t++)
+            moei_row_finish(r, &kind, moei_rotation_at(r, rotations, t - from), r->pass->past + t - from,
+                            rows + (t - at) * kind.heads * kind.width);
     }
 }
 
-/* The number of keys of its block that row i sees; 0 for padding. */
-static size_t moei_block_seen(const moei_run *r, const moei_queries *b, size_t i) {
-    if (!moei_is_real(&r->pass->call, b->at + i)) return 0;
-    return r->m->attention.full ? b->span : r->pass->past + b->at + i + 1 - b->from;
+/* ---- attention: keys and values, in the workspace or in a cache ---- */
+
+/* Keys k and values v of tokens [at, at + count) into the cells. */
+static void moei_keys_keep(const moei_run *r, size_t at, size_t count, const moe_real *k, const moe_real *v) {
+    moei_heads s = r->p->t.s;
+    int type = r->net->cache_type;
+    size_t first = r->pass->past + at - (r->p->first != NULL ? *r->p->first : 0), t, h;
+    for (t = 0; t < count; t++)
+        for (h = 0; h < s.kv; h++) {
+            size_t cell = h * r->p->t.capacity + first + t;
+            moei_kept_store(type, s.w, k + t * s.k + h * s.w, r->p->t.cells[0] + cell * moei_kept_size(type, s.w));
+            if (r->p->t.cells[1] != NULL)
+                moei_kept_store(type, s.u, v + t * s.v + h * s.u, r->p->t.cells[1] + cell * moei_kept_size(type, s.u));
+        }
 }
 
-/* a [rows,span] = the block's part of A. */
-static void moei_block_weights(const moei_run *r, const moei_queries *b, moe_real *a) {
-    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, i, j, seen;
-    moe_real root = MOEI_F(sqrt)((moe_real)w);
-    moe_matmul(r->net->kernels, MOE_MATMUL_NT, MOE_TYPE_REAL, b->rows, b->span, w,
-               moei_head(r, r->p->q, b->head, b->at), width, moei_head(r, r->p->k, b->head, b->from), width, a, b->span,
-               0);
-    for (i = 0; i < b->rows; i++, a += b->span) {
-        seen = moei_block_seen(r, b, i);
-        /* without past ones: a key is a token of the call */
-        for (j = 0; j < seen && r->pass->call.mask != NULL; j++)
-            if (!moei_is_real(&r->pass->call, b->from + j)) a[j] = -MOEI_INFINITY;
-        moe_softmax(r->net->kernels, seen, a, root, a);
-        memset(a + seen, 0, (b->span - seen) * sizeof(moe_real));
+/* How many tokens a cache for `most` keeps of an attention. */
+static size_t moei_cache_capacity(const moe_attention_config *c, size_t most) {
+    size_t window = (size_t)c->window + MOEI_WINDOW_STEP + MOEI_WINDOW_PIECE;
+    size_t chunk = (size_t)c->chunk + MOEI_WINDOW_PIECE;
+    if (c->window > 0 && window < most) most = window;
+    return c->chunk > 0 && chunk < most ? chunk : most;
+}
+
+/* Moves rows [from, from + count) of `bytes` to the beginning. */
+static void moei_rows_move(void *rows, size_t from, size_t count, size_t bytes) {
+    if (rows != NULL) memmove(rows, (unsigned char *)rows + from * bytes, count * bytes);
+}
+
+/* Makes room for tokens [at, at + count) of the call in a cache that keeps a window: what no later
+   token sees gives way. */
+static moe_status moei_cache_slide(const moei_run *r, size_t at, size_t count) {
+    moei_heads s = r->p->t.s;
+    size_t position = r->pass->past + at, needed = moei_first_key(r->p->t.window, r->p->t.chunk, position, 1);
+    size_t first = position > 0 ? *r->p->first : 0, kept = position - needed, h;
+    int type = r->net->cache_type;
+    if (first > needed || position - first > r->p->t.capacity)
+        return moei_error(r->pass->call.error, MOE_ERR_STATE,
+                          "cache.n_tokens = %z: the window's earlier tokens are gone; 0 begins a new sequence",
+                          r->pass->past);
+    *r->p->first = first;
+    if (position - first + count <= r->p->t.capacity) return MOE_OK;
+    *r->p->first = needed;
+    needed -= first;
+    if (type == MOE_TYPE_REAL) {
+        moei_rows_move(r->p->t.keys, needed, kept, s.k * sizeof(moe_real));
+        if (r->p->t.values != r->p->t.keys) moei_rows_move(r->p->t.values, needed, kept, s.v * sizeof(moe_real));
+        return MOE_OK;
+    }
+    for (h = 0; h < s.kv; h++) {
+        size_t cell = h * r->p->t.capacity, w = moei_kept_size(type, s.w);
+        size_t u = moei_kept_size(type, s.u);
+        moei_rows_move(r->p->t.cells[0] + cell * w, needed, kept, w);
+        if (r->p->t.cells[1] != NULL) moei_rows_move(r->p->t.cells[1] + cell * u, needed, kept, u);
+    }
+    return MOE_OK;
+}
+
+/* ---- attention: multi-head latent attention ---- */
+
+/* The d_head - rotary_dims dimensions of a head that are not rotated. */
+static size_t moei_mla_plain(const moe_attention_config *c) { return (size_t)(c->d_head - c->rotary_dims); }
+
+/* q of the latent keys: K_h^T of the plain part of each head, then its rotated part. */
+static void moei_mla_queries(const moei_run *r) {
+    const moe_attention_config *c = &r->m->attention;
+    moei_heads s = r->p->t.s;
+    size_t n = moei_mla_plain(c), width = s.heads * (size_t)c->d_head, h, t;
+    for (h = 0; h < s.heads; h++) {
+        const moe_real *from = r->p->query_heads + h * (size_t)c->d_head;
+        moei_mla_product(r, h, n, s.u, from, width, r->p->t.q + h * s.w, s.q);
+        for (t = 0; t < r->n; t++)
+            memcpy(r->p->t.q + t * s.q + h * s.w + s.u, from + t * width + n, (s.w - s.u) * sizeof(moe_real));
     }
 }
 
-/* work(r, block) for all blocks. */
-static void moei_attention_blocks(const moei_run *r, void (*work)(const moei_run *r, const moei_queries *b)) {
-    moei_queries b;
-    size_t i, to;
-    for (i = 0; i < moei_sequence_count(&r->pass->call); i++) {
-        moei_sequence(&r->pass->call, i, &b.from, &to);
-        for (b.head = 0; b.head < (size_t)r->m->attention.heads; b.head++)
-            for (b.at = b.from; b.at < to; b.at += b.rows) {
-                b.rows = to - b.at < MOEI_ATTENTION_ROWS ? to - b.at : (size_t)MOEI_ATTENTION_ROWS;
-                b.span = r->pass->past + (r->m->attention.full ? to : b.at + b.rows) - b.from;
-                work(r, &b);
-            }
-    }
+/* The rows of `query`. */
+static void moei_queries_make(const moei_run *r) {
+    const moe_attention_config *c = &r->m->attention;
+    moei_heads s = r->p->t.s;
+    size_t lora = (size_t)c->q_lora, width = s.heads * (size_t)c->d_head, t;
+    moe_real *rows = c->kv_lora > 0 ? r->p->query_heads : r->p->t.q;
+    const moe_real *in = lora > 0 ? r->p->query_normed : r->p->x;
+    if (lora > 0) moei_project(r, MOE_MODULE_QUERY_DOWN, 0, 0, r->n, r->d_in, lora, r->p->x, r->p->query_down);
+    for (t = 0; t < r->n && lora > 0; t++)
+        moei_rms_norm_row(r->net->kernels, lora, r->p->query_down + t * lora, r->m->tensors[MOE_MODULE_QUERY_NORM],
+                          moei_eps_of(c->eps), r->p->query_normed + t * lora, NULL);
+    moei_project(r, MOE_MODULE_QUERY, c->bias ? MOE_MODULE_QUERY_BIAS : 0, 0, r->n, lora > 0 ? lora : r->d_in, width,
+                 in, rows);
+    if (r->p->raw[0] != NULL) memcpy(r->p->raw[0], rows, r->n * width * sizeof(moe_real));
+    moei_rows_finish(r, 1, 0, r->n, rows);
+    if (c->kv_lora > 0) moei_mla_queries(r);
 }
 
-/* Where row i of the block begins in weights or d_weights. */
-static size_t moei_block_cell(const moei_run *r, const moei_queries *b, size_t i) {
-    return (b->head * r->n + b->at + i) * (r->pass->past + r->n) + b->from;
-}
-
-/* mixed of the block's rows [at, at + rows), summed over `seen` keys. */
-static void moei_block_mix(const moei_run *r, const moei_queries *b, const moe_real *a, size_t at, size_t rows,
-                           size_t seen) {
-    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head;
-    moe_matmul(r->net->kernels, MOE_MATMUL_NN, MOE_TYPE_REAL, rows, w, seen, a + at * b->span, b->span,
-               moei_head(r, r->p->v, b->head, b->from), width, moei_head(r, r->p->mixed, b->head, b->at + at), width,
-               0);
-}
-
-/* A causal row ends before its block does, and 0 times what is not finite is not 0. The block's
-   first row shows whether later keys are finite: if it is not, each row sums over its own keys
-   only. */
-static void moei_block_forward(const moei_run *r, const moei_queries *b) {
-    size_t i;
-    moe_real *a = moei_run_room(r).a;
-    moei_block_weights(r, b, a);
-    for (i = 0; i < b->rows && r->p->weights != NULL; i++)
-        memcpy(r->p->weights + moei_block_cell(r, b, i), a + i * b->span, b->span * sizeof(moe_real));
-    moei_block_mix(r, b, a, 0, b->rows, b->span);
-    if (r->m->attention.full ||
-        moei_all_finite((size_t)r->m->attention.d_head, moei_head(r, r->p->mixed, b->head, b->at)))
-        return;
-    for (i = 0; i < b->rows; i++) moei_block_mix(r, b, a, i, 1, moei_block_seen(r, b, i));
+/* Keys and values of tokens [at, at + count) into rows k and v. */
+static void moei_keys_make(const moei_run *r, size_t at, size_t count, moe_real *k, moe_real *v) {
+    const moe_attention_config *c = &r->m->attention;
+    moei_heads s = r->p->t.s;
+    int latent = c->kv_lora > 0;
+    size_t t;
+    moei_project(r, latent ? MOE_MODULE_LATENT : MOE_MODULE_KEY, c->bias ? MOE_MODULE_KEY_BIAS : 0, at, count, r->d_in,
+                 s.k, r->p->x, k);
+    if (r->p->raw[1] != NULL) memcpy(r->p->raw[1] + at * s.k, k, count * s.k * sizeof(moe_real));
+    for (t = 0; t < count && latent; t++)
+        moei_rms_norm_row(r->net->kernels, s.u, k + t * s.k, r->m->tensors[MOE_MODULE_LATENT_NORM], moei_eps_of(c->eps),
+                          k + t * s.k, NULL);
+    moei_rows_finish(r, 0, at, count, k);
+    if (latent) return;
+    moei_project(r, MOE_MODULE_VALUE, c->bias ? MOE_MODULE_VALUE_BIAS : 0, at, count, r->d_in, s.v, r->p->x, v);
+    if (r->p->raw[2] != NULL) memcpy(r->p->raw[2] + at * s.v, v, count * s.v * sizeof(moe_real));
+    moei_row_clamp(c->clamp, count * s.v, v);
 }
 
 /* o of the past tokens from the cache, of the call's heads W_O,h v_h, so that their mean over
-   heads, weighted by A, is y. */
-static void moei_attention_outputs(const moei_run *r) {
-    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head;
+   heads, weighted by A, is y (less its bias). v [count] begins with token `at`. */
+static void moei_attention_outputs(const moei_run *r, size_t at, size_t count, const moe_real *v) {
+    moei_heads s = r->p->t.s;
     size_t past = r->pass->past, h, i;
-    for (h = 0; h < (size_t)r->m->attention.heads; h++) {
+    for (h = 0; h < s.heads; h++) {
         moe_real *o = r->p->outputs + h * (past + r->n) * r->d_out;
-        if (past > 0) memcpy(o, r->p->past_outputs + h * r->pass->most * r->d_out, past * r->d_out * sizeof(moe_real));
-        o += past * r->d_out;
-        moe_matmul(r->net->kernels, MOE_MATMUL_NT, MOE_TYPE_REAL, r->n, r->d_out, w, moei_head(r, r->p->v, h, past),
-                   width, r->m->tensors[MOE_MODULE_OUTPUT] + h * w, width, o, r->d_out, 0);
-        for (i = 0; i < r->n * r->d_out; i++) o[i] *= (moe_real)r->m->attention.heads;
+        if (past > 0 && at == 0)
+            memcpy(o, r->p->past_outputs + h * r->pass->most * r->d_out, past * r->d_out * sizeof(moe_real));
+        o += (past + at) * r->d_out;
+        moe_matmul(r->net->kernels, MOE_MATMUL_NT, MOE_TYPE_REAL, count, r->d_out, s.u, v + h / s.group * s.u, s.v,
+                   r->m->tensors[MOE_MODULE_OUTPUT] + h * s.u, s.mixed, o, r->d_out, 0);
+        for (i = 0; i < count * r->d_out; i++) o[i] *= (moe_real)s.heads;
         if (r->p->past_outputs != NULL)
-            memcpy(r->p->past_outputs + (h * r->pass->most + past) * r->d_out, o, r->n * r->d_out * sizeof(moe_real));
+            memcpy(r->p->past_outputs + (h * r->pass->most + past + at) * r->d_out, o,
+                   count * r->d_out * sizeof(moe_real));
     }
 }
 
+/* y of the mixed rows; of latent ones after V_h of each head. */
+static void moei_attention_output(const moei_run *r) {
+    const moe_attention_config *c = &r->m->attention;
+    moei_heads s = r->p->t.s;
+    size_t value = moei_head_value(c), n = c->kv_lora > 0 ? moei_mla_plain(c) : 0, h;
+    const moe_real *in = c->kv_lora > 0 ? r->p->values : r->p->t.mixed;
+    for (h = 0; h < s.heads && c->kv_lora > 0; h++) {
+        int joint = moei_is_joint(r->m);
+        moei_module_product(r, joint ? MOE_MODULE_KEY : MOE_MODULE_VALUE, joint ? h * (n + value) + n : h * value, r->n,
+                            s.u, value, r->p->t.mixed + h * s.u, s.mixed, r->p->values + h * value, s.heads * value);
+    }
+    moei_project(r, MOE_MODULE_OUTPUT, c->output_bias ? MOE_MODULE_OUTPUT_BIAS : 0, 0, r->n, s.heads * value, r->d_out,
+                 in, r->p->y);
+}
+
+/* work(block) for the queries of tokens [at, at + count). */
+static void moei_attention_blocks(const moei_run *r, size_t at, size_t count,
+                                  void (*work)(const moei_attend *t, const moei_queries *b)) {
+    moei_room room = moei_run_room(r);
+    moei_attend *t = &r->p->t;
+    size_t i, from, to;
+    t->n = r->n;
+    t->past = r->pass->past;
+    t->mask = r->pass->call.mask;
+    t->first = r->p->first != NULL ? *r->p->first : 0;
+    t->unpacked = room.keys;
+    t->a = room.a;
+    t->d_a = room.d_a;
+    t->slopes = room.slopes;
+    t->d_weights = r->p->d_weights;
+    t->d_q = room.d_q;
+    t->d_keys = room.d_k;
+    t->d_values = room.d_v;
+    t->d_values_step = room.d_v_step;
+    t->d_mixed = room.d_mixed;
+    t->d_sinks = r->m->gradients[MOE_MODULE_SINKS];
+    for (i = 0; i < moei_sequence_count(&r->pass->call); i++) {
+        moei_sequence(&r->pass->call, i, &from, &to);
+        moei_attend_blocks(t, from, to, at, count, work);
+    }
+}
+
+/* In a cache for a window the tokens of a call come in pieces, and the earliest give way. */
 static moe_status moei_attention_forward(const moei_run *r) {
-    size_t width = moei_attention_width(r->m), past = r->pass->past * width;
-    size_t cells = (size_t)r->m->attention.heads * r->n * (r->pass->past + r->n);
+    moei_heads s = r->p->t.s;
+    size_t cells = s.heads * r->n * (r->pass->past + r->n), at, count;
+    moe_status status = MOE_OK;
     if (r->p->rotations != NULL) moei_rotations_fill(r, r->p->rotations);
-    moei_project(r, MOE_MODULE_QUERY, r->d_in, width, r->p->x, r->p->q);
-    moei_project(r, MOE_MODULE_KEY, r->d_in, width, r->p->x, r->p->k + past);
-    moei_project(r, MOE_MODULE_VALUE, r->d_in, width, r->p->x, r->p->v + past);
-    moei_rotate(r, MOEI_R(1.0), r->p->q);
-    moei_rotate(r, MOEI_R(1.0), r->p->k + past);
-    if (r->p->weights != NULL) memset(r->p->weights, 0, cells * sizeof(moe_real));
-    moei_attention_blocks(r, moei_block_forward);
-    moei_project(r, MOE_MODULE_OUTPUT, width, r->d_out, r->p->mixed, r->p->y);
-    if (r->p->outputs != NULL) moei_attention_outputs(r);
-    return MOE_OK;
+    moei_queries_make(r);
+    if (r->p->t.weights != NULL) memset(r->p->t.weights, 0, cells * sizeof(moe_real));
+    for (at = 0; at < r->n; at += count) {
+        size_t place = at;
+        count = r->n - at;
+        if (r->p->first != NULL && count > MOEI_WINDOW_PIECE) count = MOEI_WINDOW_PIECE;
+        if (r->p->first != NULL && (status = moei_cache_slide(r, at, count)) != MOE_OK) return status;
+        if (r->p->t.cells[0] == NULL) place += r->pass->past - (r->p->first != NULL ? *r->p->first : 0);
+        moei_keys_make(r, at, count, r->p->t.keys + place * s.k, r->p->t.values + place * s.v);
+        if (r->p->t.cells[0] != NULL)
+            moei_keys_keep(r, at, count, r->p->t.keys + place * s.k, r->p->t.values + place * s.v);
+        moei_attention_blocks(r, at, count, moei_block_forward);
+        if (r->p->outputs != NULL) moei_attention_outputs(r, at, count, r->p->t.values + place * s.v);
+    }
+    moei_attention_output(r);
+    return status;
 }
 
 /* ---- modules that are layers ----------------------------------------------------------------- */
@@ -7597,7 +7915,7 @@ static void moei_mixture_attention(const moei_run *r, moe_call *call) {
     size_t at = moei_attention_read(r->net, r->i);
     const struct moe_module_pass *p = &r->pass->modules[at];
     if (at == r->i) return;
-    call->attention_weights = p->weights;
+    call->attention_weights = p->t.weights;
     call->attention_outputs = p->outputs;
     call->attention_output = p->y;
     if (!call->training) return;
@@ -7752,74 +8070,188 @@ static moe_status moei_dropout_backward(const moei_run *r) {
 }
 
 /* The backward pass of moei_project: d_in += d_out W (d_in may be NULL), dW += d_out^T in. */
-static void moei_project_backward(const moei_run *r, int place, size_t i, size_t o, const moe_real *in,
+static void moei_project_backward(const moei_run *r, int place, int bias, size_t i, size_t o, const moe_real *in,
                                   const moe_real *d_out, moe_real *d_in) {
     size_t run, length;
-    for (run = 0; (length = moei_run_of_real(r, &run)) > 0; run += length)
+    for (run = 0; (length = moei_run_of_real(r, &run, r->n)) > 0; run += length)
         moei_affine_backward(r->net->kernels, length, o, i, in + run * i, r->m->tensors[place], d_out + run * o,
-                             d_in != NULL ? d_in + run * i : NULL, r->m->gradients[place], NULL);
+                             d_in != NULL ? d_in + run * i : NULL, r->m->gradients[place],
+                             bias != 0 ? r->m->gradients[bias] : NULL);
 }
 
 /* What routers read of o: v and the output projection. */
 static void moei_attention_outputs_backward(const moei_run *r, moe_real *d_v) {
     const moe_kernels *k = r->net->kernels;
-    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, h, i;
-    for (h = 0; h < (size_t)r->m->attention.heads; h++) {
+    moei_heads s = r->p->t.s;
+    size_t h, i;
+    for (h = 0; h < s.heads; h++) {
         moe_real *d_o = r->p->d_outputs + h * r->n * r->d_out;
-        for (i = 0; i < r->n * r->d_out; i++) d_o[i] *= (moe_real)r->m->attention.heads;
-        moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, r->n, w, r->d_out, d_o, r->d_out,
-                   r->m->tensors[MOE_MODULE_OUTPUT] + h * w, width, moei_head(r, d_v, h, 0), width, 1);
-        moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, r->d_out, w, r->n, d_o, r->d_out, moei_head(r, r->p->v, h, 0),
-                   width, r->m->gradients[MOE_MODULE_OUTPUT] + h * w, width, 1);
+        for (i = 0; i < r->n * r->d_out; i++) d_o[i] *= (moe_real)s.heads;
+        moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, r->n, s.u, r->d_out, d_o, r->d_out,
+                   r->m->tensors[MOE_MODULE_OUTPUT] + h * s.u, s.mixed, d_v + h / s.group * s.u, s.v, 1);
+        moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, r->d_out, s.u, r->n, d_o, r->d_out,
+                   r->p->t.values + h / s.group * s.u, s.v, r->m->gradients[MOE_MODULE_OUTPUT] + h * s.u, s.mixed, 1);
     }
 }
 
-/* With d_a = d_mixed v^T, and what routers add: d_v += A^T d_mixed,  d_score = A d_a - A sum A d_a,
-   d_q = d_score k,  d_k += d_score^T q, where d_q and d_k lack the factor of scores, 1 /
-   sqrt(w). */
-static void moei_block_backward(const moei_run *r, const moei_queries *b) {
-    const moe_kernels *k = r->net->kernels;
-    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, i;
-    moei_room room = moei_run_room(r);
-    moe_real *d_mixed = moei_head(r, room.d_mixed, b->head, b->at);
-    moei_block_weights(r, b, room.a);
-    moe_matmul(k, MOE_MATMUL_NT, MOE_TYPE_REAL, b->rows, b->span, w, d_mixed, width,
-               moei_head(r, r->p->v, b->head, b->from), width, room.d_a, b->span, 0);
-    moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, b->span, w, b->rows, room.a, b->span, d_mixed, width,
-               moei_head(r, room.d_v, b->head, b->from), width, 1);
-    for (i = 0; i < b->rows; i++) {
-        const moe_real *a = room.a + i * b->span;
-        moe_real *d_a = room.d_a + i * b->span, along;
-        if (r->p->d_weights != NULL) moe_axpy(k, b->span, MOEI_R(1.0), r->p->d_weights + moei_block_cell(r, b, i), d_a);
-        along = moe_dot(k, b->span, a, d_a);
-        moei_multiply(k, b->span, a, d_a, d_a);
-        moe_axpy(k, b->span, -along, a, d_a);
+/* d := the gradient of x, the input of qk_norm, from that of its output. */
+static void moei_row_norm_backward(const moei_run *r, const moei_row_kind *kind, const moe_real *x, moe_real *d) {
+    size_t parts = r->m->attention.qk_norm == MOE_QK_NORM_WHOLE ? 1 : kind->heads, h;
+    size_t width = kind->heads * kind->width / parts;
+    moe_real *room = moei_run_room(r).row, rrms;
+    for (h = 0; h < parts; h++) {
+        moei_rms_norm_row(r->net->kernels, width, x + h * width, NULL, moei_eps_of(r->m->attention.eps), room, &rrms);
+        memset(room, 0, width * sizeof(moe_real));
+        moei_rms_norm_row_backward(r->net->kernels, width, x + h * width, r->m->tensors[kind->norm], rrms,
+                                   d + h * width, room, r->m->gradients[kind->norm]);
+        memcpy(d + h * width, room, width * sizeof(moe_real));
     }
-    moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, b->rows, w, b->span, room.d_a, b->span,
-               moei_head(r, r->p->k, b->head, b->from), width, moei_head(r, room.d_q, b->head, b->at), width, 0);
-    moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, b->span, w, b->rows, room.d_a, b->span,
-               moei_head(r, r->p->q, b->head, b->at), width, moei_head(r, room.d_k, b->head, b->from), width, 1);
+}
+
+/* The backward pass of moei_row_finish: d becomes the gradient of raw, which is made into what each
+   step read. */
+static void moei_row_finish_backward(const moei_run *r, const moei_row_kind *kind, const moe_real *rotation,
+                                     size_t position, const moe_real *raw, moe_real *d) {
+    const moe_attention_config *c = &r->m->attention;
+    size_t n = kind->heads * kind->width, i;
+    int before = c->qk_norm != MOE_QK_NORM_NONE && !c->norm_after;
+    moe_real *row = moei_run_room(r).row + n;
+    if (kind->is_query && c->query_floor > 0)
+        for (i = 0; i < n; i++) d[i] *= moei_query_factor(c, position);
+    if (c->norm_after) {
+        memcpy(row, raw, n * sizeof(moe_real));
+        moei_row_clamp(c->clamp, n, row);
+        moei_row_rotate(r, kind, rotation, MOEI_R(1.0), row);
+        moei_row_norm_backward(r, kind, row, d);
+    }
+    moei_row_rotate(r, kind, rotation, MOEI_R(-1.0), d);
+    if (c->clamp > MOEI_R(0.0)) {
+        memcpy(row, raw, n * sizeof(moe_real));
+        if (before) moei_row_norm(r, kind, row, row);
+        for (i = 0; i < n; i++)
+            if (row[i] > c->clamp || row[i] < -c->clamp) d[i] = MOEI_R(0.0);
+    }
+    if (before) moei_row_norm_backward(r, kind, raw, d);
+}
+
+static void moei_rows_finish_backward(const moei_run *r, int is_query, moe_real *rows) {
+    moei_row_kind kind = moei_row_kind_of(r, is_query);
+    size_t width = kind.heads * kind.width, i, t, from, to;
+    const moe_real *rotations = r->pass->modules[moei_rotation_of(r->net, r->i)].rotations;
+    for (i = 0; i < moei_sequence_count(&r->pass->call); i++) {
+        moei_sequence(&r->pass->call, i, &from, &to);
+        for (t = from; t < to; t++)
+            moei_row_finish_backward(r, &kind, moei_rotation_at(r, rotations, t - from), t - from,
+                                     moei_from_row(r->p->raw[!is_query], t * width), rows + t * width);
+    }
+}
+
+/* rows := the gradients of x [n,ldx], the inputs of a norm of `width` at the beginning of each row,
+   from those of its outputs. */
+static void moei_norm_rows_backward(const moei_run *r, int gain, size_t width, const moe_real *x, size_t ld,
+                                    moe_real *rows) {
+    moe_real *room = moei_run_room(r).row, rrms;
+    size_t t;
+    for (t = 0; t < r->n; t++, rows += ld, x += ld) {
+        moei_rms_norm_row(r->net->kernels, width, x, NULL, moei_eps_of(r->m->attention.eps), room, &rrms);
+        memset(room, 0, width * sizeof(moe_real));
+        moei_rms_norm_row_backward(r->net->kernels, width, x, r->m->tensors[gain], rrms, rows, room,
+                                   r->m->gradients[gain]);
+        memcpy(rows, room, width * sizeof(moe_real));
+    }
+}
+
+/* MLA: the gradients of the heads' values, of V_h, and of mixed from those of the values. */
+static void moei_mla_values_backward(const moei_run *r, const moei_room *room) {
+    const moe_kernels *k = r->net->kernels;
+    moei_heads s = r->p->t.s;
+    size_t value = moei_head_value(&r->m->attention), n = moei_mla_plain(&r->m->attention), h;
+    for (h = 0; h < s.heads; h++) {
+        size_t at = (h * (n + value) + n) * s.u;
+        const moe_real *d = room->d_values + h * value;
+        moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, r->n, s.u, value, d, s.heads * value,
+                   r->m->tensors[MOE_MODULE_KEY] + at, s.u, room->d_mixed + h * s.u, s.mixed, 0);
+        moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, value, s.u, r->n, d, s.heads * value, r->p->t.mixed + h * s.u,
+                   s.mixed, r->m->gradients[MOE_MODULE_KEY] + at, s.u, 1);
+    }
+}
+
+/* MLA: the gradients of the heads of queries and of K_h from those of q. */
+static void moei_mla_queries_backward(const moei_run *r, const moei_room *room) {
+    const moe_attention_config *c = &r->m->attention;
+    const moe_kernels *k = r->net->kernels;
+    moei_heads s = r->p->t.s;
+    size_t n = moei_mla_plain(c), width = s.heads * (size_t)c->d_head, h, t;
+    for (h = 0; h < s.heads; h++) {
+        size_t at = h * (n + moei_head_value(c)) * s.u;
+        const moe_real *d = room->d_q + h * s.w;
+        moe_real *to = room->d_heads + h * (size_t)c->d_head;
+        moe_matmul(k, MOE_MATMUL_NT, MOE_TYPE_REAL, r->n, n, s.u, d, s.q, r->m->tensors[MOE_MODULE_KEY] + at, s.u, to,
+                   width, 0);
+        moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, n, s.u, r->n, r->p->query_heads + h * (size_t)c->d_head, width, d,
+                   s.q, r->m->gradients[MOE_MODULE_KEY] + at, s.u, 1);
+        for (t = 0; t < r->n; t++) memcpy(to + t * width + n, d + t * s.q + s.u, (s.w - s.u) * sizeof(moe_real));
+    }
+}
+
+/* From the gradients of queries to those of x and of the parameters. */
+static void moei_queries_backward(const moei_run *r, const moei_room *room) {
+    const moe_attention_config *c = &r->m->attention;
+    moei_heads s = r->p->t.s;
+    size_t lora = (size_t)c->q_lora, width = s.heads * (size_t)c->d_head;
+    moe_real *rows = c->kv_lora > 0 ? room->d_heads : room->d_q;
+    if (c->kv_lora > 0) moei_mla_queries_backward(r, room);
+    moei_rows_finish_backward(r, 1, rows);
+    if (lora == 0) {
+        moei_project_backward(r, MOE_MODULE_QUERY, c->bias ? MOE_MODULE_QUERY_BIAS : 0, r->d_in, width, r->p->x, rows,
+                              r->dx);
+        return;
+    }
+    memset(room->d_down, 0, r->n * lora * sizeof(moe_real));
+    moei_project_backward(r, MOE_MODULE_QUERY, 0, lora, width, r->p->query_normed, rows, room->d_down);
+    moei_norm_rows_backward(r, MOE_MODULE_QUERY_NORM, lora, r->p->query_down, lora, room->d_down);
+    moei_project_backward(r, MOE_MODULE_QUERY_DOWN, 0, r->d_in, lora, r->p->x, room->d_down, r->dx);
+}
+
+/* The same of keys and values. */
+static void moei_keys_backward(const moei_run *r, const moei_room *room) {
+    const moe_attention_config *c = &r->m->attention;
+    moei_heads s = r->p->t.s;
+    int latent = c->kv_lora > 0;
+    size_t i;
+    for (i = 0; i < r->n && latent; i++)
+        moe_axpy(r->net->kernels, s.u, MOEI_R(1.0), room->d_v + i * room->d_v_step, room->d_k + i * s.k);
+    moei_rows_finish_backward(r, 0, room->d_k);
+    if (latent) moei_norm_rows_backward(r, MOE_MODULE_LATENT_NORM, s.u, r->p->raw[1], s.k, room->d_k);
+    moei_project_backward(r, latent ? MOE_MODULE_LATENT : MOE_MODULE_KEY, c->bias ? MOE_MODULE_KEY_BIAS : 0, r->d_in,
+                          s.k, r->p->x, room->d_k, r->dx);
+    if (latent) return;
+    for (i = 0; i < r->n * s.v && c->clamp > MOEI_R(0.0); i++)
+        if (r->p->raw[2][i] > c->clamp || r->p->raw[2][i] < -c->clamp) room->d_v[i] = MOEI_R(0.0);
+    moei_project_backward(r, MOE_MODULE_VALUE, c->bias ? MOE_MODULE_VALUE_BIAS : 0, r->d_in, s.v, r->p->x, room->d_v,
+                          r->dx);
 }
 
 static moe_status moei_attention_backward(const moei_run *r) {
-    size_t width = moei_attention_width(r->m), bytes = r->n * width * sizeof(moe_real), i;
-    moe_real scale = MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)r->m->attention.d_head);
+    const moe_attention_config *c = &r->m->attention;
+    moei_heads s = r->p->t.s;
+    int latent = c->kv_lora > 0;
+    size_t value = moei_head_value(c), i;
+    moe_real scale = MOEI_R(1.0) / moei_score_root(c);
     moei_room room = moei_run_room(r);
-    memset(room.d_mixed, 0, bytes);
-    memset(room.d_k, 0, bytes);
-    memset(room.d_v, 0, bytes);
-    moei_project_backward(r, MOE_MODULE_OUTPUT, width, r->d_out, r->p->mixed, r->dy, room.d_mixed);
+    memset(room.d_mixed, 0, r->n * s.mixed * sizeof(moe_real));
+    memset(room.d_k, 0, r->n * s.k * sizeof(moe_real));
+    memset(room.d_v, 0, r->n * room.d_v_step * sizeof(moe_real));
+    if (latent) memset(room.d_values, 0, r->n * s.heads * value * sizeof(moe_real));
+    moei_project_backward(r, MOE_MODULE_OUTPUT, c->output_bias ? MOE_MODULE_OUTPUT_BIAS : 0, s.heads * value, r->d_out,
+                          latent ? r->p->values : r->p->t.mixed, r->dy, latent ? room.d_values : room.d_mixed);
+    if (latent) moei_mla_values_backward(r, &room);
     if (r->p->d_outputs != NULL) moei_attention_outputs_backward(r, room.d_v);
-    moei_attention_blocks(r, moei_block_backward);
-    for (i = 0; i < r->n * width; i++) {
-        room.d_q[i] *= scale;
-        room.d_k[i] *= scale;
-    }
-    moei_rotate(r, MOEI_R(-1.0), room.d_q);
-    moei_rotate(r, MOEI_R(-1.0), room.d_k);
-    moei_project_backward(r, MOE_MODULE_QUERY, r->d_in, width, r->p->x, room.d_q, r->dx);
-    moei_project_backward(r, MOE_MODULE_KEY, r->d_in, width, r->p->x, room.d_k, r->dx);
-    moei_project_backward(r, MOE_MODULE_VALUE, r->d_in, width, r->p->x, room.d_v, r->dx);
+    moei_attention_blocks(r, 0, r->n, moei_block_backward);
+    for (i = 0; i < r->n * s.q; i++) room.d_q[i] *= scale;
+    for (i = 0; i < r->n * s.k; i++) room.d_k[i] *= scale;
+    moei_queries_backward(r, &room);
+    moei_keys_backward(r, &room);
     return MOE_OK;
 }
 
@@ -8116,6 +8548,23 @@ static moe_status moei_net_decodes(const moe_net *net, moe_error *error) {
 
 /* ---- decoding -------------------------------------------------------------------------------- */
 
+static void moei_attention_cache(const moe_net *net, const moe_module *m, size_t most, moei_layout *l,
+                                 struct moe_module_pass *p) {
+    moei_heads s = moei_heads_of(m);
+    int latent = m->attention.kv_lora > 0;
+    size_t rows = 0, capacity = moei_cache_capacity(&m->attention, most);
+    p->t.capacity = capacity;
+    if (capacity < most) p->first = (size_t *)moei_take(l, 1, sizeof *p->first);
+    if (net->cache_type == MOE_TYPE_REAL) {
+        p->t.keys = moei_take_reals(l, capacity, s.k);
+        p->t.values = latent ? p->t.keys : moei_take_reals(l, capacity, s.v);
+        return;
+    }
+    if (!moei_mul(capacity, s.kv, &rows)) l->overflow = 1;
+    p->t.cells[0] = (unsigned char *)moei_take(l, rows, moei_kept_size(net->cache_type, s.w));
+    if (!latent) p->t.cells[1] = (unsigned char *)moei_take(l, rows, moei_kept_size(net->cache_type, s.u));
+}
+
 /* Assigns parts of a cache for most tokens to the modules of a pass; modules NULL counts the
    bytes. */
 static void moei_cache_layout(const moe_net *net, size_t most, moei_layout *l, struct moe_module_pass *modules) {
@@ -8125,8 +8574,7 @@ static void moei_cache_layout(const moe_net *net, size_t most, moei_layout *l, s
         const moe_module *m = &net->modules[i];
         struct moe_module_pass *p = modules != NULL ? &modules[i] : &uncounted;
         if (m->kind == MOE_MODULE_ATTENTION) {
-            p->k = moei_take_reals(l, most, moei_attention_width(m));
-            p->v = moei_take_reals(l, most, moei_attention_width(m));
+            moei_attention_cache(net, m, most, l, p);
             if (!moei_mul(most, (size_t)m->attention.heads, &rows)) l->overflow = 1;
             if (moei_is_read(net, i)) p->past_outputs = moei_take_reals(l, rows, (size_t)m->d_out);
         }
@@ -8245,85 +8693,27 @@ static const moe_field moei_sampling_fields[] = {
     MOEI_REAL(MOEI_S, top_p, 0, 1, "how much of the probability stays"),
     MOEI_FIELDS_END};
 
-/* One choice among n logits. */
-typedef struct moei_sample {
-    moe_sampling how; /* with defaults filled in */
-    size_t n;
-    const moe_real *logits;
-    int32_t best;
-    int32_t *order; /* [n] the tokens that are kept, unless all are */
-} moei_sample;
-
-static moe_status moei_sample_begin(moei_sample *s, const moe_sampling *how, size_t n, const moe_real *logits,
+static moe_status moei_sample_begin(moei_sample *s, const moe_sampling *wanted, size_t n, const moe_real *logits,
                                     moe_error *error) {
+    moe_sampling how;
     size_t i;
     moe_status status;
-    memset(s, 0, sizeof *s);
-    if (how != NULL) s->how = *how;
-    if ((status = moei_fields_check(moei_sampling_fields, &s->how, error)) != MOE_OK) return status;
-    moei_default_real(&s->how.temperature, MOEI_R(1.0));
-    moei_default_real(&s->how.top_p, MOEI_R(1.0));
+    memset(&how, 0, sizeof how);
+    if (wanted != NULL) how = *wanted;
+    if ((status = moei_fields_check(moei_sampling_fields, &how, error)) != MOE_OK) return status;
+    moei_default_real(&how.temperature, MOEI_R(1.0));
+    moei_default_real(&how.top_p, MOEI_R(1.0));
     for (i = 0; i < n; i++)
         if (!moe_is_finite(logits[i]))
             return moei_error(error, MOE_ERR_NONFINITE, "logits[%z] = %g: must be finite", i, (double)logits[i]);
+    s->temperature = how.temperature;
+    s->top_p = how.top_p;
+    s->top_k = how.top_k > 0 && (size_t)how.top_k < n ? (size_t)how.top_k : n;
+    s->greedy = how.greedy;
     s->n = n;
     s->logits = logits;
     moe_top_k(n, logits, 1, &s->best);
     return MOE_OK;
-}
-
-/* The probability of a token but for a common factor: 1 for the best. */
-static moe_real moei_sample_weight(const moei_sample *s, size_t token) {
-    return MOEI_F(exp)((s->logits[token] - s->logits[s->best]) / s->how.temperature);
-}
-
-/* The number of first tokens in order, at most count, whose weights together reach enough. */
-static size_t moei_sample_reach(const moei_sample *s, size_t count, double enough) {
-    double sum = 0.0;
-    size_t i;
-    for (i = 0; i < count && sum < enough; i++) sum += (double)moei_sample_weight(s, (size_t)s->order[i]);
-    return i;
-}
-
-/* The number of tokens that top_k and top_p keep; if fewer than n, they are sorted. Usually the
-   first few reach top_p, so not all are sorted. */
-static size_t moei_sample_stay(const moei_sample *s) {
-    size_t most = s->how.top_k > 0 && (size_t)s->how.top_k < s->n ? (size_t)s->how.top_k : s->n, i, sorted, stay;
-    double sum = 0.0, enough;
-    if (most < s->n) moe_top_k(s->n, s->logits, most, s->order);
-    if (!(s->how.top_p < MOEI_R(1.0))) return most;
-    for (i = 0; i < most; i++) sum += (double)moei_sample_weight(s, most < s->n ? (size_t)s->order[i] : i);
-    enough = sum * (double)s->how.top_p;
-    if (most < s->n) return moei_sample_reach(s, most, enough);
-    for (sorted = 64; sorted < s->n / 8; sorted *= 8) {
-        moe_top_k(s->n, s->logits, sorted, s->order);
-        if ((stay = moei_sample_reach(s, sorted, enough)) < sorted) return stay;
-    }
-    moe_top_k(s->n, s->logits, s->n, s->order);
-    return moei_sample_reach(s, s->n, enough);
-}
-
-/* Fills p and draws from it. Sums are double: a float would lose the small probabilities of a large
-   vocabulary. */
-static int32_t moei_sample_draw(const moei_sample *s, moe_rng *rng, moe_real *p) {
-    const size_t stay = moei_sample_stay(s);
-    double sum = 0.0, left;
-    size_t i;
-    int32_t token = s->best;
-    if (stay < s->n) memset(p, 0, s->n * sizeof *p);
-    for (i = 0; i < stay; i++) {
-        const size_t at = stay < s->n ? (size_t)s->order[i] : i;
-        p[at] = moei_sample_weight(s, at);
-        sum += (double)p[at];
-    }
-    left = (double)(moe_rng_next(rng) >> 11) * (1.0 / 9007199254740992.0) * sum;
-    /* if rounding leaves a remainder, the last possible token is taken */
-    for (i = 0; i < s->n && left >= 0.0; i++) {
-        if (p[i] > MOEI_R(0.0)) token = (int32_t)i;
-        left -= (double)p[i];
-    }
-    for (i = 0; i < s->n; i++) p[i] = (moe_real)((double)p[i] / sum);
-    return token;
 }
 
 moe_status moe_sample(const moe_sampling *how, size_t n, const moe_real *logits, moe_rng *rng, moe_real *p,
@@ -8338,10 +8728,10 @@ moe_status moe_sample(const moe_sampling *how, size_t n, const moe_real *logits,
                                           : "token");
     if (n == 0 || !MOEI_FITS_INT32(n)) return moei_error(error, MOE_ERR_ARGUMENT, "n = %z: must be 1 to 2147483647", n);
     if ((status = moei_sample_begin(&s, how, n, logits, error)) != MOE_OK) return status;
-    if (!s.how.greedy && rng == NULL)
+    if (!s.greedy && rng == NULL)
         return moei_error(error, MOE_ERR_ARGUMENT, "rng must not be NULL: only greedy = 1 draws nothing");
     s.order = order;
-    if (s.how.greedy) {
+    if (s.greedy) {
         memset(p, 0, n * sizeof *p);
         p[s.best] = MOEI_R(1.0);
         *token = s.best;
@@ -9963,17 +10353,16 @@ static void moei_config_put_fields(moei_config_text *c, const moe_field *fields,
 }
 
 static void moei_config_put_module(moei_config_text *c, const moe_module *m) {
-    moei_module_config config = moei_module_config_of(m);
     moei_config_put(c, "{\"module\":\"");
     moei_config_put(c, moei_module_names[m->kind]);
     moei_config_put(c, "\"");
-    moei_config_put_fields(c, moei_module_fields(m->kind), moei_module_settings(&config, m->kind),
+    moei_config_put_fields(c, moei_module_fields(m->kind), moei_module_settings(m),
                            m->kind == MOE_MODULE_ACTIVATION || m->kind == MOE_MODULE_DROPOUT, 1);
     moei_config_put(c, "}");
 }
 
 static void moei_config_put_net(moei_config_text *c, const moe_net *net) {
-    moei_module_config small;
+    moe_module small;
     size_t i;
     memset(&small, 0, sizeof small);
     small.d_in = net->d_in;
@@ -10452,32 +10841,11 @@ static moe_status moei_config_kind(moei_json *j, const char *place, int *kind) {
     return status;
 }
 
-static moe_status moei_module_add(moe_net *net, int kind, const moei_module_config *c) {
-    moe_module m;
-    memset(&m, 0, sizeof m);
-    m.kind = kind;
-    m.d_out = kind == MOE_MODULE_EMBEDDING ? c->d : c->d_out;
-    m.act = c->act;
-    m.span = c->span;
-    m.n_rows = kind == MOE_MODULE_EMBEDDING ? c->vocabulary : c->most;
-    m.length = c->length;
-    m.no_bias = c->no_bias;
-    m.bias = c->bias;
-    m.eps = c->eps;
-    m.scale = c->scale;
-    m.cap = c->cap;
-    m.rate = c->rate;
-    m.attention = c->attention;
-    m.layer.config = c->layer;
-    return moe_net_append(net, &m);
-}
-
 /* Adds one element of "modules" to the network. */
 static moe_status moei_config_module(moei_json *j, moe_net *net) {
-    moei_module_config config;
+    moe_module m;
     moei_text t;
     char place[32];
-    int kind;
     size_t at;
     moe_status status;
     t.out = place;
@@ -10485,15 +10853,15 @@ static moe_status moei_config_module(moei_json *j, moe_net *net) {
     t.length = 0;
     moei_put(&t, "module ", 7);
     moei_put_integer(&t, (int64_t)net->n_modules);
-    memset(&config, 0, sizeof config);
+    memset(&m, 0, sizeof m);
     (void)moei_json_peek(j);
     at = j->at;
-    status = moei_config_kind(j, place, &kind);
-    config.layer.router.preset = MOEI_OF_A_FILE;
+    status = moei_config_kind(j, place, &m.kind);
+    m.layer.config.router.preset = MOEI_OF_A_FILE;
     if (status == MOE_OK)
-        status = moei_config_fields(j, place, moei_module_fields(kind), moei_module_settings(&config, kind), 1);
+        status = moei_config_fields(j, place, moei_module_fields(m.kind), moei_module_settings(&m), 1);
     if (status != MOE_OK) return status;
-    status = moei_module_add(net, kind, &config);
+    status = moe_net_append(net, &m);
     return status == MOE_OK ? MOE_OK : moei_json_refuse(j, at, status, "%s", net->error.message);
 }
 
@@ -10533,7 +10901,7 @@ typedef struct moei_net_options {
 
 static moe_status moei_config_net(moei_json *j, moe_net *net, const moei_net_options *options) {
     static const char *const names[] = {"d_in", "modules", NULL};
-    moei_module_config small;
+    moe_module small;
     size_t start, at[2];
     moe_status status = moei_config_top(j, "net", &start);
     if (status != MOE_OK) return status;

@@ -6551,6 +6551,386 @@ void moe_activate_backward(const moe_kernels *k, int act, size_t n, const moe_re
 }
 #endif
 
+/* ==== the choice of a token among logits ====================================================== */
+
+typedef struct moei_sample {
+    int greedy;
+    moe_real temperature, top_p;
+    size_t top_k, n; /* top_k = n: all */
+    const moe_real *logits;
+    int32_t best;
+    int32_t *order; /* [n] the tokens that are kept, unless all are */
+} moei_sample;
+
+/* The probability of a token but for a common factor: 1 for the best. */
+static moe_real moei_sample_weight(const moei_sample *s, size_t token) {
+    return MOEI_F(exp)((s->logits[token] - s->logits[s->best]) / s->temperature);
+}
+
+/* The number of first tokens in order, at most count, whose weights together reach enough. */
+static size_t moei_sample_reach(const moei_sample *s, size_t count, double enough) {
+    double sum = 0.0;
+    size_t i;
+    for (i = 0; i < count && sum < enough; i++) sum += (double)moei_sample_weight(s, (size_t)s->order[i]);
+    return i;
+}
+
+/* The number of tokens that top_k and top_p keep; if fewer than n, they are sorted. Usually the
+   first few reach top_p, so not all are sorted. */
+static size_t moei_sample_stay(const moei_sample *s) {
+    size_t most = s->top_k, i, sorted, stay;
+    double sum = 0.0, enough;
+    if (most < s->n) moe_top_k(s->n, s->logits, most, s->order);
+    if (!(s->top_p < MOEI_R(1.0))) return most;
+    for (i = 0; i < most; i++) sum += (double)moei_sample_weight(s, most < s->n ? (size_t)s->order[i] : i);
+    enough = sum * (double)s->top_p;
+    if (most < s->n) return moei_sample_reach(s, most, enough);
+    for (sorted = 64; sorted < s->n / 8; sorted *= 8) {
+        moe_top_k(s->n, s->logits, sorted, s->order);
+        if ((stay = moei_sample_reach(s, sorted, enough)) < sorted) return stay;
+    }
+    moe_top_k(s->n, s->logits, s->n, s->order);
+    return moei_sample_reach(s, s->n, enough);
+}
+
+/* Fills p and draws from it. Sums are double: a float would lose the small probabilities of a large
+   vocabulary. */
+MOEI_TOOL int32_t moei_sample_draw(const moei_sample *s, moe_rng *rng, moe_real *p) {
+    const size_t stay = moei_sample_stay(s);
+    double sum = 0.0, left;
+    size_t i;
+    int32_t token = s->best;
+    if (stay < s->n) memset(p, 0, s->n * sizeof *p);
+    for (i = 0; i < stay; i++) {
+        const size_t at = stay < s->n ? (size_t)s->order[i] : i;
+        p[at] = moei_sample_weight(s, at);
+        sum += (double)p[at];
+    }
+    left = (double)(moe_rng_next(rng) >> 11) * (1.0 / 9007199254740992.0) * sum;
+    /* if rounding leaves a remainder, the last possible token is taken */
+    for (i = 0; i < s->n && left >= 0.0; i++) {
+        if (p[i] > MOEI_R(0.0)) token = (int32_t)i;
+        left -= (double)p[i];
+    }
+    for (i = 0; i < s->n; i++) p[i] = (moe_real)((double)p[i] / sum);
+    return token;
+}
+
+/* ==== attention ===============================================================================
+   In blocks of queries; the backward pass makes A again. */
+
+/* Queries of a block; keys that are unpacked at once and summed before others, see
+   moe_matmul_fn. */
+enum { MOEI_ATTENTION_ROWS = 64, MOEI_KEYS = 256 };
+/* What sums over a window begin at a multiple of; the most tokens that a cache for a window takes
+   at once. */
+enum { MOEI_WINDOW_STEP = 64, MOEI_WINDOW_PIECE = 256 };
+
+/* The heads of an attention as scores and sums see them: those of MLA read the latent vectors. */
+typedef struct moei_heads {
+    size_t heads, kv, group; /* of queries; of keys; heads that share one of keys */
+    size_t w, u;             /* widths of a head of keys and of values */
+    /* widths of rows; MLA: values are the first u numbers of keys */
+    size_t q, k, v, mixed;
+} moei_heads;
+
+/* Numbers and bytes of a key or value of `width` in a cache of a smaller type. */
+MOEI_TOOL size_t moei_kept_width(size_t width) { return (width + 31) / 32 * 32; }
+
+MOEI_TOOL size_t moei_kept_size(int type, size_t width) {
+    return type == MOE_TYPE_Q8_BLOCK ? moei_kept_width(width) / 32 * 34 : moei_kept_width(width) * 2;
+}
+
+/* Attention of the queries of a call, as pointers and numbers. */
+typedef struct moei_attend {
+    const moe_kernels *k;
+    moei_heads s;
+    size_t n, past;            /* tokens of the call, and before it */
+    const unsigned char *mask; /* [n] 0: padding; NULL: none */
+    int full;
+    size_t window, chunk;
+    moe_real root, cap;      /* scores are divided by root; cap 0: none */
+    const moe_real *sinks;   /* [heads] or NULL */
+    moe_real *q, *mixed;     /* [n,s.q], [n,s.mixed] */
+    moe_real *keys, *values; /* rows s.k, s.v; the first is that of position `first` */
+    size_t first;
+    /* in a cache of a smaller type instead: [kv][capacity], moei_kept_size each */
+    unsigned char *cells[2];
+    size_t capacity;
+    int type;
+    moe_real *unpacked; /* [MOEI_KEYS,moei_kept_width] */
+    moe_real *weights;  /* [heads,n,past + n], or NULL */
+    moe_real *a;        /* [rows,keys + 1 for sinks] */
+    /* backward */
+    moe_real *d_a, *slopes; /* slopes: with a cap, else NULL */
+    const moe_real *d_weights;
+    moe_real *d_q, *d_keys, *d_values, *d_mixed, *d_sinks;
+    size_t d_values_step;
+} moei_attend;
+
+static int moei_attends(const moei_attend *t, size_t token) { return t->mask == NULL || t->mask[token] != 0; }
+
+/* Rows of a block: queries [at, at + rows) of one head, or (beside) one query of heads [head, head
+   + rows), which read the same keys; and the keys that they may see, [from, from + span), counted
+   from the first past one. What one row sums over, and in which order, depends on its position
+   alone, so blocks do not change the bits. */
+typedef struct moei_queries {
+    size_t head, at, rows;
+    int beside;
+    size_t begin; /* the first key of the sequence */
+    size_t from, span;
+    moei_heads s;
+} moei_queries;
+
+static size_t moei_row_token(const moei_queries *b, size_t i) { return b->beside ? b->at : b->at + i; }
+
+static size_t moei_row_head(const moei_queries *b, size_t i) { return b->beside ? b->head + i : b->head; }
+
+/* The distance between the rows of a block in an array [N,heads width]. */
+static size_t moei_row_step(const moei_queries *b, size_t width) { return b->beside ? width : b->s.heads * width; }
+
+/* Row i of a block there. */
+static moe_real *moei_row(const moei_queries *b, moe_real *rows, size_t width, size_t i) {
+    return rows + (moei_row_token(b, i) * b->s.heads + moei_row_head(b, i)) * width;
+}
+
+/* The first key, counted from that of its sequence, that a query at a position sees; or
+   (rounded) from where its sums begin, with zeros: the same for the queries of a block. */
+MOEI_TOOL size_t moei_first_key(size_t window, size_t chunk, size_t position, int rounded) {
+    size_t first = window > 0 && position >= window ? position + 1 - window : 0;
+    size_t of_chunk = chunk > 0 ? position - position % chunk : 0;
+    if (rounded) first -= first % MOEI_WINDOW_STEP;
+    return first > of_chunk ? first : of_chunk;
+}
+
+static size_t moei_row_position(const moei_attend *t, const moei_queries *b, size_t i) {
+    return t->past + moei_row_token(b, i) - b->begin;
+}
+
+/* The keys of its block that row i sees are [skipped, seen). */
+static size_t moei_block_skipped(const moei_attend *t, const moei_queries *b, size_t i) {
+    return b->begin + moei_first_key(t->window, t->chunk, moei_row_position(t, b, i), 0) - b->from;
+}
+
+/* 0 for padding. */
+static size_t moei_block_seen(const moei_attend *t, const moei_queries *b, size_t i) {
+    if (!moei_attends(t, moei_row_token(b, i))) return 0;
+    return t->full ? b->span : t->past + moei_row_token(b, i) + 1 - b->from;
+}
+
+/* work(t, block) for the queries of tokens [at, at + count) that are in the sequence
+   [begin, to). */
+MOEI_TOOL void moei_attend_blocks(const moei_attend *t, size_t begin, size_t to, size_t at, size_t count,
+                                  void (*work)(const moei_attend *t, const moei_queries *b)) {
+    size_t first = begin > at ? begin : at, last = to < at + count ? to : at + count;
+    moei_queries b;
+    b.s = t->s;
+    b.begin = begin;
+    b.beside = count == 1;
+    for (b.head = 0; b.head < b.s.heads; b.head += b.beside ? b.s.group : 1)
+        for (b.at = first; b.at < last; b.at += b.beside ? 1 : b.rows) {
+            size_t start = moei_first_key(t->window, t->chunk, t->past + b.at - begin, 1);
+            for (b.rows = 1; b.rows < MOEI_ATTENTION_ROWS && b.at + b.rows < last &&
+                             moei_first_key(t->window, t->chunk, t->past + b.at + b.rows - begin, 1) == start;)
+                b.rows++;
+            b.from = begin + start;
+            b.span = t->past + (t->full ? to : b.at + b.rows) - b.from;
+            if (b.beside) b.rows = b.s.group;
+            work(t, &b);
+        }
+}
+
+/* One key or value [width] in a smaller type, filled up with zeros to moei_kept_width; a block of
+   Q8_BLOCK has the scale, a 16-bit float, and 32 codes. */
+MOEI_TOOL void moei_kept_store(int type, size_t width, const moe_real *x, unsigned char *cell) {
+    size_t all = moei_kept_width(width), i, j;
+    for (i = 0; i < all && type != MOE_TYPE_Q8_BLOCK; i++) {
+        moe_real value = i < width ? x[i] : MOEI_R(0.0);
+        moei_put_16(cell + 2 * i, type == MOE_TYPE_F16 ? moei_narrow(value, 5, 10) : moei_narrow(value, 8, 7));
+    }
+    for (i = 0; i < all && type == MOE_TYPE_Q8_BLOCK; i += 32, cell += 34) {
+        moe_real most = MOEI_R(0.0), scale, code;
+        for (j = i; j < width && j < i + 32; j++)
+            if (!(MOEI_F(fabs)(x[j]) <= most)) most = MOEI_F(fabs)(x[j]);
+        moei_put_16(cell, moei_narrow(most / MOEI_R(127.0), 5, 10));
+        scale = moei_from_f16(moei_get_16(cell));
+        for (j = 0; j < 32; j++) {
+            code = i + j < width && scale > MOEI_R(0.0) ? x[i + j] / scale : MOEI_R(0.0);
+            code = code > MOEI_R(127.0) ? MOEI_R(127.0) : code > MOEI_R(-127.0) ? code : MOEI_R(-127.0);
+            cell[2 + j] = (unsigned char)(int)(code + (code < MOEI_R(0.0) ? MOEI_R(255.5) : MOEI_R(0.5)));
+        }
+    }
+}
+
+/* out [count,moei_kept_width] = count of them. */
+static void moei_kept_load(const moe_kernels *k, int type, size_t width, size_t count, const unsigned char *cells,
+                           moe_real *out) {
+    size_t blocks = count * (moei_kept_width(width) / 32), i, j;
+    if (type != MOE_TYPE_Q8_BLOCK) {
+        moei_table(k)->widen(type, blocks * 2, cells, out);
+        return;
+    }
+    for (i = 0; i < blocks; i++, cells += 34, out += 32) {
+        moe_real scale = moei_from_f16(moei_get_16(cells));
+        for (j = 0; j < 32; j++) out[j] = scale * (moe_real)((int)(cells[2 + j] ^ 128u) - 128);
+    }
+}
+
+/* Keys [key, key + count) of the block's head; *step apart. A cache of a smaller type is unpacked
+   into room. */
+static const moe_real *moei_block_keys(const moei_attend *t, const moei_queries *b, size_t key, size_t count,
+                                       int values, size_t *step) {
+    size_t head = b->head / b->s.group, at = b->from + key - t->first;
+    int of_keys = values && t->values == t->keys; /* MLA: values are the beginning of keys */
+    size_t width = values && !of_keys ? b->s.u : b->s.w;
+    if (t->cells[0] == NULL) {
+        *step = b->s.kv * width;
+        return (values ? t->values : t->keys) + at * *step + head * width;
+    }
+    *step = moei_kept_width(width);
+    moei_kept_load(t->k, t->type, width, count,
+                   t->cells[values && !of_keys] + (head * t->capacity + at) * moei_kept_size(t->type, width),
+                   t->unpacked);
+    return t->unpacked;
+}
+
+/* The end of the part of keys [key, end) that is one product: sums go by 256 keys from the block's
+   first one. */
+static size_t moei_block_part(const moei_attend *t, size_t key, size_t end) {
+    size_t next = key - key % MOEI_KEYS + MOEI_KEYS;
+    return (t->cells[0] != NULL || key % MOEI_KEYS != 0) && next < end ? next : end;
+}
+
+/* a [rows,span] = the scores of the block before scale and cap. */
+static void moei_block_scores(const moei_attend *t, const moei_queries *b, moe_real *a) {
+    size_t key, end, step, ld = b->span + (t->sinks != NULL);
+    for (key = 0; key < b->span; key = end) {
+        const moe_real *keys;
+        end = moei_block_part(t, key, b->span);
+        keys = moei_block_keys(t, b, key, end - key, 0, &step);
+        moe_matmul(t->k, MOE_MATMUL_NT, MOE_TYPE_REAL, b->rows, end - key, b->s.w, moei_row(b, t->q, b->s.w, 0),
+                   moei_row_step(b, b->s.w), keys, step, a + key, ld, 0);
+    }
+}
+
+/* c tanh(s / (root c)); slope (may be NULL) receives the derivative by s / root. */
+static void moei_scores_cap(const moei_attend *t, size_t n, moe_real *a, moe_real *slope) {
+    size_t i;
+    for (i = 0; i < n; i++) {
+        moe_real bent = MOEI_F(tanh)(a[i] / (t->root * t->cap));
+        if (slope != NULL) slope[i] = MOEI_R(1.0) - bent * bent;
+        a[i] = t->cap * bent;
+    }
+}
+
+/* a [rows,span] = the block's part of A; with sinks [rows,span + 1], the sink's share at the end of
+   a row. */
+static void moei_block_weights(const moei_attend *t, const moei_queries *b, moe_real *a, moe_real *slopes) {
+    size_t i, j, seen, skipped, sinks = t->sinks != NULL, ld = b->span + sinks;
+    moe_real temperature = t->cap > MOEI_R(0.0) ? MOEI_R(1.0) : t->root;
+    moei_block_scores(t, b, a);
+    for (i = 0; i < b->rows; i++, a += ld) {
+        seen = moei_block_seen(t, b, i);
+        skipped = moei_block_skipped(t, b, i);
+        if (t->cap > MOEI_R(0.0)) moei_scores_cap(t, seen, a, slopes != NULL ? slopes + i * ld : NULL);
+        for (j = 0; j < skipped && j < seen; j++) a[j] = -MOEI_INFINITY;
+        /* without past ones: a key is a token of the call */
+        for (; j < seen && t->mask != NULL; j++)
+            if (!moei_attends(t, b->from + j)) a[j] = -MOEI_INFINITY;
+        if (sinks && seen > 0) a[seen] = t->sinks[moei_row_head(b, i)] * temperature;
+        moe_softmax(t->k, seen > 0 ? seen + sinks : 0, a, temperature, a);
+        if (sinks) a[b->span] = seen > 0 ? a[seen] : MOEI_R(0.0);
+        if (seen < b->span) memset(a + seen, 0, (b->span - seen) * sizeof(moe_real));
+    }
+}
+
+/* Where row i of the block begins in weights or d_weights. */
+static size_t moei_block_cell(const moei_attend *t, const moei_queries *b, size_t i) {
+    return (moei_row_head(b, i) * t->n + moei_row_token(b, i)) * (t->past + t->n) + b->from;
+}
+
+/* mixed of the block's rows [row, row + rows), summed over keys [key, seen). */
+static void moei_block_mix(const moei_attend *t, const moei_queries *b, const moe_real *a, size_t row, size_t rows,
+                           size_t key, size_t seen) {
+    size_t end, step, first = key, ld = b->span + (t->sinks != NULL);
+    for (; key < seen; key = end) {
+        const moe_real *values;
+        end = moei_block_part(t, key, seen);
+        values = moei_block_keys(t, b, key, end - key, 1, &step);
+        moe_matmul(t->k, MOE_MATMUL_NN, MOE_TYPE_REAL, rows, b->s.u, end - key, a + row * ld + key, ld, values, step,
+                   moei_row(b, t->mixed, b->s.u, row), moei_row_step(b, b->s.u), key > first);
+    }
+}
+
+/* A row may see fewer keys than its block, and 0 times what is not finite is not 0. The block's
+   first row shows whether the other keys are finite: if not, each row sums over its own keys
+   only. */
+MOEI_TOOL void moei_block_forward(const moei_attend *t, const moei_queries *b) {
+    size_t i, ld = b->span + (t->sinks != NULL);
+    moe_real *a = t->a;
+    moei_block_weights(t, b, a, NULL);
+    for (i = 0; i < b->rows && t->weights != NULL; i++)
+        memcpy(t->weights + moei_block_cell(t, b, i), a + i * ld, b->span * sizeof(moe_real));
+    moei_block_mix(t, b, a, 0, b->rows, 0, b->span);
+    for (i = 0; i < b->s.u && moe_is_finite(moei_row(b, t->mixed, b->s.u, 0)[i]);) i++;
+    if (t->full || i == b->s.u) return;
+    for (i = 0; i < b->rows; i++) {
+        memset(moei_row(b, t->mixed, b->s.u, i), 0, b->s.u * sizeof(moe_real));
+        moei_block_mix(t, b, a, i, 1, moei_block_skipped(t, b, i), moei_block_seen(t, b, i));
+    }
+}
+
+#ifndef MOE_NO_TRAIN
+/* With d_a = d_mixed v^T, and what routers add: d_v += A^T d_mixed,  d_score = A d_a - A sum A d_a,
+   d_q = d_score k,  d_k += d_score^T q, where d_q and d_k lack the factor of scores. A sink has no
+   value, so its d_a is 0. */
+MOEI_TOOL void moei_block_backward(const moei_attend *t, const moei_queries *b) {
+    const moe_kernels *k = t->k;
+    size_t i, step, values_step, ld = b->span + (t->sinks != NULL), head = b->head / b->s.group;
+    size_t d_step = t->d_values_step;
+    const moe_real *keys = moei_block_keys(t, b, 0, b->span, 0, &step);
+    const moe_real *values = moei_block_keys(t, b, 0, b->span, 1, &values_step);
+    moe_real *d_mixed = moei_row(b, t->d_mixed, b->s.u, 0);
+    moei_block_weights(t, b, t->a, t->slopes);
+    moe_matmul(k, MOE_MATMUL_NT, MOE_TYPE_REAL, b->rows, b->span, b->s.u, d_mixed, moei_row_step(b, b->s.u), values,
+               values_step, t->d_a, ld, 0);
+    moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, b->span, b->s.u, b->rows, t->a, ld, d_mixed, moei_row_step(b, b->s.u),
+               t->d_values + b->from * d_step + head * b->s.u, d_step, 1);
+    for (i = 0; i < b->rows; i++) {
+        const moe_real *a = t->a + i * ld;
+        moe_real *d_a = t->d_a + i * ld, along;
+        if (t->d_weights != NULL) moe_axpy(k, b->span, MOEI_R(1.0), t->d_weights + moei_block_cell(t, b, i), d_a);
+        along = moe_dot(k, b->span, a, d_a);
+        moei_multiply(k, b->span, a, d_a, d_a);
+        moe_axpy(k, b->span, -along, a, d_a);
+        if (t->sinks != NULL) t->d_sinks[moei_row_head(b, i)] -= a[b->span] * along;
+        if (t->slopes != NULL) moei_multiply(k, moei_block_seen(t, b, i), t->slopes + i * ld, d_a, d_a);
+    }
+    moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, b->rows, b->s.w, b->span, t->d_a, ld, keys, step,
+               moei_row(b, t->d_q, b->s.w, 0), moei_row_step(b, b->s.w), 0);
+    moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, b->span, b->s.w, b->rows, t->d_a, ld, moei_row(b, t->q, b->s.w, 0),
+               moei_row_step(b, b->s.w), t->d_keys + b->from * b->s.k + head * b->s.w, b->s.k, 1);
+}
+#endif
+
+/* (a, b) -> (a cos - b sin, a sin + b cos) for pairs of row [2 half], neighbours or of its halves;
+   way = -1 is the backward pass. */
+MOEI_TOOL void moei_rotate_row(size_t half, int neighbours, const moe_real *rotations, moe_real way, moe_real *row) {
+    size_t step = neighbours ? 2 : 1, i;
+    moe_real *other = row + (neighbours ? 1 : half);
+    for (i = 0; i < half; i++) {
+        moe_real a = row[i * step], b = other[i * step];
+        moe_real c = rotations[i], s = way * rotations[half + i];
+        row[i * step] = a * c - b * s;
+        other[i * step] = a * s + b * c;
+    }
+}
+
+MOEI_TOOL void moei_row_clamp(moe_real most, size_t n, moe_real *row) {
+    size_t i;
+    for (i = 0; i < n && most > MOEI_R(0.0); i++) row[i] = row[i] > most ? most : row[i] < -most ? -most : row[i];
+}
+
 #endif /* MOE_NO_FLOAT */
 
 /* ==== integers ===================================================================================

@@ -38,7 +38,7 @@ import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CORE = ['moe_kernels.h', 'moe_routers.h', 'moe.h']
-SIZES = {'moe_kernels.h': 350000, 'moe_routers.h': 460000, 'moe.h': 640000}
+SIZES = {'moe_kernels.h': 420000, 'moe_routers.h': 460000, 'moe.h': 640000}
 PROSE, CODE, FUNCTION_LINES, PUBLIC, README_LINES = 100, 120, 60, 160, 450
 WORDS = {
     r'the (way|road) back|walks? the road': 'backward pass, data flow',

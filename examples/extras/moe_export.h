@@ -574,10 +574,10 @@ static moe_status moei_ranges_batch(const moei_maker *m, const moe_net_pass *pas
             if (status == MOE_OK) status = moei_ranges_router(m, &module->layer, p->layer, range);
         }
         if (module->kind != MOE_MODULE_ATTENTION) continue;
-        moei_range_rows(&range->q, p->q, n, moei_attention_width(module), moei_attention_width(module));
-        moei_range_rows(&range->k, p->k, n, moei_attention_width(module), moei_attention_width(module));
-        moei_range_rows(&range->v, p->v, n, moei_attention_width(module), moei_attention_width(module));
-        moei_range_rows(&range->mixed, p->mixed, n, moei_attention_width(module), moei_attention_width(module));
+        moei_range_rows(&range->q, p->t.q, n, moei_heads_of(module).q, moei_heads_of(module).q);
+        moei_range_rows(&range->k, p->t.keys, n, moei_heads_of(module).q, moei_heads_of(module).q);
+        moei_range_rows(&range->v, p->t.values, n, moei_heads_of(module).q, moei_heads_of(module).q);
+        moei_range_rows(&range->mixed, p->t.mixed, n, moei_heads_of(module).q, moei_heads_of(module).q);
     }
     return status;
 }
@@ -2597,7 +2597,7 @@ static uint32_t moei_rotated(moei_maker *m, const moe_module *module, uint32_t x
 }
 
 static moei_matrix moei_attention_matrix(const moe_module *module, int slot) {
-    return moei_matrix_of(module->tensors[slot], NULL, 1, moei_attention_width(module), (size_t)module->d_in);
+    return moei_matrix_of(module->tensors[slot], NULL, 1, moei_heads_of(module).q, (size_t)module->d_in);
 }
 
 /* The query: codes as fine as keep scores below 2^30. Rotation may enlarge a component by sqrt
@@ -2634,7 +2634,7 @@ static uint32_t moei_state_new(moei_maker *m, size_t width) {
 }
 
 static uint32_t moei_module_attention(moei_maker *m, const moe_module *module, const moei_ranges *range, int limit) {
-    const size_t width = moei_attention_width(module);
+    const size_t width = moei_heads_of(module).q;
     const moei_matrix value = moei_attention_matrix(module, MOE_MODULE_VALUE);
     const moei_matrix output =
         moei_matrix_of(module->tensors[MOE_MODULE_OUTPUT], NULL, 1, (size_t)module->d_out, width);
@@ -3001,7 +3001,7 @@ static moe_status moei_float_model(moe_built_model *made, const moe_net *net, mo
     model->weights_size = moe_net_parameter_count(net, &model->multiplications) * sizeof(moe_real);
     for (i = 0; i < net->n_modules; i++)
         if (net->modules[i].kind == MOE_MODULE_ATTENTION)
-            model->multiplications += 2 * model->length * moei_attention_width(&net->modules[i]);
+            model->multiplications += 2 * model->length * moei_heads_of(&net->modules[i]).q;
     status = moei_float_size(&made->net, model->length, &model->scratch_size, &model->state_size);
     return status == MOE_OK ? MOE_OK : moei_error(error, status, "the network: %s", moe_status_text(status));
 }

@@ -1677,7 +1677,7 @@ static uint64_t moei_kernels_word(const moe_kernels *kernels, int trainable) {
 static moe_status moei_module_agree(const moe_net *net, size_t i, moe_error *error) {
     static const char *const names[] = {"the kind of module", "the width"};
     const moe_module *m = &net->modules[i];
-    moei_module_config config = moei_module_config_of(m), scratch = config;
+    moe_module scratch = *m;
     char where[64];
     uint64_t values[2];
     moe_status status;
@@ -1686,8 +1686,8 @@ static moe_status moei_module_agree(const moe_net *net, size_t i, moe_error *err
     values[1] = (uint64_t)m->d_out;
     status = moei_compare_named(net->transport, 2, names, values, where, error);
     if (status != MOE_OK) return status;
-    return moei_compare_fields(net->transport, moei_module_fields(m->kind), moei_module_settings(&config, m->kind),
-                               moei_module_settings(&scratch, m->kind), where, error);
+    return moei_compare_fields(net->transport, moei_module_fields(m->kind), moei_module_settings(m),
+                               moei_module_settings(&scratch), where, error);
 }
 
 static moe_status moei_ranks_net_agree(const moe_net *net, int trainable, uint64_t seed, moe_error *error) {

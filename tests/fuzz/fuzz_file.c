@@ -1092,26 +1092,26 @@ static moe_layer_config random_layer(maker *m, int d) {
 }
 
 static void random_module(maker *m, moe_net *net) {
-    moei_module_config c;
+    moe_module c;
     int kind = (int)below(m, MOE_MODULE_COUNT + 6);
     if (kind >= MOE_MODULE_COUNT) kind = kind % 2 ? MOE_MODULE_MIXTURE : MOE_MODULE_ATTENTION;
     memset(&c, 0, sizeof c);
     c.d_out = 1 + (int)below(m, 8);
     c.act = (int)below(m, MOE_ACT_COUNT);
     c.span = 1 + (int)below(m, 3);
-    c.vocabulary = 2 + (int)below(m, 7);
-    c.d = 2 + 2 * (int)below(m, 4);
-    c.most = 3 + (int)below(m, 6);
+    if (kind == MOE_MODULE_EMBEDDING) c.d_out = 2 + 2 * (int)below(m, 4);
+    c.n_rows = 2 + (int)below(m, 7);
     c.rate = (moe_real)0.25 * (moe_real)below(m, 4);
     c.attention.heads = (int)below(m, 3);
     c.attention.rotary = (int)below(m, 2);
     c.attention.full = below(m, 4) == 0;
-    if (kind == MOE_MODULE_MIXTURE) c.layer = random_layer(m, net->d_out);
+    if (kind == MOE_MODULE_MIXTURE) c.layer.config = random_layer(m, net->d_out);
     else {
-        c.layer.expert = (int)below(m, MOE_EXPERT_COUNT);
-        c.layer.d_ff = 1 + (int)below(m, 5);
+        c.layer.config.expert = (int)below(m, MOE_EXPERT_COUNT);
+        c.layer.config.d_ff = 1 + (int)below(m, 5);
     }
-    if (moei_module_add(net, kind, &c) != MOE_OK) net->error.code = MOE_OK;
+    c.kind = kind;
+    if (moe_net_append(net, &c) != MOE_OK) net->error.code = MOE_OK;
 }
 
 static void take_text(moei_config_text *c, char out[TEXT]) {

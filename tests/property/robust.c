@@ -3332,6 +3332,7 @@ static const row rows[] = {
     {"moe_net_dropout", "rate outside of [0,1): MOE_ERR_CONFIG"},
     {"moe_net_feed_forward", ""},
     {"moe_net_tied", ""},
+    {"moe_net_append", "a real field out of its range or not finite: MOE_ERR_CONFIG"},
     {"moe_net_build", ""},
     {"moe_net_free", ""},
     {"moe_net_find", ""},

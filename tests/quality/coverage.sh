@@ -42,6 +42,8 @@ linked float state
 linked float training
 linked float attention
 linked double attention
+linked float forms
+linked double forms
 inside float robust -DMOE_NO_SIMD quick steps=200
 linked float ranks_nets quick
 linked float ranks quick

@@ -951,13 +951,21 @@ static moe_status add_positions(moe_net *net) { return moe_net_positions(net, 5)
 static moe_status add_attention(moe_net *net) { return moe_net_attention(net, NULL); }
 static moe_status add_dropout(moe_net *net) { return moe_net_dropout(net, MOEI_R(0.5)); }
 static moe_status add_feed_forward(moe_net *net) { return moe_net_feed_forward(net, NULL); }
+static moe_status add_scale(moe_net *net) {
+    moe_module m;
+    memset(&m, 0, sizeof m);
+    m.kind = MOE_MODULE_SCALE;
+    m.scale = MOEI_R(0.5);
+    return moe_net_append(net, &m);
+}
 
 static const adder adders[] = {{"moe_net_linear", 1, add_linear},       {"moe_net_activation", 1, add_activation},
                                {"moe_net_layer_norm", 1, moe_net_layer_norm}, {"moe_net_mixture", 1, add_mixture},
                                {"moe_net_residual", 1, add_residual},   {"moe_net_embedding", 0, add_embedding},
                                {"moe_net_positions", 2, add_positions}, {"moe_net_attention", 1, add_attention},
                                {"moe_net_rms_norm", 1, moe_net_rms_norm}, {"moe_net_dropout", 1, add_dropout},
-                               {"moe_net_feed_forward", 1, add_feed_forward}, {"moe_net_tied", 2, moe_net_tied}};
+                               {"moe_net_feed_forward", 1, add_feed_forward}, {"moe_net_tied", 2, moe_net_tied},
+                               {"moe_net_append", 1, add_scale}};
 enum { N_ADDERS = (int)(sizeof adders / sizeof adders[0]) };
 
 static moe_status run_adder(world *w, moe_error *error) {

@@ -87,7 +87,16 @@ static const struct {
     {"residual", moei_residual_fields, NULL, "span 1 4096, "},
     {"embedding", moei_embedding_fields, NULL, "vocabulary 1 16777216, d 1 16777216, "},
     {"positions", moei_positions_fields, NULL, "most 1 16777216, "},
-    {"attention", moei_attention_fields, NULL, "heads 1 4096, d_head 1 16777216, rotary_base 1 1000000000, "},
+    {"layer_norm", moei_layer_norm_fields, NULL, "eps 1e-12 1, "},
+    {"rms_norm", moei_rms_norm_fields, NULL, "eps 1e-12 1, "},
+    {"scale", moei_scale_fields, NULL, "scale -1000000000 1000000000, cap 1e-06 1000000000, "},
+    {"convolution", moei_convolution_fields, NULL, "length 1 64, "},
+    {"attention", moei_attention_fields, NULL,
+     "heads 1 4096, d_head 1 16777216, rotary_base 1 1000000000, kv_heads 1 4096, d_value 1 16777216, eps 1e-12 1, "
+     "scale 1e-06 1000000, cap 1e-06 1000000000, clamp 1e-06 1000000000, window 1 16777216, chunk 1 16777216, "
+     "query_floor 1 16777216, query_growth 1e-06 1000000, rotary_dims 2 16777216, rotary_factor 1e-06 1000000, "
+     "rotary_length 1 16777216, beta_fast 1e-06 1000000, beta_slow 1e-06 1000000, low_factor 1e-06 1000000, "
+     "high_factor 1e-06 1000000, rotary_magnitude 1e-06 1000000, kv_lora 1 16777216, q_lora 1 16777216, "},
     {"dropout", moei_dropout_fields, NULL, "rate 0 1, "},
     {"feed_forward", moei_feed_forward_fields, NULL,
      "d_ff 1 16777216, d_low 1 16777216, swiglu_alpha 1e-06 1000000, swiglu_limit 1e-06 1000000, swiglu_offset "

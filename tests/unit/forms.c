@@ -1,0 +1,476 @@
+/* forms.c - the forms of attention and of the modules around it that published models use, against
+   the definitions in moe.h written out as loops over double; decoding, files and gradients of each.
+
+     cc -std=c99 -O2 -I. tests/unit/forms.c -o forms -lm && ./forms
+     (also with -DMOE_REAL=double, which checks gradients) */
+
+#ifndef TEST_LINKED
+#define MOE_IMPLEMENTATION
+#endif
+#include "../all.h"
+#include "../test.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { D = 24, V = 11, MOST = 420 };
+
+static moe_rng rng;
+
+#if MOE_REAL_IS_DOUBLE
+#define NEAR 1e-10
+#else
+#define NEAR 1e-4
+#endif
+
+/* The forms, as text of the fields. */
+static const char *const forms[] = {
+    "heads=4",
+    "heads=4 rotary=1",
+    "heads=4 kv_heads=2 rotary=1",
+    "heads=4 kv_heads=1 d_head=10 d_value=7 rotary=1 rotary_dims=6",
+    "heads=6 kv_heads=3 d_head=8 bias=1 output_bias=1 rotary=1 rotary_neighbours=1",
+    "heads=4 kv_heads=2 qk_norm=whole rotary=1 eps=0.01",
+    "heads=4 kv_heads=2 qk_norm=head rotary=1 clamp=0.9",
+    "heads=4 kv_heads=2 qk_norm=head norm_after=1 rotary=1 clamp=0.8 bias=1",
+    "heads=4 qk_norm=plain norm_after=1 rotary=1 rotary_neighbours=1 query_floor=3 query_growth=0.3",
+    "heads=4 kv_heads=2 sinks=1 bias=1 output_bias=1 window=5 rotary=1",
+    "heads=4 kv_heads=2 window=70 sinks=1",
+    "heads=4 kv_heads=2 chunk=7 rotary=1 query_floor=4",
+    "heads=4 kv_heads=2 chunk=90 window=75 cap=2",
+    "heads=4 cap=0.7 scale=0.9 sinks=1",
+    "heads=4 scale=0.3 clamp=0.5 full=1 kv_heads=2",
+    "heads=4 d_head=8 rotary=1 rotary_scaling=linear rotary_factor=4",
+    "heads=4 d_head=8 rotary=1 rotary_scaling=yarn rotary_factor=8 rotary_length=16 rotary_base=100",
+    "heads=2 d_head=12 rotary=1 rotary_scaling=yarn rotary_factor=8 rotary_length=40 rotary_base=150 no_truncation=1 "
+    "beta_fast=8 beta_slow=2 rotary_magnitude=1.2",
+    "heads=4 d_head=16 rotary=1 rotary_scaling=llama3 rotary_factor=8 rotary_length=50 rotary_base=500",
+    "heads=4 d_head=8 rotary=1 rotary_scaling=factors rotary_dims=6 rotary_magnitude=0.8",
+    "heads=3 d_head=10 d_value=5 rotary=1 rotary_dims=4 rotary_neighbours=1 kv_lora=9",
+    "heads=3 d_head=10 rotary=1 rotary_dims=6 kv_lora=7 q_lora=8 eps=0.02 scale=0.5 window=9 output_bias=1",
+    "heads=2 d_head=6 rotary=1 rotary_dims=2 kv_lora=5 sinks=1 cap=3 chunk=80",
+    NULL};
+
+static double *widened(const moe_real *v, size_t n) {
+    double *w = (double *)grab(n, sizeof *w);
+    size_t i;
+    for (i = 0; v != NULL && i < n; i++) w[i] = (double)v[i];
+    return w;
+}
+
+/* ---- the definition, in the plain form ---- */
+
+static double step_of(const moe_attention_config *c, const moe_real *factors, int i) {
+    const double pi = 3.14159265358979323846;
+    int n = c->rotary_dims > 0 ? c->rotary_dims : c->d_head;
+    double base = (double)c->rotary_base, step = pow(base, -2.0 * i / n);
+    double factor = (double)c->rotary_factor;
+    if (c->rotary_scaling == MOE_ROTARY_LINEAR) return step / factor;
+    if (c->rotary_scaling == MOE_ROTARY_FACTORS) return step / (double)factors[i];
+    if (c->rotary_scaling == MOE_ROTARY_YARN) {
+        double fast = c->beta_fast > 0 ? (double)c->beta_fast : 32, slow = c->beta_slow > 0 ? (double)c->beta_slow : 1;
+        double low = n * log(c->rotary_length / (2 * pi * fast)) / (2 * log(base));
+        double high = n * log(c->rotary_length / (2 * pi * slow)) / (2 * log(base)), r;
+        if (!c->no_truncation) {
+            low = floor(low);
+            high = ceil(high);
+        }
+        low = fmax(low, 0);
+        high = fmin(high, n - 1);
+        r = 1 - fmin(fmax((i - low) / fmax(0.001, high - low), 0), 1);
+        return step / factor * (1 - r) + step * r;
+    }
+    if (c->rotary_scaling == MOE_ROTARY_LLAMA3) {
+        double low = c->low_factor > 0 ? (double)c->low_factor : 1,
+               high = c->high_factor > 0 ? (double)c->high_factor : 4;
+        double length = 2 * pi / step, s;
+        if (length < c->rotary_length / high) return step;
+        if (length > c->rotary_length / low) return step / factor;
+        s = (c->rotary_length / length - low) / (high - low);
+        return step * ((1 - s) / factor + s);
+    }
+    return step;
+}
+
+static void rotate(const moe_attention_config *c, const moe_real *factors, size_t position, double *head) {
+    int n = c->rotary_dims > 0 ? c->rotary_dims : c->d_head, i;
+    double magnitude = c->rotary_magnitude > 0 ? (double)c->rotary_magnitude : 1;
+    if (c->rotary_magnitude <= 0 && c->rotary_scaling == MOE_ROTARY_YARN)
+        magnitude = 1 + 0.1 * log((double)c->rotary_factor);
+    for (i = 0; i < n / 2 && c->rotary; i++) {
+        double angle = (double)position * step_of(c, factors, i);
+        double *a = head + (c->rotary_neighbours ? 2 * i : i),
+               *b = head + (c->rotary_neighbours ? 2 * i + 1 : n / 2 + i);
+        double x = *a, y = *b;
+        *a = magnitude * (x * cos(angle) - y * sin(angle));
+        *b = magnitude * (x * sin(angle) + y * cos(angle));
+    }
+}
+
+static void affine(size_t o, size_t n, const moe_real *w, const moe_real *bias, const double *x, double *y) {
+    size_t i, j;
+    for (i = 0; i < o; i++) {
+        y[i] = bias != NULL ? (double)bias[i] : 0;
+        for (j = 0; j < n; j++) y[i] += (double)w[i * n + j] * x[j];
+    }
+}
+
+static void rms(size_t n, double eps, const moe_real *gain, double *x) {
+    double sum = 0;
+    size_t i;
+    for (i = 0; i < n; i++) sum += x[i] * x[i];
+    for (i = 0; i < n; i++) x[i] *= (gain != NULL ? (double)gain[i] : 1) / sqrt(sum / (double)n + eps);
+}
+
+static double eps_of(const moe_attention_config *c) { return c->eps > 0 ? (double)c->eps : 1e-5; }
+
+static void norm(const moe_attention_config *c, int heads, const moe_real *gain, double *row) {
+    int h;
+    if (c->qk_norm == MOE_QK_NORM_WHOLE) rms((size_t)(heads * c->d_head), eps_of(c), gain, row);
+    else
+        for (h = 0; h < heads; h++) rms((size_t)c->d_head, eps_of(c), gain, row + h * c->d_head);
+}
+
+static void clamp(const moe_attention_config *c, int n, double *row) {
+    int i;
+    for (i = 0; i < n && c->clamp > 0; i++) row[i] = fmax(-(double)c->clamp, fmin((double)c->clamp, row[i]));
+}
+
+static void finish(const moe_attention_config *c, const moe_module *m, int heads, int place, size_t position,
+                   double *row) {
+    int h;
+    if (c->qk_norm && !c->norm_after) norm(c, heads, m->tensors[place], row);
+    clamp(c, heads * c->d_head, row);
+    for (h = 0; h < heads; h++)
+        rotate(c, m->tensors[MOE_MODULE_ROTARY_FACTORS], position,
+               row + h * c->d_head + (c->kv_lora > 0 ? c->d_head - c->rotary_dims : 0));
+    if (c->norm_after) norm(c, heads, m->tensors[place], row);
+}
+
+/* q, k [H w], v [H u] of a token, every head with its own keys. */
+static void heads_of(const moe_module *m, const double *x, size_t position, double *q, double *k, double *v) {
+    const moe_attention_config *c = &m->attention;
+    moe_real *const *t = m->tensors;
+    int H = c->heads, w = c->d_head, h, i;
+    int u = c->d_value > 0 ? c->d_value : w, K = c->kv_heads > 0 ? c->kv_heads : H;
+    size_t d = (size_t)m->d_in;
+    double row[2000], low[200];
+    if (c->q_lora > 0) {
+        affine((size_t)c->q_lora, d, t[MOE_MODULE_QUERY_DOWN], NULL, x, low);
+        rms((size_t)c->q_lora, eps_of(c), t[MOE_MODULE_QUERY_NORM], low);
+        affine((size_t)(H * w), (size_t)c->q_lora, t[MOE_MODULE_QUERY], NULL, low, q);
+    } else affine((size_t)(H * w), d, t[MOE_MODULE_QUERY], t[MOE_MODULE_QUERY_BIAS], x, q);
+    finish(c, m, H, MOE_MODULE_QUERY_NORM, position, q);
+    for (i = 0; i < H * w && c->query_floor > 0; i++)
+        q[i] *= 1 + (c->query_growth > 0 ? (double)c->query_growth : 0.1) *
+                        log(floor((double)(position + 1) / c->query_floor) + 1);
+    if (c->kv_lora > 0) {
+        int n = w - c->rotary_dims, l = c->kv_lora;
+        affine((size_t)(l + c->rotary_dims), d, t[MOE_MODULE_LATENT], NULL, x, row);
+        rms((size_t)l, eps_of(c), t[MOE_MODULE_LATENT_NORM], row);
+        rotate(c, t[MOE_MODULE_ROTARY_FACTORS], position, row + l);
+        for (h = 0; h < H; h++) {
+            const moe_real *up = t[MOE_MODULE_KEY] + h * (n + u) * l;
+            affine((size_t)n, (size_t)l, up, NULL, row, k + h * w);
+            affine((size_t)u, (size_t)l, up + n * l, NULL, row, v + h * u);
+            for (i = 0; i < c->rotary_dims; i++) k[h * w + n + i] = row[l + i];
+        }
+        return;
+    }
+    affine((size_t)(K * w), d, t[MOE_MODULE_KEY], t[MOE_MODULE_KEY_BIAS], x, row);
+    finish(c, m, K, MOE_MODULE_KEY_NORM, position, row);
+    for (i = 0; i < H * w; i++) k[i] = row[i / w * K / H * w + i % w];
+    affine((size_t)(K * u), d, t[MOE_MODULE_VALUE], t[MOE_MODULE_VALUE_BIAS], x, row);
+    clamp(c, K * u, row);
+    for (i = 0; i < H * u; i++) v[i] = row[i / u * K / H * u + i % u];
+}
+
+/* y [n,d] of one sequence; mask NULL: all tokens are real. */
+static double *attention(const moe_module *m, size_t n, const double *x, const int32_t *mask) {
+    const moe_attention_config *c = &m->attention;
+    size_t H = (size_t)c->heads, w = (size_t)c->d_head, h, i, j, p;
+    size_t u = (size_t)(c->d_value > 0 ? c->d_value : c->d_head), d = (size_t)m->d_in;
+    double *q = widened(NULL, n * H * w), *k = widened(NULL, n * H * w);
+    double *v = widened(NULL, n * H * u), *y = widened(NULL, n * d);
+    double *mixed = widened(NULL, H * u), *s = widened(NULL, n);
+    for (i = 0; i < n; i++) heads_of(m, x + i * d, i, q + i * H * w, k + i * H * w, v + i * H * u);
+    for (i = 0; i < n; i++) {
+        if (mask != NULL && !mask[i]) continue;
+        memset(mixed, 0, H * u * sizeof *mixed);
+        for (h = 0; h < H; h++) {
+            double most = -1e300, sum = 0;
+            double sink = c->sinks ? (double)m->tensors[MOE_MODULE_SINKS][h] : 0;
+            for (j = 0; j < n; j++) {
+                s[j] = -1e300;
+                if ((!c->full && j > i) || (c->window > 0 && j + (size_t)c->window <= i) ||
+                    (mask != NULL && !mask[j]) || (c->chunk > 0 && j < i - i % (size_t)c->chunk))
+                    continue;
+                for (s[j] = 0, p = 0; p < w; p++) s[j] += q[(i * H + h) * w + p] * k[(j * H + h) * w + p];
+                s[j] *= c->scale > 0 ? (double)c->scale : 1 / sqrt((double)w);
+                if (c->cap > 0) s[j] = (double)c->cap * tanh(s[j] / (double)c->cap);
+                most = fmax(most, s[j]);
+            }
+            if (c->sinks) most = fmax(most, sink);
+            if (c->sinks) sum = exp(sink - most);
+            for (j = 0; j < n; j++) sum += s[j] > -1e299 ? exp(s[j] - most) : 0;
+            for (j = 0; j < n; j++)
+                for (p = 0; p < u && s[j] > -1e299; p++)
+                    mixed[h * u + p] += exp(s[j] - most) / sum * v[(j * H + h) * u + p];
+        }
+        affine(d, H * u, m->tensors[MOE_MODULE_OUTPUT], m->tensors[MOE_MODULE_OUTPUT_BIAS], mixed, y + i * d);
+    }
+    free(q);
+    free(k);
+    free(v);
+    free(mixed);
+    free(s);
+    return y;
+}
+
+/* ---- networks ---- */
+
+static int set_fields(const moe_field *fields, void *config, const char *text) {
+    moe_error error;
+    return CHECK_STATUS(moe_fields_apply(fields, config, text, &error), MOE_OK, error.message);
+}
+
+static void shake(moe_net *net) {
+    size_t i, k;
+    for (i = 0; i < net->n_tensors; i++)
+        for (k = 0; k < net->tensors[i].count; k++) {
+            moe_real *v = &net->tensors[i].data[k];
+            if (strstr(net->tensors[i].name, "rotary_factors") != NULL) *v = (moe_real)(1 + k);
+            else if (net->tensors[i].n_dims == 1) *v += (moe_real)0.4 * moe_rng_normal(&rng);
+        }
+}
+
+/* One attention between linear modules: inputs of width D. */
+static int make(moe_net *net, const char *form, int trainable) {
+    moe_attention_config c;
+    moe_error error;
+    memset(&c, 0, sizeof c);
+    if (!set_fields(moei_attention_fields, &c, form)) return 0;
+    moe_net_init(net, D, MOE_KERNELS_AUTO, NULL);
+    moe_net_attention(net, &c);
+    if (!CHECK_STATUS(moe_net_build(net, trainable, moe_rng_next(&rng), &error), MOE_OK, error.message)) return 0;
+    shake(net);
+    return 1;
+}
+
+static moe_real *run(const moe_net *net, const moe_call *call) {
+    size_t bytes = 0, size = call->n_tokens * (size_t)net->d_out * sizeof(moe_real);
+    unsigned char *work;
+    moe_net_pass pass;
+    moe_real *y = reals(call->n_tokens * (size_t)net->d_out);
+    CHECK_STATUS(moe_net_work_size(net, call->n_tokens, call->training, &bytes), MOE_OK);
+    work = (unsigned char *)grab(bytes + 1, 1);
+    memset(work, 0xff, bytes + 1);
+    if (CHECK_STATUS(moe_net_forward(net, call, work + 1, bytes, &pass), MOE_OK,
+                     call->error != NULL ? call->error->message : ""))
+        memcpy(y, pass.y, size);
+    free(work);
+    return y;
+}
+
+static void check_rows(const moe_real *got, const double *wanted, size_t n, double bound) {
+    double worst = 0, most = 0;
+    size_t i;
+    for (i = 0; i < n; i++) {
+        worst = fmax(worst, fabs((double)got[i] - wanted[i]));
+        most = fmax(most, fabs(wanted[i]));
+    }
+    CHECK_NEAR(worst / (1e-3 + most), 0, bound);
+}
+
+/* Decodes tokens 0..n in pieces of 1 (piece 0: of drawn lengths). */
+static void check_decoding(moe_net *net, size_t n, size_t piece, int type, const moe_real *x, const moe_real *y,
+                           double bound) {
+    size_t size = 0, bytes = 0, at, count, i;
+    size_t d = (size_t)net->d_in, o = (size_t)net->d_out;
+    void *memory, *work;
+    moe_cache cache;
+    moe_error error;
+    double worst = 0, most = 0;
+    net->cache_type = type;
+    if (!CHECK_STATUS(moe_net_decode_size(net, n, n, &size, &bytes, &error), MOE_OK, error.message)) return;
+    memory = grab(size, 1);
+    memset(memory, 0xff, size);
+    work = grab(bytes, 1);
+    CHECK_STATUS(moe_net_cache_init(&cache, net, n, memory, size, &error), MOE_OK);
+    for (at = 0; at < n; at += count) {
+        moe_call call;
+        moe_net_pass pass;
+        memset(&call, 0, sizeof call);
+        count = piece > 0 ? piece : 1 + (size_t)moe_rng_below(&rng, 90);
+        if (count > n - at) count = n - at;
+        call.n_tokens = count;
+        call.x = x + at * d;
+        call.error = &error;
+        memset(work, 0xff, bytes);
+        if (!CHECK_STATUS(moe_net_decode(net, &cache, &call, work, bytes, &pass), MOE_OK, error.message)) break;
+        for (i = 0; i < count * o; i++) {
+            worst = fmax(worst, fabs((double)(pass.y[i] - y[at * o + i])));
+            most = fmax(most, fabs((double)y[at * o + i]));
+        }
+        if (type == MOE_TYPE_REAL && !CHECK(same_reals(pass.y, y + at * o, count * o), "decoding keeps the bits"))
+            break;
+    }
+    CHECK_NEAR(worst / (1e-3 + most), 0, bound);
+    net->cache_type = MOE_TYPE_REAL;
+    free(memory);
+    free(work);
+}
+
+/* A saved network computes what the first one does. */
+static void check_file(const moe_net *net, const moe_call *call, const moe_real *y) {
+    moe_buffer buffer;
+    moe_stream stream;
+    moe_net copy;
+    moe_error error;
+    memset(&buffer, 0, sizeof buffer);
+    stream = moe_buffer_stream(&buffer);
+    if (CHECK_STATUS(moe_net_write(net, &stream, &error), MOE_OK, error.message) &&
+        CHECK_STATUS(moe_net_read(&copy, buffer.data, buffer.size, 0, 0, NULL, &error), MOE_OK, error.message)) {
+        moe_real *again = run(&copy, call);
+        CHECK(same_reals(y, again, call->n_tokens * (size_t)net->d_out), "a loaded network gives the same bits");
+        free(again);
+        moe_net_free(&copy);
+    }
+    moe_buffer_free(&buffer);
+}
+
+static void test_form(const char *form, size_t n) {
+    moe_net net;
+    moe_call call;
+    moe_error error;
+    moe_real *x = normals_of(&rng, n * D, 1), *y, *one;
+    double *wide, *wanted;
+    int full;
+    memset(&call, 0, sizeof call);
+    if (!make(&net, form, 0)) return;
+    full = net.modules[0].attention.full;
+    call.n_tokens = n;
+    call.x = x;
+    call.error = &error;
+    y = run(&net, &call);
+    wide = widened(x, n * D);
+    wanted = attention(&net.modules[0], n, wide, NULL);
+    check_rows(y, wanted, n * D, NEAR);
+    call.n_tokens = 1;
+    one = run(&net, &call);
+    if (!full) CHECK(same_reals(one, y, D), "a token depends on earlier ones alone");
+    call.n_tokens = n;
+    if (!full) {
+        check_decoding(&net, n, 1, MOE_TYPE_REAL, x, y, 0);
+        check_decoding(&net, n, n, MOE_TYPE_REAL, x, y, 0);
+        check_decoding(&net, n, 0, MOE_TYPE_REAL, x, y, 0);
+        check_decoding(&net, n, 0, MOE_TYPE_F16, x, y, 0.02);
+        check_decoding(&net, n, 1, MOE_TYPE_BF16, x, y, 0.1);
+        check_decoding(&net, n, 0, MOE_TYPE_Q8_BLOCK, x, y, 0.1);
+    }
+    check_file(&net, &call, y);
+    free(x);
+    free(y);
+    free(one);
+    free(wide);
+    free(wanted);
+    moe_net_free(&net);
+}
+
+static void test_forms(void) {
+    size_t i;
+    for (i = 0; forms[i] != NULL; i++) {
+        test_case(forms[i]);
+        test_form(forms[i], 23);
+        test_form(forms[i], i % 3 == 0 ? MOST : 150);
+    }
+}
+
+#if MOE_REAL_IS_DOUBLE
+/* ---- gradients, by central differences along every number ---- */
+
+static double loss(const moe_net *net, moe_call *call, const moe_real *weights) {
+    moe_real *y = run(net, call);
+    double sum = 0;
+    size_t i;
+    for (i = 0; i < call->n_tokens * (size_t)net->d_out; i++) sum += y[i] * weights[i];
+    free(y);
+    return sum;
+}
+
+/* The differences of `count` numbers at `value`, every `step`-th, against the gradient. */
+static void check_slopes(const moe_net *net, moe_call *call, const moe_real *weights, moe_real *value,
+                         const moe_real *gradient, size_t count, const char *name) {
+    size_t step = count / 12 + 1, i;
+    double most = 1e-3;
+    for (i = 0; i < count; i++) most = fmax(most, fabs(gradient[i]));
+    for (i = (size_t)moe_rng_below(&rng, step); i < count; i += step) {
+        double kept = value[i], h = 1e-5, up, down;
+        value[i] = kept + h;
+        up = loss(net, call, weights);
+        value[i] = kept - h;
+        down = loss(net, call, weights);
+        value[i] = kept;
+        CHECK_NEAR_AT(__LINE__, ((up - down) / (2 * h) - gradient[i]) / most, 0, 2e-7, name);
+    }
+}
+
+/* Gradients of all tensors of a network and of its input. */
+static void check_gradients(moe_net *net, moe_call *call) {
+    size_t n = call->n_tokens, d = (size_t)net->d_in, bytes, i;
+    moe_real *weights = normals_of(&rng, n * (size_t)net->d_out, 1), *dx = reals(n * d + 1);
+    moe_net_pass pass;
+    void *work;
+    call->training = 1;
+    CHECK_STATUS(moe_net_work_size(net, n, 1, &bytes), MOE_OK);
+    work = grab(bytes, 1);
+    memset(work, 0xff, bytes);
+    if (CHECK_STATUS(moe_net_forward(net, call, work, bytes, &pass), MOE_OK) &&
+        CHECK_STATUS(moe_net_backward(net, weights, dx, &pass), MOE_OK)) {
+        call->training = 0;
+        for (i = 0; i < net->n_tensors; i++)
+            if (net->tensors[i].flags != (MOE_PARAM_FROZEN | MOE_PARAM_NO_DECAY))
+                check_slopes(net, call, weights, net->tensors[i].data, net->tensors[i].gradient, net->tensors[i].count,
+                             net->tensors[i].name);
+        check_slopes(net, call, weights, (moe_real *)call->x, dx, n * d, "x");
+    }
+    call->training = 0;
+    free(work);
+    free(weights);
+    free(dx);
+}
+
+static void test_gradients(void) {
+    static const int32_t sequences[] = {0, 5, 5, 13, 14};
+    static const unsigned char mask[] = {1, 1, 0, 1, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1};
+    size_t i, k;
+    for (i = 0; forms[i] != NULL; i++)
+        for (k = 0; k < 2; k++) {
+            moe_net net;
+            moe_call call;
+            moe_real *x = normals_of(&rng, 14 * D, 1);
+            test_case(forms[i]);
+            memset(&call, 0, sizeof call);
+            call.n_tokens = 14;
+            call.x = x;
+            if (k > 0) {
+                call.sequences = sequences;
+                call.n_sequences = 4;
+                call.mask = mask;
+            }
+            if (make(&net, forms[i], 1)) check_gradients(&net, &call);
+            moe_net_free(&net);
+            free(x);
+        }
+}
+#endif
+
+int main(void) {
+    moe_rng_seed(&rng, 5);
+    test_forms();
+#if MOE_REAL_IS_DOUBLE
+    test_gradients();
+#endif
+    return test_end();
+}
