@@ -121,12 +121,12 @@
      Weights have one scale per output (int4: and a factor per 32 inputs). A vector that a product
      reads has 8-bit codes; sums of residuals, logits and what norms read have 16. With int8 weights
      a product reads 16-bit codes where 8 would lose more than 1 % (products of gates, relu2,
-     heavy tails); it then takes two multiplications for each weight. Activations are
-     curves of 65 points, gates are powers of two in fixed point. Where a linker drops unused
-     functions (--gc-sections), only those that the model names stay.
+     heavy tails); it then takes two multiplications for each weight. Activations are curves of
+     65 points, gates are powers of two in fixed point. Where a linker drops unused functions
+     (--gc-sections), only those that the model names stay.
 
      Calibration.   The network runs on the calibration data in float. The largest magnitude of each
-     vector sets its scale; values beyond it saturate (16-bit codes have room for a quarter more).
+     vector sets its scale; values beyond it saturate (16-bit codes have room for four times as much).
      Use data like that in the field, without outliers. If an int8 model loses accuracy, try more
      calibration data first. int4 halves the weights and loses more.
 
@@ -1091,7 +1091,7 @@ static uint32_t moei_curve_of(moei_maker *m, int act, double alpha, uint32_t in,
         moei_op_append(m, moei_op(moei_int_op_multiply, m->vectors[in].width, 0, 0, limit, shift), a, a, out);
         return out;
     }
-    if (!(end > 0) || act == MOE_ACT_TANH || act == MOE_ACT_SIGMOID || reach <= 2 * end)
+    if (!(end > 0) || act == MOE_ACT_TANH || act == MOE_ACT_SIGMOID || reach <= 1.25 * end)
         return moei_points(m, act, 0, alpha, in, limit, scale, range);
     fine = limit == MOEI_NARROW ? scale / 128 : scale;
     a = moei_positive(m, in, MOEI_WIDE, fine);
