@@ -239,8 +239,8 @@ typedef struct moe_import_options {
     uint64_t memory;
 } moe_import_options;
 
-/* A model of another program. It owns the network and what the network reads: mapped files, and
-   converted norms and biases. Calls of the network change nothing in it, so threads may share it. */
+/* A model of another program. It owns the network and what the network reads: mapped files, norms
+   and biases. Calls of the network change nothing in it, so threads may share it. */
 typedef struct moe_imported {
     moe_net net;              /* token ids to logits; not trainable, not saved */
     const char *architecture; /* as general.architecture of GGUF names it; constant */

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Tests headers that moe_export_c writes: tests/unit/models.c writes some with what their models
+# Tests headers that moe_export_c writes: tests/unit/inference.c writes some with what their models
 # must answer, then they are compiled in every way that a user may, run and measured. sh
 # tests/port/export.sh [-v] [WORD], as tests/port/headers.sh.
 
@@ -47,11 +47,11 @@ plan() {
     echo 'compile_time gcc'
 }
 
-# The models of tests/unit/models.c.
+# The models of tests/unit/inference.c.
 prepare() {
     setup_stb_flag "$CC"
     mkdir "$prepared/models"
-    "$CC" -std=c99 -O0 -DMOE_NO_SIMD -I. ${stb_flag:+-I"$stb_flag"} tests/unit/models.c -o "$prepared/write" -lm &&
+    "$CC" -std=c99 -O0 -DMOE_NO_SIMD -I. ${stb_flag:+-I"$stb_flag"} tests/unit/inference.c -o "$prepared/write" -lm &&
         "$prepared/write" write "$prepared/models" >"$prepared/log" && return 0
     cat "$prepared/log"
     return 1

@@ -78,7 +78,7 @@ saved_by_0_1  float   -             0.01  kernels routers moe
 left_out      float   -             0.01  kernels routers moe import
 baseline      float   -             0.04  kernels routers moe export
 metrics       float   -             0.05  kernels routers
-models        float   write         0.1   kernels moe export
+inference     float   write         0.1   kernels moe export
 int_routers   float   quick         0.08  kernels routers
 threads       float   -             0.08
 golden        double  tests/golden  0.08  kernels routers
@@ -93,7 +93,7 @@ fuzz_config   float   quick         0.8
 histories     float   quick         0.8   moe
 layer         float   -             1.1   routers moe
 presets       float   -             0.3   routers moe
-models        float   quick         1.2   moe export
+inference     float   quick         1.2   moe export
 checked       float   quick         1.5   check
 theory        float   -             1.2   routers
 kernels       float   quick         1.3   kernels
@@ -127,7 +127,7 @@ kernels       vector  -             14
 MODELS = 'dense dense4 sparse rich rich4 behind'.split()
 SECOND = {
     'export_float quick': dict(prints='nets.h', compile=['-DNETS="nets.h"', '-DQUICK', 'tests/port/export_float.c']),
-    'models write': dict(folder='models', compile=['-DMOE_NO_TRAIN', '-DMOE_NO_FLOAT', '-Imodels', 'written.c'],
+    'inference write': dict(folder='models', compile=['-DMOE_NO_TRAIN', '-DMOE_NO_FLOAT', '-Imodels', 'written.c'],
                          source='written.c', text=
                          '#define MOE_IMPLEMENTATION\n' + ''.join('#include "%s.h"\n#include "%s_cases.h"\n' % (m, m)
                                                                   for m in MODELS) +

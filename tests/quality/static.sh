@@ -65,7 +65,7 @@ plan() {
     echo 'thread_sanitizer threads clang'
     echo 'thread_sanitizer ranks gcc'
     echo 'thread_sanitizer net gcc'
-    for program in files net training attention state metrics models integers int_routers int_scores int_sequences \
+    for program in files net training attention state metrics inference integers int_routers int_scores int_sequences \
         small; do echo "memory_sanitizer $program"; done
 }
 
@@ -330,7 +330,7 @@ memory_sanitizer() { # program
     case $1 in
     golden) under memory clang "$1" tests/golden ;;
     files) under memory clang "$1" ;;
-    models | int_*) under memory clang "$1" quick ;;
+    inference | int_*) under memory clang "$1" quick ;;
     *) under memory clang "$1" ;;
     esac
 }

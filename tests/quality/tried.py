@@ -24,7 +24,7 @@ PROMISES = [
     ('No side effects', 'failures ranks ranks_nets headers'),
     ('Untrusted files', 'fuzz fuzz_file files published'),
     ('Power', 'power histories'),
-    ('Determinism', 'baseline saved_by_0_1 threads parallel state models integers int_sequences ranks histories'),
+    ('Determinism', 'baseline saved_by_0_1 threads parallel state inference integers int_sequences ranks histories'),
     ('Numbers', 'robust gradients theory kernels quant'),
     ('The contract of the routers', 'golden oracle routers'),
     ('Tests that notice', 'coverage mutation faults'),

@@ -1300,7 +1300,7 @@ static void test_net_sizes(void) {
 
 /* ---- allocations of models ---- */
 
-/* Nets whose making takes other ways than those of tests/unit/models.c. */
+/* Nets whose making takes other ways than those of tests/unit/inference.c. */
 static const char *const model_rows[] = {"score=attentive top_k=2",
                                          "score=competition top_k=2",
                                          "score=norm norm_order=linf norm_node=output top_k=2",

@@ -1,0 +1,311 @@
+/* Tests moe_import_model apart from what its models compute (tests/golden/models.c): where it reads
+   from, options, every failure of memory, tensors and settings that are missing, extra or wrong,
+   and files that end early or have other bytes. It reads the files of tests/golden/models.
+       cc -std=c99 -O1 -DMOE_NO_SIMD -I. tests/unit/imported.c -o imported -lm && ./imported */
+
+#define MOE_IMPLEMENTATION
+#include "../all.h"
+#include "../test.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define FOLDER "tests/golden/models/"
+#define GGUF FOLDER "iq4_nl-llama.gguf"
+#define GGUF_OSS FOLDER "mxfp4-gpt-oss.gguf"
+
+/* ---- files in memory ---- */
+
+typedef struct bytes {
+    unsigned char *p;
+    size_t n;
+} bytes;
+
+static bytes read_file(const char *path) {
+    FILE *file = fopen(path, "rb");
+    bytes b;
+    long size;
+    if (file == NULL || fseek(file, 0, SEEK_END) != 0 || (size = ftell(file)) < 0) {
+        fprintf(stderr, "cannot read %s from this folder\n", path);
+        exit(2);
+    }
+    rewind(file);
+    b.n = (size_t)size;
+    b.p = (unsigned char *)grab(b.n, 1);
+    if (fread(b.p, 1, b.n, file) != b.n) exit(2);
+    fclose(file);
+    return b;
+}
+
+static size_t find(bytes b, const char *text, size_t from) {
+    const size_t n = strlen(text);
+    for (; from + n <= b.n; from++)
+        if (memcmp(b.p + from, text, n) == 0) return from;
+    return b.n;
+}
+
+/* A copy in which `with` takes the place of the first `text`, as long as it. */
+static bytes replaced(bytes b, const char *text, const char *with) {
+    bytes copy;
+    const size_t at = find(b, text, 0);
+    copy.n = b.n;
+    copy.p = (unsigned char *)grab(b.n, 1);
+    memcpy(copy.p, b.p, b.n);
+    CHECK(at < b.n && strlen(text) == strlen(with), text);
+    if (at < b.n) memcpy(copy.p + at, with, strlen(with));
+    return copy;
+}
+
+/* What a model says of four tokens. */
+static int logits(moe_imported *model, moe_real *y) {
+    static const int32_t ids[4] = {1, 5, 3, 2};
+    moe_call call;
+    moe_net_pass pass;
+    void *work;
+    size_t size;
+    moe_status status;
+    memset(&call, 0, sizeof call);
+    call.n_tokens = 4;
+    call.token_ids = ids;
+    if (moe_net_work_size(&model->net, 4, 0, &size) != MOE_OK) return 0;
+    work = grab(size, 1);
+    status = moe_net_forward(&model->net, &call, work, size, &pass);
+    if (status == MOE_OK) memcpy(y, pass.y, 4 * (size_t)model->vocabulary * sizeof *y);
+    free(work);
+    return status == MOE_OK;
+}
+
+enum { LOGITS = 4 * 128 };
+
+/* ---- where models are read from ---- */
+
+/* A source whose bytes must be copied. */
+static moe_status read_slowly(void *ctx, uint64_t at, void *to, size_t size) {
+    memcpy(to, ((const bytes *)ctx)->p + (size_t)at, size);
+    return MOE_OK;
+}
+
+static void test_sources(void) {
+    static moe_real of_path[LOGITS], of_memory[LOGITS], of_copy[LOGITS];
+    moe_imported model;
+    moe_import_source source;
+    moe_error error;
+    bytes b = read_file(GGUF);
+    if (!CHECK(moe_import_model(&model, GGUF, NULL, NULL, &error) == MOE_OK, error.message)) return;
+    CHECK(strcmp(model.architecture, "llama") == 0 && model.vocabulary == 80 && model.n_blocks == 2);
+    CHECK(model.context == 4096 && model.file_bytes == b.n);
+    CHECK(logits(&model, of_path));
+    moe_import_free(&model);
+    moe_import_free(&model);
+    moe_import_free(NULL);
+    source = moe_import_memory(NULL, b.p, b.n);
+    if (!CHECK(moe_import_model_read(&model, &source, 1, NULL, NULL, &error) == MOE_OK, error.message)) return;
+    CHECK(logits(&model, of_memory) && same_reals(of_path, of_memory, 4 * 80));
+    moe_import_free(&model);
+    source.ctx = &b;
+    source.read_at = read_slowly;
+    if (!CHECK(moe_import_model_read(&model, &source, 1, NULL, NULL, &error) == MOE_OK, error.message)) return;
+    free(b.p);
+    CHECK(logits(&model, of_copy) && same_reals(of_path, of_copy, 4 * 80));
+    moe_import_free(&model);
+}
+
+/* A folder through sources, config.json among them. */
+static void test_folder(void) {
+    static moe_real of_path[LOGITS], of_memory[LOGITS];
+    moe_imported model;
+    moe_import_source sources[2];
+    moe_error error;
+    bytes file = read_file(FOLDER "deepseek_v3-bf16/model.safetensors");
+    bytes config = read_file(FOLDER "deepseek_v3-bf16/config.json");
+    if (!CHECK(moe_import_model(&model, FOLDER "deepseek_v3-bf16", NULL, NULL, &error) == MOE_OK, error.message))
+        return;
+    CHECK(strcmp(model.architecture, "deepseek2") == 0 && model.n_blocks == 2);
+    CHECK(logits(&model, of_path));
+    moe_import_free(&model);
+    sources[0] = moe_import_memory("model.safetensors", file.p, file.n);
+    sources[1] = moe_import_memory("config.json", config.p, config.n);
+    if (!CHECK(moe_import_model_read(&model, sources, 2, NULL, NULL, &error) == MOE_OK, error.message)) return;
+    CHECK(logits(&model, of_memory) && same_reals(of_path, of_memory, 4 * 80));
+    moe_import_free(&model);
+    CHECK_STATUS(moe_import_model_read(&model, sources, 1, NULL, NULL, &error), MOE_ERR_UNSUPPORTED);
+    CHECK(strstr(error.message, "model_type") != NULL, error.message);
+    free(file.p);
+    free(config.p);
+}
+
+/* ---- options ---- */
+
+static void test_options(void) {
+    static moe_real all[LOGITS], one[LOGITS];
+    moe_imported model;
+    moe_import_options options;
+    moe_error error;
+    memset(&options, 0, sizeof options);
+    if (!CHECK(moe_import_model(&model, GGUF, NULL, NULL, &error) == MOE_OK, error.message)) return;
+    CHECK(logits(&model, all));
+    moe_import_free(&model);
+    options.top_k = 1;
+    options.exact = 1;
+    options.context = 100;
+    if (!CHECK(moe_import_model(&model, GGUF, &options, NULL, &error) == MOE_OK, error.message)) return;
+    CHECK(model.context == 100 && logits(&model, one) && !same_reals(all, one, 4 * 80));
+    moe_import_free(&model);
+    options.memory = 1000;
+    CHECK_STATUS(moe_import_model(&model, GGUF, &options, NULL, &error), MOE_ERR_MEMORY);
+    CHECK(strstr(error.message, "options.memory allows 1000") != NULL, error.message);
+    CHECK(model.net.modules == NULL && model.owned == NULL);
+    options.memory = 1000000;
+    CHECK_STATUS(moe_import_model(&model, GGUF, &options, NULL, &error), MOE_OK);
+    moe_import_free(&model);
+    options.context = -1;
+    CHECK_STATUS(moe_import_model(&model, GGUF, &options, NULL, &error), MOE_ERR_CONFIG);
+    options.context = 0;
+    options.kernels = MOE_KERNELS_COUNT;
+    CHECK(moe_import_model(&model, GGUF, &options, NULL, &error) != MOE_OK);
+    CHECK_STATUS(moe_import_model(NULL, GGUF, NULL, NULL, &error), MOE_ERR_ARGUMENT);
+    CHECK_STATUS(moe_import_model(&model, NULL, NULL, NULL, &error), MOE_ERR_ARGUMENT);
+    CHECK_STATUS(moe_import_model_read(&model, NULL, 1, NULL, NULL, NULL), MOE_ERR_ARGUMENT);
+    CHECK(moe_import_model(&model, FOLDER "nothing.gguf", NULL, NULL, &error) != MOE_OK);
+    CHECK(moe_import_model(&model, FOLDER, NULL, NULL, &error) != MOE_OK);
+}
+
+/* ---- memory ---- */
+
+/* Every call for memory fails once: the importer says so, and nothing stays behind. */
+static void test_memory(const char *path) {
+    test_heap heap;
+    moe_allocator a;
+    moe_imported model;
+    moe_error error;
+    long at;
+    for (at = 1;; at++) {
+        moe_status status;
+        a = test_allocator(&heap, at);
+        status = moe_import_model(&model, path, NULL, &a, &error);
+        if (status == MOE_OK && heap.calls < at) break;
+        if (status == MOE_OK) moe_import_free(&model); /* a buffer that could not double grew by less */
+        else if (!CHECKF(status == MOE_ERR_MEMORY, "%s: %ld: %s", path, at, error.message)) break;
+        if (!CHECKF(heap.blocks == 0 && model.owned == NULL, "%s: %ld: memory is left", path, at)) break;
+    }
+    CHECKF(at > 20, "%ld calls for memory", at);
+    moe_import_free(&model);
+    CHECK(heap.blocks == 0 && !heap.wrong_size);
+}
+
+/* ---- what is refused ---- */
+
+/* A file in which a text is another one, and what is said of it. */
+typedef struct refusal {
+    const char *text, *with;
+    moe_status status;
+    const char *says;
+} refusal;
+
+static void refuse(bytes b, const char *name, const bytes *config, const refusal *r) {
+    bytes changed = find(b, r->text, 0) < b.n ? replaced(b, r->text, r->with) : b;
+    bytes settings = config != NULL ? *config : b;
+    moe_import_source sources[2];
+    moe_imported model;
+    moe_error error;
+    moe_status status;
+    error.message[0] = '\0';
+    if (config != NULL && changed.p == b.p) settings = replaced(*config, r->text, r->with);
+    sources[0] = moe_import_memory(name, changed.p, changed.n);
+    sources[1] = moe_import_memory("config.json", settings.p, settings.n);
+    status = moe_import_model_read(&model, sources, config != NULL ? 2 : 1, NULL, NULL, &error);
+    CHECKF(status == r->status && strstr(error.message, r->says) != NULL, "%s -> %s: %s: %s, wanted: %s", r->text,
+           r->with, moe_status_text(status), error.message, r->says);
+    moe_import_free(&model);
+    if (changed.p != b.p) free(changed.p);
+    if (config != NULL && settings.p != config->p) free(settings.p);
+}
+
+static void test_refusals_gguf(void) {
+    static const refusal rows[] = {
+        {"llama", "lamma", MOE_ERR_UNSUPPORTED, "lamma"},
+        {"blk.1.attn_q.weight", "blk.1.attn_z.weight", MOE_ERR_NOT_FOUND, "attn_q.weight': missing"},
+        {"blk.1.attn_q.weight", "blk.0.attn_q.weight", MOE_ERR_FORMAT, "blk.0.attn_q.weight': duplicates"},
+        {"blk.1.attn_q.weight", "blk.7.attn_q.weight", MOE_ERR_UNSUPPORTED, "blk.7.attn_q.weight"},
+        {"blk.1.attn_k.weight", "blk.1.attn_q.weight", MOE_ERR_FORMAT, "duplicates"},
+        {"blk.0.ffn_gate_inp.weight", "blk.0.ffn_gate_inz.weight", MOE_ERR_UNSUPPORTED, "llama"},
+        {"blk.1.ffn_up_exps.weight", "blk.1.ffn_up_expz.weight", MOE_ERR_UNSUPPORTED, "ffn_up_expz"},
+        {"output_norm.weight", "output_nurm.weight", MOE_ERR_UNSUPPORTED, "output_nurm"},
+        {"llama.block_count", "llama.block_cxunt", MOE_ERR_NOT_FOUND, "block_count is missing"},
+        {"llama.embedding_length", "llama.embedding_lxngth", MOE_ERR_NOT_FOUND, "embedding_length is missing"},
+        {"llama.attention.layer_norm_rms_epsilon", "llama.attention.layer_norm_rms_epsilun", MOE_ERR_NOT_FOUND,
+         "epsilon is missing"},
+        {"llama.attention.head_count_kv", "llama.attention.head_count_kx", MOE_ERR_SHAPE, "attn_k.weight': the shape"}};
+    const bytes b = read_file(GGUF);
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof rows[0]; i++) refuse(b, NULL, NULL, &rows[i]);
+    free(b.p);
+}
+
+static void test_refusals_folder(void) {
+    static const refusal rows[] = {
+        {"\"deepseek_v3\"", "\"deepseek_v9\"", MOE_ERR_UNSUPPORTED, "deepseek_v9"},
+        {"\"hidden_size\": 48", "\"hidden_size\": 40", MOE_ERR_SHAPE, "the shape must be"},
+        {"\"num_hidden_layers\": 2", "\"num_hidden_layers\": 3", MOE_ERR_NOT_FOUND, "missing in the file"},
+        {"\"num_hidden_layers\": 2", "\"num_hidden_layers\": 1", MOE_ERR_UNSUPPORTED, "model.layers.1"},
+        {"\"num_hidden_layers\": 2", "\"num_hidden_layers\": x", MOE_ERR_FORMAT, "config.json"},
+        {"\"rms_norm_eps\"", "\"rms_norm_epz\"", MOE_ERR_NOT_FOUND, "rms_norm_eps is missing"},
+        {"\"yarn\"", "\"yurn\"", MOE_ERR_UNSUPPORTED, "yurn"},
+        {"\"q_lora_rank\": 20", "\"q_lora_rank\": 21", MOE_ERR_SHAPE, "q_a_proj"},
+        {"\"kv_lora_rank\": 24", "\"kv_lora_rank\": -4", MOE_ERR_CONFIG, "kv_lora_rank = -4"},
+        {"model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.uq_proj.weight", MOE_ERR_NOT_FOUND, "up_proj"},
+        {"model.layers.1.mlp.gate.weight", "model.layers.1.mlp.gaze.weight", MOE_ERR_NOT_FOUND, "model.layers.1."},
+        {"lm_head.weight", "lm_head.weighs", MOE_ERR_UNSUPPORTED, "weighs"}};
+    const bytes b = read_file(FOLDER "deepseek_v3-bf16/model.safetensors");
+    const bytes config = read_file(FOLDER "deepseek_v3-bf16/config.json");
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof rows[0]; i++) refuse(b, "model.safetensors", &config, &rows[i]);
+    free(b.p);
+    free(config.p);
+}
+
+/* ---- files from strangers ---- */
+
+/* Whatever the bytes of the header are: the importer refuses, or the model runs. */
+static void test_bytes(const char *path, size_t header, size_t step) {
+    static moe_real y[LOGITS];
+    const bytes b = read_file(path);
+    moe_rng rng;
+    size_t at, made = 0, tried = 0;
+    moe_rng_seed(&rng, 7);
+    for (at = 0; at < header && at < b.n; at += 1 + (size_t)(moe_rng_next(&rng) % step)) {
+        const unsigned char before = b.p[at];
+        moe_import_source source = moe_import_memory(NULL, b.p, b.n);
+        moe_imported model;
+        b.p[at] = (unsigned char)(before ^ (1u << moe_rng_next(&rng) % 8));
+        if (moe_import_model_read(&model, &source, 1, NULL, NULL, NULL) == MOE_OK) {
+            made++;
+            if (model.vocabulary <= 128) (void)logits(&model, y);
+        } else CHECK(model.owned == NULL);
+        moe_import_free(&model);
+        b.p[at] = before;
+        tried++;
+    }
+    CHECKF(tried > 20 && made < tried, "%lu of %lu files are models", (unsigned long)made, (unsigned long)tried);
+    for (at = 0; at < b.n; at += 1 + b.n / 50) {
+        moe_import_source source = moe_import_memory(NULL, b.p, at);
+        moe_imported model;
+        CHECK(moe_import_model_read(&model, &source, 1, NULL, NULL, NULL) != MOE_OK);
+        CHECK(model.owned == NULL);
+    }
+    free(b.p);
+}
+
+int main(void) {
+    CASE(test_sources());
+    CASE(test_folder());
+    CASE(test_options());
+    CASE(test_memory(GGUF));
+    CASE(test_memory(FOLDER "gpt_oss-mxfp4"));
+    CASE(test_refusals_gguf());
+    CASE(test_refusals_folder());
+    CASE(test_bytes(GGUF, 2500, 8));
+    CASE(test_bytes(GGUF_OSS, 3500, 12));
+    return test_end();
+}
