@@ -185,6 +185,8 @@
 #define moei_int_op_int4 moei_int_op_int4_f64
 #define moei_int_op_int8_add moei_int_op_int8_add_f64
 #define moei_int_op_int4_add moei_int_op_int4_add_f64
+#define moei_int_op_int16 moei_int_op_int16_f64
+#define moei_int_op_int16_add moei_int_op_int16_add_f64
 #define moei_int_op_curve moei_int_op_curve_f64
 #define moei_int_op_multiply moei_int_op_multiply_f64
 #define moei_int_op_add moei_int_op_add_f64
@@ -1580,6 +1582,8 @@ typedef struct moei_int_op {
        its block */
     uint32_t at;
     uint32_t in, other, out; /* its vectors: int16 from the start of the vectors */
+    /* mixture: how many summands of an expert and of the shared ones are rounded down; the sum
+       starts at half of them */
     int16_t factor, factor2;
     /* mixture, attention: its number in the model; row: of the token or of its position; norm: 1
        centers */
@@ -1647,7 +1651,7 @@ typedef struct moe_model {
 } moe_model;
 
 /* The required moe_model.version. It changes with the format of models. */
-#define MOE_MODEL_VERSION 3
+#define MOE_MODEL_VERSION 4
 
 /* The state of one call of moe_infer, on its stack. */
 typedef struct moei_int_run {
@@ -1668,6 +1672,8 @@ typedef struct moei_int_run {
     X(int4)         /* the same, 4-bit codes */ \
     X(int8_add)     /* sum out += weight (W in + b) */ \
     X(int4_add)     /* the same, 4-bit codes */ \
+    X(int16)        /* out = W in + b, 8-bit codes of weights, 16-bit codes of inputs */ \
+    X(int16_add)    /* sum out += weight (W in + b), the same */ \
     X(curve)        /* out = c(in), a curve of 65 points */ \
     X(multiply)     /* out = in * other */ \
     X(add)          /* out = in * factor + other * factor2 */ \
@@ -12293,6 +12299,16 @@ static int16_t *moei_int_vector(const moei_int_run *run, uint32_t at) { return r
 
 static int32_t *moei_int_wide(const moei_int_run *run, uint32_t at) { return (int32_t *)(void *)(run->vectors + at); }
 
+/* A loop, for memset of small C libraries writes bytes; the empty asm keeps gcc from calling it. */
+static void moei_int_fill(int32_t *sum, const int32_t *end, int32_t value) {
+    while (sum < end) {
+        *sum++ = value;
+#if defined(__GNUC__) && !defined(__TINYC__)
+        __asm__ volatile("");
+#endif
+    }
+}
+
 void moei_int_op_int8(const moei_int_op *op, moei_int_run *run) {
     moei_int8_product(&op->shape, run->base + op->at, moei_int_vector(run, op->in), moei_int_vector(run, op->out));
 }
@@ -12309,6 +12325,62 @@ void moei_int_op_int8_add(const moei_int_op *op, moei_int_run *run) {
 void moei_int_op_int4_add(const moei_int_op *op, moei_int_run *run) {
     moei_int4_product_add(&op->shape, run->base + op->at, moei_int_vector(run, op->in), run->weight,
                           moei_int_wide(run, op->out));
+}
+
+/* Products of 16-bit inputs, with as many digits as the inputs of this call have: with M the
+   bitwise or of all |x_p| and e <= 14 the largest power with 2^e M <= 32639 (else 0), x_p 2^e =
+   256 upper_p + lower_p, both clamped to +-127. Constants: those of an int8 product, whose biases
+   are 0, then bias int32 [n rounded up to 2]. With t of that product (moe_kernels.h), for a
+   weight w
+     u_j = 1 + ((t_j(upper) w) >> 16) + ((t_j(lower) ((w + 128) >> 8)) >> 16)
+     v_j = u_j 2^(6 - e), halves rounded up, + ((bias_j w) >> 16)
+     int16       out_j = clamp((v_j + round) >> shift) with w = MOEI_INT_UPPER
+     int16_add   sum_j += v_j with the weight of the expert
+   other: int16 [2 (k rounded up to 4) + 2 (n rounded up to 2)]. |v_j| < 2^30. */
+enum { MOEI_INT_UPPER = 127 * 256, MOEI_INT_GUARD = 6 };
+
+/* upper and, k4 behind it, lower; returns e. */
+static int moei_int_halves(unsigned k, const int16_t *x, int16_t *upper, unsigned k4) {
+    int32_t most = 0;
+    int e = 0;
+    unsigned i;
+    for (i = 0; i < k; i++) most |= x[i] < 0 ? -x[i] : x[i];
+    while (e < 14 && most << (e + 1) <= 32639) e++;
+    for (i = 0; i < k4; i++) {
+        const int32_t code = i < k ? x[i] * ((int32_t)1 << e) : 0;
+        const int32_t high = moei_int_clamp_to(-127, 127, (code + 128) >> 8);
+        upper[i] = (int16_t)high;
+        upper[k4 + i] = moei_int_clamp_to(-127, 127, code - high * 256);
+    }
+    return e;
+}
+
+/* v in scratch memory. */
+static int32_t *moei_int_wide_product(const moei_int_op *op, moei_int_run *run, int16_t weight) {
+    const unsigned n = op->shape.n, k4 = (op->shape.k + 3u) & ~3u;
+    const unsigned char *data = run->base + op->at, *bias = data + moei_int8_size(n, op->shape.k);
+    int16_t *upper = moei_int_vector(run, op->other);
+    int32_t *v = moei_int_wide(run, op->other + 2 * k4);
+    const int e = moei_int_halves(op->shape.k, moei_int_vector(run, op->in), upper, k4) - MOEI_INT_GUARD;
+    unsigned j;
+    moei_int_fill(v, v + (n + 1u) / 2 * 2, 1); /* two halves that products round down */
+    moei_int8_product_add(&op->shape, data, upper, weight, v);
+    moei_int8_product_add(&op->shape, data, upper + k4, (int16_t)((weight + 128) >> 8), v);
+    for (j = 0; j < n; j++) {
+        v[j] = e > 0 ? (v[j] + ((int32_t)1 << e >> 1)) >> e : v[j] * ((int32_t)1 << -e);
+        v[j] += moei_int_scale(moei_flash_32(bias + 4 * j), weight);
+    }
+    return v;
+}
+
+void moei_int_op_int16(const moei_int_op *op, moei_int_run *run) {
+    moei_int_store(&op->shape, moei_int_wide_product(op, run, MOEI_INT_UPPER), moei_int_vector(run, op->out));
+}
+
+void moei_int_op_int16_add(const moei_int_op *op, moei_int_run *run) {
+    const int32_t *v = moei_int_wide_product(op, run, run->weight), *end = v + op->shape.n;
+    int32_t *sum = moei_int_wide(run, op->out);
+    while (v != end) *sum++ += *v++;
 }
 
 /* Curves are the same for all experts, so they are among the model's own constants. */
@@ -12575,21 +12647,12 @@ static int moei_int_next(const int16_t *experts, int count, int last) {
     return next;
 }
 
-/* A loop, for memset of small C libraries writes bytes; the empty asm keeps gcc from calling it. */
-static void moei_int_clear(int32_t *sum, const int32_t *end) {
-    while (sum < end) {
-        *sum++ = 0;
-#if defined(__GNUC__) && !defined(__TINYC__)
-        __asm__ volatile("");
-#endif
-    }
-}
-
 void moei_int_op_mixture(const moei_int_op *op, moei_int_run *run) {
     const moei_int_mixture *m = run->model->mixtures + op->index;
     const unsigned char *base = run->base;
     int16_t *choices = moei_int_vector(run, m->choices), *experts = choices + 1;
     int16_t *weights = experts + m->router.most;
+    int32_t *sum = moei_int_wide(run, m->sum);
     size_t count = 0;
     int i, last = -1;
     moei_int_ops(run, m->score, m->n_score);
@@ -12597,7 +12660,7 @@ void moei_int_op_mixture(const moei_int_op *op, moei_int_run *run) {
         run->status = moei_int_route(&m->router, run->model->weights, run->token, moei_int_vector(run, m->z),
                                      moei_int_wide(run, m->p), experts, weights, &count);
     choices[0] = (int16_t)count;
-    moei_int_clear(moei_int_wide(run, m->sum), moei_int_wide(run, m->sum) + (op->shape.n + 1) / 2 * 2);
+    moei_int_fill(sum, sum + (op->shape.n + 1) / 2 * 2, ((int32_t)count * op->factor + op->factor2) >> 1);
     while (run->status == MOE_OK && (i = moei_int_next(experts, (int)count, last)) >= 0) {
         last = experts[i];
         run->weight = weights[i];
@@ -12607,7 +12670,7 @@ void moei_int_op_mixture(const moei_int_op *op, moei_int_run *run) {
     run->base = base;
     run->weight = 32767;
     moei_int_ops(run, m->shared, m->n_shared);
-    moei_int_store(&op->shape, moei_int_wide(run, m->sum), moei_int_vector(run, op->out));
+    moei_int_store(&op->shape, sum, moei_int_vector(run, op->out));
 }
 
 /* ---- operations of routers ---- */

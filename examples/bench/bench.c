@@ -48,8 +48,8 @@ enum { MAX_JOBS = 8192, MAX_SEEDS = 64, LINE = 8192, FIELD = 2400, MAX_BLOCKS = 
 
 static const char help[] =
     "bench [options]       runs what is missing of the claims and prints verdicts\n"
-    "  --only A,B          these claims, worlds or parts only: worlds text words digits, toy, aoe.means\n"
-    "                      (the planted worlds; --only text,words,digits runs the others)\n"
+    "  --only A,B          these claims, worlds or parts only: worlds text short words digits, toy, aoe.means\n"
+    "                      (the planted worlds; --only digits,short,text,words the others)\n"
     "  --rows FOLDER       where rows are kept (examples/bench/results); a run that is there is not repeated\n"
     "  --jobs N            processes side by side (1)\n"
     "  --minutes N         stops after that time; the same command goes on\n"
@@ -109,8 +109,8 @@ static const char *path_of(const char *part) {
 static const char *this_build(const char *part) {
     static char text[96];
     const char *sources = strcmp(part, "worlds") == 0 ? BENCH_TEXT(BENCH_WORLDS)
-                          : *part == 'd'                ? BENCH_TEXT(BENCH_DIGITS)
-                                                         : BENCH_TEXT(BENCH_TEXTS);
+                          : *part == 'd'              ? BENCH_TEXT(BENCH_DIGITS)
+                                                      : BENCH_TEXT(BENCH_TEXTS);
     snprintf(text, sizeof text, "%s," BENCH_COMPILER ",%s,1", sources, moe_kernels_select(MOE_KERNELS_AUTO)->name);
     return text;
 }
@@ -474,7 +474,7 @@ static int run_jobs(void) {
 }
 
 static int read_rows(int running) {
-    static const char *const parts[] = {"worlds", "text", "words", "digits"};
+    static const char *const parts[] = {"worlds", "text", "short", "words", "digits"};
     n_rows = 0;
     for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
         int needed = !running;

@@ -143,6 +143,7 @@ typedef struct world {
 #define GRID "0.003 0.01 0.03", "0 0.01 0.1"
 #define HARD "0.003 0.01 0.03", "0.001 0.01 0.1"
 #define EQUAL "0.003 0.01 0.03", "0.01"
+#define FIXED "0.001 0.003 0.01", "0.01"
 #define BYTES "0.001 0.003 0.01", "0.001 0.01 0.1"
 
 static const world worlds[] = {
@@ -180,6 +181,8 @@ static const world worlds[] = {
      "both halves go through the network"},
     {"bytes", "text", TEXT, 0, 0, 64, 0, 16, 2, 128, 512, 8000, 2000, BYTES, 2, 8,
      "bytes of WikiText's validation articles; judged on the test articles"},
+    {"bytes_2000", "short", TEXT, 0, 0, 64, 0, 16, 2, 128, 512, 2000, 500, FIXED, 2, 6,
+     "bytes with a quarter of the steps, the rate tuned, the balance weight not"},
     {"words", "words", TEXT, 1, 0, 64, 0, 16, 2, 128, 512, 8000, 2000, BYTES, 2, 8, "the same as words"},
     {"digits", "digits", DIGITS, 0, 0, 64, 10, 5, 5, 8, 32, 1000, 1000, "0.003 0.01 0.03", "0", 2, 12,
      "8 by 8 pixels, a fifth held out; all experts are mixed"},
@@ -364,6 +367,22 @@ static const claim claims[] = {
      0.1, 0, SECONDARY},
     {"text.sparsity", OTHER, "Shazeer et al. 2017", "experts beat a dense network of equal active size", "bytes",
      "smoe", "dense", LOSS, -1, 0.02, 0, SECONDARY},
+    {"short.similarity", TOKENS, "table 1", "similarity-aware routing lowers perplexity", "bytes_2000", "similarity",
+     "smoe", LOSS, -1, 0.016, 1, SECONDARY},
+    {"short.similarity.fluctuation", TOKENS, "figure 3", "and choices fluctuate less", "bytes_2000", "similarity",
+     "smoe", FLUCTUATION, -1, 0.05, 0, SECONDARY},
+    {"short.clustering", CLUSTERS, "table 1", "adaptive clustering lowers perplexity", "bytes_2000", "clustering",
+     "smoe", LOSS, -1, 0.006, 1, SECONDARY},
+    {"short.clustering.attacked", CLUSTERS, "table 2", "also attacked", "bytes_2000", "clustering", "smoe", ATTACKED,
+     -1, 0.002, 1, SECONDARY},
+    {"short.clustering.instability", CLUSTERS, "figure 5", "and instability falls", "bytes_2000", "clustering", "smoe",
+     INSTABILITY, -1, 0.4, 1, SECONDARY},
+    {"short.aoe", AUTONOMY, "figure 2", "autonomy of experts lowers the loss at equal parameters", "bytes_2000",
+     "autonomy", "smoe", LOSS, -1, 0.01, 0, SECONDARY},
+    {"short.aoe.load", AUTONOMY, "figure 3", "load is more even at the same balance loss", "bytes_2000", "autonomy",
+     "smoe", LOAD_ENTROPY, 1, 0.02, 0, SECONDARY},
+    {"short.aoe.confidence", AUTONOMY, "figure 3", "and the choice more confident", "bytes_2000", "autonomy", "smoe",
+     ENTROPY, -1, 0.1, 0, SECONDARY},
     {"words.similarity", TOKENS, "table 1", "similarity-aware routing lowers perplexity", "words", "similarity", "smoe",
      LOSS, -1, 0.084, 1, SECONDARY},
     {"words.clustering", CLUSTERS, "table 1", "adaptive clustering lowers perplexity", "words", "clustering", "smoe",

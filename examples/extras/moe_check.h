@@ -345,18 +345,14 @@ static int64_t moei_check_int4_row(const unsigned char *pair, uint32_t k, uint32
     return sum;
 }
 
-/* A product. *most: the largest magnitude of sum * factor >> 16. |sum| < 2^30 is what moe_int8_pack
-   and moe_int4_pack promise; then no partial sum leaves int32, in any order in which processors
-   add: they start at the bias, and 128 * 127 * 65532 more is below 2^31. */
-static moe_status moei_check_product(moei_check *c, const moei_int_op *op, int int4, int64_t *most) {
+/* The rows of a product. *most: the largest magnitude of sum * factor >> 16. |sum| < 2^30 is what
+   moe_int8_pack and moe_int4_pack promise; then no partial sum leaves int32, in any order in which
+   processors add: they start at the bias, and 128 * 127 * 65532 more is below 2^31. */
+static moe_status moei_check_product_rows(const moei_check *c, const moei_int_op *op, int int4, int64_t *most) {
     const uint32_t n = op->shape.n, k = op->shape.k;
-    const size_t size = int4 ? moei_int4_size(n, k) : moei_int8_size(n, k);
     const size_t pair = int4 ? moei_int4_pair_size(k) : moei_int8_pair_size(k);
     uint32_t j;
     *most = 0;
-    MOEI_CHECK_NEED(k > 0 && size > 0, "shape.k", "must be 1 to 65532");
-    MOEI_CHECK_DO(moei_check_bytes(c, "at", op->at, size, c->base_size));
-    MOEI_CHECK_DO(moei_check_read(c, "in", op->in, moei_check_up(k, 4), 127, NULL));
     for (j = 0; j < moei_check_up(n, 2); j++) {
         const unsigned char *at = c->base + op->at + j / 2 * pair;
         const int64_t row = int4 ? moei_check_int4_row(at, k, j % 2) : moei_check_int8_row(at, k, j % 2);
@@ -368,6 +364,16 @@ static moe_status moei_check_product(moei_check *c, const moei_int_op *op, int i
         if (sum * factor / 65536 + 1 > *most) *most = sum * factor / 65536 + 1;
     }
     return MOE_OK;
+}
+
+/* A product of 8-bit inputs. */
+static moe_status moei_check_product(moei_check *c, const moei_int_op *op, int int4, int64_t *most) {
+    const uint32_t n = op->shape.n, k = op->shape.k;
+    const size_t size = int4 ? moei_int4_size(n, k) : moei_int8_size(n, k);
+    MOEI_CHECK_NEED(k > 0 && size > 0, "shape.k", "must be 1 to 65532");
+    MOEI_CHECK_DO(moei_check_bytes(c, "at", op->at, size, c->base_size));
+    MOEI_CHECK_DO(moei_check_read(c, "in", op->in, moei_check_up(k, 4), 127, NULL));
+    return moei_check_product_rows(c, op, int4, most);
 }
 
 /* See moei_int_op_norm: d < 2^62 makes its other bounds hold. */
@@ -454,6 +460,45 @@ static moe_status moei_check_op_int4_add(moei_check *c, const moei_int_op *op) {
     int64_t most;
     MOEI_CHECK_DO(moei_check_product(c, op, 1, &most));
     return moei_check_adds(c, op, most / 2 + 1);
+}
+
+/* A product of 16-bit inputs, up to its result; *most: the largest |v| of moei_int_op_int16. */
+static moe_status moei_check_halves(moei_check *c, const moei_int_op *op, int64_t *most) {
+    const uint32_t n = op->shape.n, k = op->shape.k;
+    const uint32_t n2 = moei_check_up(n, 2), k4 = moei_check_up(k, 4);
+    const size_t size = moei_int8_size(n, k);
+    const moei_check_span room = moei_check_span_of(op->other, 2 * k4 + 2 * n2);
+    const unsigned char *bias = c->base + op->at + size;
+    int64_t largest = 0;
+    uint32_t j;
+    MOEI_CHECK_DO(moei_check_read(c, "in", op->in, k, MOEI_CHECK_ANY, NULL));
+    MOEI_CHECK_NEED(!moei_check_meet(room, moei_check_span_of(op->in, k)) &&
+                        !moei_check_meet(room, moei_check_span_of(op->out, moei_check_up(n, 4))),
+                    "other", "overlaps the input or the result");
+    MOEI_CHECK_DO(moei_check_write(c, "other", room.at, room.n, MOEI_CHECK_ANY));
+    MOEI_CHECK_NEED(k > 0 && size > 0, "shape.k", "must be 1 to 65532");
+    MOEI_CHECK_DO(moei_check_bytes(c, "at", op->at, (uint64_t)size + 4 * n2, c->base_size));
+    MOEI_CHECK_DO(moei_check_product_rows(c, op, 0, most));
+    *most = (*most / 2 + *most / 512 + 4) * ((int64_t)1 << MOEI_INT_GUARD);
+    for (j = 0; j < n; j++) {
+        const int64_t size_j = moei_check_size(moei_flash_32(bias + 4 * j));
+        if (size_j > largest) largest = size_j;
+    }
+    *most += largest;
+    MOEI_CHECK_FITS(*most < (int64_t)1 << 30, "at");
+    return MOE_OK;
+}
+
+static moe_status moei_check_op_int16(moei_check *c, const moei_int_op *op) {
+    int64_t most;
+    MOEI_CHECK_DO(moei_check_halves(c, op, &most));
+    return moei_check_result(c, op, op->shape.k, 0);
+}
+
+static moe_status moei_check_op_int16_add(moei_check *c, const moei_int_op *op) {
+    int64_t most;
+    MOEI_CHECK_DO(moei_check_halves(c, op, &most));
+    return moei_check_adds(c, op, most);
 }
 
 static moe_status moei_check_op_curve(moei_check *c, const moei_int_op *op) {
@@ -640,6 +685,8 @@ static const moei_check_row moei_check_rows[] = {
     {moei_int_op_int8, " (int8)", MOEI_CHECK_ALL, moei_check_op_int8},
     {moei_int_op_int4, " (int4)", MOEI_CHECK_ALL, moei_check_op_int4},
     {moei_int_op_int8_add, " (int8_add)", MOEI_CHECK_ADDING, moei_check_op_int8_add},
+    {moei_int_op_int16, " (int16)", MOEI_CHECK_ALL, moei_check_op_int16},
+    {moei_int_op_int16_add, " (int16_add)", MOEI_CHECK_ADDING, moei_check_op_int16_add},
     {moei_int_op_int4_add, " (int4_add)", MOEI_CHECK_ADDING, moei_check_op_int4_add},
     {moei_int_op_curve, " (curve)", MOEI_CHECK_ALL, moei_check_op_curve},
     {moei_int_op_multiply, " (multiply)", MOEI_CHECK_ALL, moei_check_op_multiply},
@@ -929,6 +976,8 @@ static moe_status moei_check_op_mixture(moei_check *c, const moei_int_op *op) {
         c->block = block;
     }
     MOEI_CHECK_DO(moei_check_layer(c, m, op->shape.n, taken, &sum));
+    MOEI_CHECK_NEED(op->factor >= 0 && op->factor2 >= 0, "factor", "must not be negative");
+    sum += ((int64_t)taken * op->factor + op->factor2) / 2;
     MOEI_CHECK_FITS(sum + ((int64_t)1 << op->shape.shift >> 1) <= INT32_MAX, "sum");
     c->block = moei_check_span_of(0, 0);
     moei_check_fill(c, block, MOEI_CHECK_ANY);

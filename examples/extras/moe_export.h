@@ -119,12 +119,14 @@
      computes the same bits. A float is code * scale: scale the input to int8 codes with
      moe_infer_levels or NAME_INPUT_SCALE, and multiply the int16 outputs by NAME_OUTPUT_SCALE.
      Weights have one scale per output (int4: and a factor per 32 inputs). A vector that a product
-     reads has 8-bit codes; sums of residuals, logits and what norms read have 16. Activations are
-     curves of 65 points, gates are powers of two in fixed point. Where a linker drops unused
-     functions (--gc-sections), only those that the model names stay.
+     reads has 8-bit codes; sums of residuals, logits and what norms read have 16. With int8 weights
+     a product reads 16-bit codes where 8 would lose more than 1 % (products of gates, relu2,
+     heavy tails); it then takes two multiplications for each weight. Activations are curves of
+     65 points, gates are powers of two in fixed point. Where a linker drops unused functions
+     (--gc-sections), only those that the model names stay.
 
      Calibration.   The network runs on the calibration data in float. The largest magnitude of each
-     vector sets its scale; values beyond it saturate (16-bit codes have room for a quarter more).
+     vector sets its scale; values beyond it saturate (16-bit codes have room for four times as much).
      Use data like that in the field, without outliers. If an int8 model loses accuracy, try more
      calibration data first. int4 halves the weights and loses more.
 
@@ -256,20 +258,26 @@ extern "C" {
 
 /* ---- >>making: a model in the making ---- */
 
-/* The largest magnitudes that calibration found in one module. */
+/* What calibration found of some numbers. */
+typedef struct moei_range {
+    double most;           /* the largest magnitude */
+    double squares, count; /* the sum of their squares; how many are not 0 */
+} moei_range;
+
+/* The ranges in one module. */
 typedef struct moei_ranges {
-    double y;                      /* the module's output */
-    double u, z;                   /* MoE layer: the router's input and logits */
-    double unit;                   /* components of the vector that the router normalizes */
-    double projected;              /* score cosine: the projection */
-    double hidden, hidden_act;     /* hidden layers of scores */
-    double key;                    /* score attentive: the keys */
-    double weighted_input;         /* inputs of experts times their weights */
-    double sigmoid;                /* the argument of the shared expert's sigmoid */
-    double node[MOE_NODE_COUNT];   /* activations of experts */
-    double shared[MOE_NODE_COUNT]; /* activations of the shared expert */
-    double q, k, v, mixed;         /* attention */
-    uint32_t rotation_table;       /* not a range: the offset of the table of angles, or MOEI_INT_NONE */
+    moei_range y;                      /* the module's output */
+    moei_range u, z;                   /* MoE layer: the router's input and logits */
+    moei_range unit;                   /* components of the vector that the router normalizes */
+    moei_range projected;              /* score cosine: the projection */
+    moei_range hidden, hidden_act;     /* hidden layers of scores */
+    moei_range key;                    /* score attentive: the keys */
+    moei_range weighted_input;         /* inputs of experts times their weights */
+    moei_range sigmoid;                /* the argument of the shared expert's sigmoid */
+    moei_range node[MOE_NODE_COUNT];   /* activations of experts */
+    moei_range shared[MOE_NODE_COUNT]; /* activations of the shared expert */
+    moei_range q, k, v, mixed;         /* attention */
+    uint32_t rotation_table;           /* not a range: the offset of the table of angles, or MOEI_INT_NONE */
 } moei_ranges;
 
 /* A vector of an integer model. */
@@ -280,6 +288,7 @@ typedef struct moei_vector {
     double scale;                 /* float = code * scale */
     double range;                 /* the largest magnitude seen in calibration */
     uint32_t narrow;              /* a narrow copy; MOEI_INT_NONE: not made yet */
+    int keeps_16;                 /* 1: products read all 16 bits */
     uint32_t first_use, last_use; /* times of the clock */
     uint32_t offset;              /* in scratch, in int16 */
 } moei_vector;
@@ -288,6 +297,7 @@ typedef struct moei_vector {
 /* Not enumerators: C++20 deprecates their arithmetic with floating-point numbers. */
 #define MOEI_NARROW 127
 #define MOEI_WIDE 32767
+#define MOEI_HEADROOM 4.0 /* of codes of 16 bits beyond what calibration has seen */
 
 enum { MOEI_INT_PIECES = 16 };
 
@@ -302,6 +312,7 @@ typedef struct moei_maker {
     moei_int_op *main_ops, *inner_ops; /* they refer to vectors by number until these have offsets */
     int inner;                         /* 1: appends to the inner operations, those of MoE layers */
     int in_block;                      /* 1: constants belong to experts and go to the blocks */
+    moei_int_op *last_op;              /* appended last */
     uint32_t clock;
     uint32_t *entering;                      /* [modules + 1] the vector that enters each module */
     size_t module;                           /* the current one */
@@ -392,6 +403,9 @@ static void moei_op_append(moei_maker *m, moei_int_op op, uint32_t in, uint32_t 
     moei_vector_use(m, other);
     moei_vector_use(m, out);
     (void)moei_maker_push(m, m->inner ? &m->inner_ops : &m->main_ops, &op, sizeof op);
+    m->last_op = m->status != MOE_OK ? NULL
+                 : m->inner          ? &m->inner_ops[moei_array_length(m->inner_ops) - 1]
+                                     : &m->main_ops[moei_array_length(m->main_ops) - 1];
 }
 
 /* Appends constants to a buffer, whose size stays a multiple of 4; returns their offset. */
@@ -433,21 +447,24 @@ static int moei_shift_for(double multiplier, int bits, int most) {
 /* ---- >>calibration: ranges of activations ---- */
 
 /* NaN counts as infinite. */
-static void moei_range_include(double *range, double x) {
-    if (!(fabs(x) <= *range)) *range = fabs(x) < HUGE_VAL ? fabs(x) : HUGE_VAL;
+static void moei_range_include(moei_range *range, double x) {
+    if (!(fabs(x) <= range->most)) range->most = fabs(x) < HUGE_VAL ? fabs(x) : HUGE_VAL;
+    range->squares += x * x;
+    range->count += fabs(x) > 0;
 }
 
-static void moei_range_rows(double *range, const moe_real *x, size_t rows, size_t width, size_t ld) {
+static void moei_range_rows(moei_range *range, const moe_real *x, size_t rows, size_t width, size_t ld) {
     size_t i, j;
     for (i = 0; i < rows && x != NULL; i++)
         for (j = 0; j < width; j++) moei_range_include(range, (double)x[i * ld + j]);
 }
 
 static int moei_ranges_are_finite(const moei_ranges *r) {
-    double sum = r->y + r->u + r->z + r->unit + r->projected + r->hidden + r->hidden_act + r->key + r->weighted_input +
-                 r->sigmoid + r->q + r->k + r->v + r->mixed;
+    double sum = r->y.most + r->u.most + r->z.most + r->unit.most + r->projected.most + r->hidden.most +
+                 r->hidden_act.most + r->key.most + r->weighted_input.most + r->sigmoid.most + r->q.most + r->k.most +
+                 r->v.most + r->mixed.most;
     int node;
-    for (node = 0; node < MOE_NODE_COUNT; node++) sum += r->node[node] + r->shared[node];
+    for (node = 0; node < MOE_NODE_COUNT; node++) sum += r->node[node].most + r->shared[node].most;
     return sum < HUGE_VAL;
 }
 
@@ -459,7 +476,7 @@ static double moei_ranges_dot(const moe_real *w, const moe_real *bias, size_t i,
 }
 
 /* The largest component of v / sqrt(v . v + least). */
-static void moei_ranges_unit(double *range, const double *v, size_t n, double least) {
+static void moei_ranges_unit(moei_range *range, const double *v, size_t n, double least) {
     double sum = least;
     size_t i;
     for (i = 0; i < n; i++) sum += v[i] * v[i];
@@ -536,7 +553,7 @@ static moe_status moei_ranges_router(const moei_maker *m, const moe_layer *layer
 }
 
 /* Of a pass that keeps its rows, in which those of the output are contiguous. */
-static void moei_range_node(const moei_expert_run *run, int node, const moe_real *x, size_t rows, double *range) {
+static void moei_range_node(const moei_expert_run *run, int node, const moe_real *x, size_t rows, moei_range *range) {
     const size_t ld = node == MOE_NODE_OUTPUT ? run->width[node] : run->ld[node];
     if (run->needed >> node & 1u) moei_range_rows(range, x, rows, run->width[node], ld);
 }
@@ -559,7 +576,20 @@ static void moei_ranges_layer(const moe_layer *layer, const moe_layer_pass *p, m
     }
 }
 
-static moe_status moei_ranges_batch(const moei_maker *m, const moe_net_pass *pass, double *input) {
+/* Queries or keys; a pair of numbers that rotates counts as its length. */
+static void moei_range_heads(moei_range *range, const moe_module *module, const moe_real *x, size_t rows) {
+    const size_t width = moei_heads_of(module).q;
+    const size_t d = (size_t)module->attention.d_head, half = d / 2;
+    size_t i, j;
+    if (!module->attention.rotary || x == NULL) moei_range_rows(range, x, rows, width, width);
+    else
+        for (i = 0; i < rows * width; i += d)
+            for (j = i; j < i + half; j++)
+                moei_range_include(range,
+                                   sqrt((double)x[j] * (double)x[j] + (double)x[j + half] * (double)x[j + half]));
+}
+
+static moe_status moei_ranges_batch(const moei_maker *m, const moe_net_pass *pass, moei_range *input) {
     size_t i, n = pass->n_tokens;
     moe_status status = MOE_OK;
     if (m->net->d_in > 0) moei_range_rows(input, pass->call.x, n, (size_t)m->net->d_in, (size_t)m->net->d_in);
@@ -574,8 +604,8 @@ static moe_status moei_ranges_batch(const moei_maker *m, const moe_net_pass *pas
             if (status == MOE_OK) status = moei_ranges_router(m, &module->layer, p->layer, range);
         }
         if (module->kind != MOE_MODULE_ATTENTION) continue;
-        moei_range_rows(&range->q, p->t.q, n, moei_heads_of(module).q, moei_heads_of(module).q);
-        moei_range_rows(&range->k, p->t.keys, n, moei_heads_of(module).q, moei_heads_of(module).q);
+        moei_range_heads(&range->q, module, p->t.q, n);
+        moei_range_heads(&range->k, module, p->t.keys, n);
         moei_range_rows(&range->v, p->t.values, n, moei_heads_of(module).q, moei_heads_of(module).q);
         moei_range_rows(&range->mixed, p->t.mixed, n, moei_heads_of(module).q, moei_heads_of(module).q);
     }
@@ -585,7 +615,7 @@ static moe_status moei_ranges_batch(const moei_maker *m, const moe_net_pass *pas
 enum { MOEI_CALIBRATION_ROWS = 256 };
 
 /* Runs the network over the calibration data, in batches. */
-static void moei_calibrate(moei_maker *m, double *input) {
+static void moei_calibrate(moei_maker *m, moei_range *input) {
     const moe_data *data = m->config->calibration;
     const size_t length = data->length > 0 ? data->length : 1;
     const size_t batch = length >= MOEI_CALIBRATION_ROWS ? length : MOEI_CALIBRATION_ROWS / length * length;
@@ -618,6 +648,20 @@ static void moei_calibrate(moei_maker *m, double *input) {
 
 /* ---- >>operations: vectors at other scales ---- */
 
+/* The limit of the codes of a vector that a product reads: 8 bits where rounding to them costs at
+   most 1 % of the root mean square, that is range / 127 / sqrt(12), else 16. Zeros are exact.
+   4-bit weights lose more than that themselves. */
+static int moei_limit_for(const moei_maker *m, const moei_range *range) {
+    return m->config->weights == MOE_WEIGHTS_INT8 && range->most * range->most * range->count > 20.0 * range->squares
+               ? MOEI_WIDE
+               : MOEI_NARROW;
+}
+
+/* The scale of such a vector. */
+static double moei_hidden_scale(int limit, double range) {
+    return limit == MOEI_NARROW ? range / limit : range * MOEI_HEADROOM / limit;
+}
+
 /* y = x at another scale. */
 static uint32_t moei_rescale(moei_maker *m, uint32_t x, int limit, double scale) {
     const moei_vector *v;
@@ -641,7 +685,7 @@ static uint32_t moei_rescale(moei_maker *m, uint32_t x, int limit, double scale)
 }
 
 /* The vector itself if it is narrow, else a narrow copy. */
-static uint32_t moei_narrowed(moei_maker *m, uint32_t x) {
+static uint32_t moei_narrow_copy(moei_maker *m, uint32_t x) {
     uint32_t y;
     if (m->status != MOE_OK || m->vectors[x].limit == MOEI_NARROW) return x;
     if (!m->inner && m->vectors[x].narrow != MOEI_INT_NONE) return m->vectors[x].narrow;
@@ -650,6 +694,12 @@ static uint32_t moei_narrowed(moei_maker *m, uint32_t x) {
     return y;
 }
 
+/* What a product reads of a vector: itself if it is narrow or loses too much as one, else a narrow
+   copy. */
+static uint32_t moei_narrowed(moei_maker *m, uint32_t x) {
+    if (m->status == MOE_OK && m->vectors[x].keeps_16) return x;
+    return moei_narrow_copy(m, x);
+}
 /* The vector itself if it is wide, else a wide copy with finer codes. */
 static uint32_t moei_widened(moei_maker *m, uint32_t x) {
     if (m->status != MOE_OK || m->vectors[x].limit == MOEI_WIDE) return x;
@@ -690,6 +740,7 @@ typedef struct moei_codes {
     int32_t *bias;     /* [n] */
     int16_t *factor;   /* [n] */
     size_t blocks;
+    int wide;         /* 1: inputs have 16 bits, and biases are added for each byte of them */
     double max_scale; /* the largest row scale */
 } moei_codes;
 
@@ -806,6 +857,7 @@ static uint32_t moei_matrix_pack(moei_maker *m, const moei_matrix *x, moei_codes
                                  moe_buffer *buffer, size_t *size) {
     const int int8 = m->weights == MOE_WEIGHTS_INT8;
     const uint32_t at = (uint32_t)buffer->size;
+    const size_t table = l->wide ? (x->n + 1) / 2 * 8 : 0;
     unsigned char *bytes;
     size_t e, j;
     *size = int8 ? moei_int8_size(x->n, x->k) : moei_int4_size(x->n, x->k);
@@ -819,7 +871,7 @@ static uint32_t moei_matrix_pack(moei_maker *m, const moei_matrix *x, moei_codes
             const size_t i = e * x->n + j;
             const double one = in_scale * l->scale[i];
             moei_codes_row(m, x, x->w + i * x->k, l->scale[i], l, j);
-            l->bias[j] = one > 0 ? moei_nearest(moei_matrix_bias(x, i) / one, 536870911) : 0;
+            l->bias[j] = one > 0 && !l->wide ? moei_nearest(moei_matrix_bias(x, i) / one, 536870911) : 0;
             l->factor[j] = (int16_t)moei_nearest(one * unit, 32767);
             if (l->factor[j] > 0) l->bias[j] += 32768 / l->factor[j]; /* makes >> 16 round to nearest */
         }
@@ -827,17 +879,31 @@ static uint32_t moei_matrix_pack(moei_maker *m, const moei_matrix *x, moei_codes
                       : moei_int4_pack(x->n, x->k, l->code, x->k, l->bias, l->factor, l->block, bytes);
         if (status != MOE_OK) moei_maker_fail(m, status);
         (void)moei_constants(m, buffer, bytes, *size);
+        for (j = 0; j < table / 4; j++) {
+            const double bias = j < x->n ? ldexp(moei_matrix_bias(x, e * x->n + j) * unit, MOEI_INT_GUARD - 16) : 0;
+            moei_put_32_le(bytes, moei_nearest(bias, 536870911));
+            (void)moei_constants(m, buffer, bytes, 4);
+        }
     }
     moei_free(&m->made.allocator, bytes, *size);
+    *size += table;
     return at;
+}
+
+/* The scale of the codes that products multiply: those of a wide vector are its upper bytes. */
+static double moei_input_scale(const moei_maker *m, uint32_t in) {
+    if (m->status != MOE_OK) return 1;
+    return m->vectors[in].limit == MOEI_WIDE ? m->vectors[in].scale * 256 : m->vectors[in].scale;
 }
 
 /* Packs the constants of a product: into those of the model, or for experts into a new piece of
    their blocks. */
-static uint32_t moei_product_constants(moei_maker *m, const moei_matrix *x, moei_codes *l, double in_scale,
-                                       double unit) {
+static uint32_t moei_product_constants(moei_maker *m, const moei_matrix *x, moei_codes *l, uint32_t in, double unit) {
+    const double in_scale = moei_input_scale(m, in);
     size_t size, at = 0, i;
-    m->counted += x->n * x->k;
+    if (m->status != MOE_OK) return 0;
+    l->wide = m->vectors[in].limit == MOEI_WIDE;
+    m->counted += (size_t)(1 + l->wide) * x->n * x->k;
     if (!m->in_block) return moei_matrix_pack(m, x, l, in_scale, unit, &m->made.weights, &size);
     (void)moei_matrix_pack(m, x, l, in_scale, unit, &m->pieces, &size);
     for (i = 0; i < m->n_pieces; i++) at += m->piece[i];
@@ -845,32 +911,68 @@ static uint32_t moei_product_constants(moei_maker *m, const moei_matrix *x, moei
     return (uint32_t)at;
 }
 
-/* y = max(low, min(W x + b, high)) of a narrow vector. range: the largest |y|; limit: of its codes;
+/* Appends a product, out or sum += W x + b, of codes of 8 or 16 bits. */
+static void moei_product_append(moei_maker *m, moei_int_op op, int adding, uint32_t in, uint32_t out) {
+    const size_t k = (size_t)(op.shape.k + 3) / 4 * 4;
+    uint32_t room = in;
+    if (m->status != MOE_OK) return;
+    if (m->vectors[in].limit == MOEI_WIDE) {
+        op.run = adding ? moei_int_op_int16_add : moei_int_op_int16;
+        room = moei_vector_new(m, 2 * k + 2 * ((size_t)(op.shape.n + 1) / 2 * 2), MOEI_WIDE, 1, 0);
+        if (m->status == MOE_OK) m->vectors[room].first_use = m->clock + 1;
+    } else if (m->weights == MOE_WEIGHTS_INT8) op.run = adding ? moei_int_op_int8_add : moei_int_op_int8;
+    else op.run = adding ? moei_int_op_int4_add : moei_int_op_int4;
+    moei_op_append(m, op, in, room, out);
+}
+
+/* What the sums of a product are multiplied by, besides its factors, is the inverse of this; see
+   moei_int_op_int16. */
+static double moei_product_unit(const moei_maker *m, uint32_t in) {
+    if (m->status != MOE_OK || m->vectors[in].limit != MOEI_WIDE) return 1;
+    return ldexp(65536.0 / MOEI_INT_UPPER, -MOEI_INT_GUARD);
+}
+
+/* The largest magnitude of a matrix times a narrow vector. */
+static double moei_matrix_bound(const moei_matrix *x, double in_scale) {
+    double most = 0;
+    size_t i, p;
+    for (i = 0; i < x->count * x->n; i++) {
+        double sum = fabs(moei_matrix_bias(x, i));
+        for (p = 0; p < x->k; p++) sum += 127.0 * in_scale * fabs((double)x->w[i * x->k + p]);
+        if (sum > most) most = sum;
+    }
+    return most;
+}
+
+/* y = max(low, min(W x + b, high)) of a vector. range: the largest |y|; limit: of its codes;
    scale: that of y, or 0 to derive it from range. */
 static uint32_t moei_product_within(moei_maker *m, const moei_matrix *x, uint32_t in, int limit, double low,
                                     double high, double range, double scale) {
     moei_codes l;
     moei_int_op op;
     uint32_t out;
-    double in_scale;
+    double in_scale, unit;
     int shift;
     if (m->status != MOE_OK) return 0;
-    in_scale = m->vectors[in].scale;
+    in_scale = moei_input_scale(m, in);
     moei_codes_begin(m, x, in_scale, &l);
     /* a wide vector has headroom above the calibrated range; its codes need not be finer than the
        sums */
     if (!(scale > 0)) {
-        scale = limit == MOEI_NARROW ? range / limit : range * 1.25 / limit;
-        if (scale < in_scale * l.max_scale / 0.49) scale = in_scale * l.max_scale / 0.49;
+        scale = limit == MOEI_NARROW ? range / limit : range * MOEI_HEADROOM / limit;
+        if (scale < in_scale * l.max_scale * moei_product_unit(m, in) / 0.49)
+            scale = in_scale * l.max_scale * moei_product_unit(m, in) / 0.49;
         if (!(scale > 1e-250)) scale = 1; /* 0, or so small that its inverse may be infinite */
     }
-    shift = moei_shift_for(in_scale * l.max_scale / scale, 16, 15);
+    unit = moei_product_unit(m, in) / scale;
+    shift = moei_shift_for(in_scale * l.max_scale * unit, 16, 15);
+    while (shift > 0 && ldexp(moei_matrix_bound(x, in_scale) / scale, shift) > 1e9) shift--;
     out = moei_vector_new(m, x->n, limit, scale, range);
-    op = moei_op(m->weights == MOE_WEIGHTS_INT8 ? moei_int_op_int8 : moei_int_op_int4, x->n, x->k,
-                 (int)moei_nearest(low / scale, limit), (int)moei_nearest(high / scale, limit), shift < 0 ? 0 : shift);
-    op.at = moei_product_constants(m, x, &l, in_scale, ldexp(1.0, 16 + op.shape.shift) / scale);
+    op = moei_op(NULL, x->n, x->k, (int)moei_nearest(low / scale, limit), (int)moei_nearest(high / scale, limit),
+                 shift < 0 ? 0 : shift);
+    op.at = moei_product_constants(m, x, &l, in, ldexp(unit, 16 + op.shape.shift));
     moei_codes_free(m, x, &l);
-    moei_op_append(m, op, in, in, out);
+    moei_product_append(m, op, 0, in, out);
     return out;
 }
 
@@ -887,11 +989,12 @@ static void moei_product_add(moei_maker *m, const moei_matrix *x, uint32_t in, i
     moei_codes l;
     moei_int_op op;
     if (m->status != MOE_OK) return;
-    moei_codes_begin(m, x, m->vectors[in].scale, &l);
-    op = moei_op(m->weights == MOE_WEIGHTS_INT8 ? moei_int_op_int8_add : moei_int_op_int4_add, x->n, x->k, 0, 0, 0);
-    op.at = moei_product_constants(m, x, &l, m->vectors[in].scale, ldexp(1.0, 17 + bits + shift) / scale);
+    moei_codes_begin(m, x, moei_input_scale(m, in), &l);
+    op = moei_op(NULL, x->n, x->k, 0, 0, 0);
+    op.at = moei_product_constants(
+        m, x, &l, in, ldexp(m->vectors[in].limit == MOEI_WIDE ? 1.0 / 64 : 1.0, 17 + bits + shift) / scale);
     moei_codes_free(m, x, &l);
-    moei_op_append(m, op, in, in, sum);
+    moei_product_append(m, op, 1, in, sum);
 }
 
 /* The largest row scale of a matrix, which determines the units of a sum. */
@@ -909,34 +1012,57 @@ static double moei_matrix_max_scale(moei_maker *m, const moei_matrix *x, double 
 
 enum { MOEI_SOFTPLUS = MOE_ACT_COUNT }; /* an additional function of curves */
 
-/* The input of a curve, whose points lie over all codes: at a finer scale if data reach less than
-   three quarters of these, as sums of few inputs do, or if the activation is constant beyond. */
-static uint32_t moei_curve_input(moei_maker *m, int act, double alpha, uint32_t in) {
-    double reach, least;
-    if (m->status != MOE_OK || act == MOE_ACT_RELU || act == MOE_ACT_IDENTITY) return in; /* exact at any scale */
-    reach = m->vectors[in].range * 1.25;
-    least = m->vectors[in].scale * 4;
-    if (act == MOE_ACT_TANH && reach > 5 / alpha) reach = 5 / alpha; /* 1 - tanh(5) is 1e-4 */
-    if (act == MOE_ACT_SIGMOID && reach > 10 / alpha) reach = 10 / alpha;
-    if (reach < least) reach = least;
-    if (!(m->vectors[in].range > 0) || reach * 1.33 > m->vectors[in].scale * MOEI_WIDE) return in;
-    return moei_rescale(m, in, MOEI_WIDE, reach / MOEI_WIDE);
+/* Beyond this, an activation of alpha x differs from max(x, 0), -1, 0 or 1 by at most 5e-4 of x; 0:
+   it has no such end. */
+static double moei_curve_end(int act, double alpha) {
+    switch (act) {
+    case MOE_ACT_GELU:
+    case MOE_ACT_GELU_TANH: return 4 / alpha;
+    case MOE_ACT_TANH: return 5 / alpha;
+    case MOE_ACT_SILU: return 8 / alpha;
+    case MOE_ACT_SIGMOID: return 10 / alpha;
+    default: return 0;
+    }
 }
 
-/* y = act(alpha x) / alpha, x wide. The curve has y at 65 points. */
-static uint32_t moei_curve_of(moei_maker *m, int act, double alpha, uint32_t in, int limit, double scale,
-                              double range) {
-    const double fine = limit == MOEI_NARROW ? 256 : 1;
+/* The magnitude that the input of a curve is expected to reach. */
+static double moei_curve_reach(const moei_maker *m, uint32_t in) {
+    const moei_vector *v = &m->vectors[in];
+    const double reach = v->range * 2, most = v->scale * v->limit;
+    return v->range > 0 && reach < most ? reach : most;
+}
+
+/* y = max(x, 0), wide, at another scale. */
+static uint32_t moei_positive(moei_maker *m, uint32_t in, int limit, double scale) {
+    const uint32_t y = moei_rescale(m, in, limit, scale);
+    if (m->status == MOE_OK) m->last_op->shape.low = 0;
+    return y;
+}
+
+/* y = f(alpha x) / alpha, x wide, with f the activation, or with rest what it is above max(alpha x,
+   0). The curve has y at 65 points, which lie over all codes of its input: at a finer scale than x
+   has if data reach less than three quarters of those, as sums of few inputs do, or f ends
+   there. */
+static uint32_t moei_points(moei_maker *m, int act, int rest, double alpha, uint32_t in, int limit, double scale,
+                            double range) {
+    const double fine = limit == MOEI_NARROW ? 256 : 1, end = moei_curve_end(act, alpha);
     unsigned char points[65 * 2];
     moei_int_op op;
     uint32_t out;
+    double reach;
     int i;
-    in = moei_curve_input(m, act, alpha, in);
+    if (m->status != MOE_OK) return 0;
+    reach = moei_curve_reach(m, in);
+    if (end > 0 && (rest || act == MOE_ACT_TANH || act == MOE_ACT_SIGMOID) && reach > end) reach = end;
+    if (reach < m->vectors[in].scale * 4) reach = m->vectors[in].scale * 4;
+    if (act != MOE_ACT_RELU && act != MOE_ACT_IDENTITY && reach * 1.33 < m->vectors[in].scale * MOEI_WIDE)
+        in = moei_rescale(m, in, MOEI_WIDE, reach / MOEI_WIDE);
     if (m->status != MOE_OK) return 0;
     for (i = 0; i <= 64; i++) {
         moe_real x = (moe_real)(((double)i * 1024 - 32768) * m->vectors[in].scale * alpha), y;
         if (act == MOEI_SOFTPLUS) y = moei_softplus(x);
         else moe_activate(NULL, act, 1, &x, &y);
+        if (rest && x > MOEI_R(0.0)) y -= x;
         moei_put_16_le(points + 2 * i, moei_nearest((double)y / alpha / (scale > 0 ? scale : 1) * fine, 32767));
     }
     out = moei_vector_new(m, m->vectors[in].width, limit, scale, range);
@@ -946,15 +1072,47 @@ static uint32_t moei_curve_of(moei_maker *m, int act, double alpha, uint32_t in,
     return out;
 }
 
+/* y = act(alpha x) / alpha, x wide: a curve, but where the points would be too far apart: relu2 is
+   a product, silu and gelu are max(x, 0) and a curve of the rest. */
+static uint32_t moei_curve_of(moei_maker *m, int act, double alpha, uint32_t in, int limit, double scale,
+                              double range) {
+    const double end = moei_curve_end(act, alpha);
+    uint32_t a, b, out;
+    double reach, fine;
+    moei_int_op op;
+    int shift = 0;
+    if (m->status != MOE_OK) return 0;
+    if (!(scale > 0)) scale = 1;
+    reach = moei_curve_reach(m, in);
+    if (act == MOE_ACT_RELU2) {
+        while (shift < 30 && ldexp(reach * reach, shift + 1) <= scale * 1e9) shift++;
+        a = moei_positive(m, in, MOEI_WIDE, sqrt(ldexp(scale, -shift)));
+        out = moei_vector_new(m, m->status == MOE_OK ? m->vectors[a].width : 0, limit, scale, range);
+        moei_op_append(m, moei_op(moei_int_op_multiply, m->vectors[in].width, 0, 0, limit, shift), a, a, out);
+        return out;
+    }
+    if (!(end > 0) || act == MOE_ACT_TANH || act == MOE_ACT_SIGMOID || reach <= 1.25 * end)
+        return moei_points(m, act, 0, alpha, in, limit, scale, range);
+    fine = limit == MOEI_NARROW ? scale / 128 : scale;
+    a = moei_positive(m, in, MOEI_WIDE, fine);
+    b = moei_points(m, act, 1, alpha, in, MOEI_WIDE, fine, range);
+    if (m->status != MOE_OK) return 0;
+    out = moei_vector_new(m, m->vectors[in].width, limit, scale, range);
+    op = moei_op(moei_int_op_add, m->vectors[in].width, 0, -limit, limit, limit == MOEI_NARROW ? 7 : 0);
+    op.factor = op.factor2 = 1;
+    moei_op_append(m, op, a, b, out);
+    return out;
+}
+
 static uint32_t moei_curve(moei_maker *m, int act, uint32_t in, int limit, double scale, double range) {
     return moei_curve_of(m, act, 1, in, limit, scale, range);
 }
 
-/* y = act(alpha gate) / alpha * up, narrow. The scale of the curve is chosen to give y its
-   scale. act_range: of the gate; the activation may pass it. */
+/* y = act(alpha gate) / alpha * up. The scale of the curve is chosen to give y its scale.
+   act_range: of the gate; the activation may pass it. */
 static uint32_t moei_gated_product(moei_maker *m, int act, double alpha, uint32_t gate, uint32_t up, double act_range,
-                                   double range) {
-    double scale = range / MOEI_NARROW, finest, fine;
+                                   int limit, double range) {
+    double scale = moei_hidden_scale(limit, range), finest, fine;
     moe_real most = (moe_real)(act_range * alpha);
     int shift = 0;
     uint32_t curved, out;
@@ -962,14 +1120,13 @@ static uint32_t moei_gated_product(moei_maker *m, int act, double alpha, uint32_
     if (!(scale > 0)) scale = 1;
     moe_activate(NULL, act, 1, &most, &most); /* relu2 and sigmoid: above the gate */
     if ((double)most / alpha > act_range) act_range = (double)most / alpha;
-    finest = (act_range > 0 ? act_range : 1) * 1.1 / MOEI_WIDE * m->vectors[up].scale;
+    finest = (act_range > 0 ? act_range : 1) * MOEI_HEADROOM / MOEI_WIDE * m->vectors[up].scale;
     while (shift < 30 && ldexp(finest, shift + 1) <= scale) shift++;
     fine = scale / ldexp(m->vectors[up].scale, shift);
     curved = moei_curve_of(m, act, alpha, gate, MOEI_WIDE, fine, act_range);
     if (m->status != MOE_OK) return 0;
-    out = moei_vector_new(m, m->vectors[up].width, MOEI_NARROW, scale, range);
-    moei_op_append(m, moei_op(moei_int_op_multiply, m->vectors[up].width, 0, -MOEI_NARROW, MOEI_NARROW, shift), curved,
-                   up, out);
+    out = moei_vector_new(m, m->vectors[up].width, limit, scale, range);
+    moei_op_append(m, moei_op(moei_int_op_multiply, m->vectors[up].width, 0, -limit, limit, shift), curved, up, out);
     return out;
 }
 
@@ -1038,37 +1195,48 @@ static uint32_t moei_shaped_product(moei_maker *m, const moei_expert_run *run, i
                                (range < limit ? range : limit) + fabs(offset), 0);
 }
 
+/* The limit of an activation's codes. Score attentive compares one of them with an 8-bit key; three
+   more products follow a low one. */
+static int moei_node_limit(const moei_maker *m, const moei_expert_run *run, int node, const moei_range *range) {
+    const moe_layer_config *c = &run->layer->config;
+    if (c->router.score == MOE_SCORE_ATTENTIVE && moei_scored_activation(c) == node) return MOEI_NARROW;
+    if (node == MOE_NODE_LOW && m->config->weights == MOE_WEIGHTS_INT8) return MOEI_WIDE;
+    return moei_limit_for(m, &range[node]);
+}
+
 /* Appends all operations of an expert run but the last; returns the input of the last. x is narrow.
    node receives the vectors of all activations; run->needed names those that are required. */
 static uint32_t moei_expert_hidden(moei_maker *m, const moei_expert_run *run, size_t count, uint32_t x,
-                                   const double *range, uint32_t *node) {
-    const int fuses =
-        moei_scored_activation(&run->layer->config) != MOE_NODE_GATE; /* the product itself is not read */
+                                   const moei_range *range, uint32_t *node) {
+    const int fuses = moei_scored_activation(&run->layer->config) != MOE_NODE_GATE; /* the product itself is not read */
     const double alpha = run->shaped ? (double)run->alpha : 1;
     uint32_t from = x;
     int i, j;
     for (i = 0; i < MOE_NODE_COUNT; i++) node[i] = MOEI_INT_NONE;
     for (i = 0; i < run->kind->n_steps - 1; i++) {
         const moei_step *step = &run->kind->steps[i];
+        const int limit = moei_node_limit(m, run, step->to, range);
         moei_matrix w;
         if (!(run->needed >> step->to & 1u) || node[step->to] != MOEI_INT_NONE) continue;
         from = step->from == MOEI_X ? x : node[step->from];
         if (step->op == MOEI_STEP_ACT)
-            node[step->to] =
-                moei_curve_of(m, run->act, alpha, from, MOEI_NARROW, range[step->to] / MOEI_NARROW, range[step->to]);
+            node[step->to] = moei_curve_of(m, run->act, alpha, from, limit,
+                                           moei_hidden_scale(limit, range[step->to].most), range[step->to].most);
         else if (step->op == MOEI_STEP_GATED)
-            node[step->to] = moei_gated_product(m, run->act, alpha, from, node[step->second],
-                                                moei_gate_range(run, range[step->from]), range[step->to]);
+            node[step->to] =
+                moei_gated_product(m, run->act, alpha, from, node[step->second],
+                                   moei_gate_range(run, range[step->from].most), limit, range[step->to].most);
         else {
             w = moei_matrix_of(run->layer->tensors[step->weight],
                                step->bias < 0 ? NULL : run->layer->tensors[step->bias], count, run->width[step->to],
                                run->width[step->from]);
             if (fuses && moei_step_is_relu(run, step))
-                node[step[1].to] = moei_product(m, &w, from, MOEI_NARROW, 1, range[step[1].to], 0);
-            else if (run->shaped) node[step->to] = moei_shaped_product(m, run, step->to, w, from, range[step->to]);
+                node[step[1].to] =
+                    moei_product(m, &w, from, moei_node_limit(m, run, step[1].to, range), 1, range[step[1].to].most, 0);
+            else if (run->shaped) node[step->to] = moei_shaped_product(m, run, step->to, w, from, range[step->to].most);
             else
-                node[step->to] = moei_product(m, &w, from, step->to == MOE_NODE_LOW ? MOEI_NARROW : MOEI_WIDE, 0,
-                                              range[step->to], 0);
+                node[step->to] =
+                    moei_product(m, &w, from, step->to == MOE_NODE_LOW ? limit : MOEI_WIDE, 0, range[step->to].most, 0);
         }
     }
     j = run->kind->steps[run->kind->n_steps - 1].from;
@@ -1077,7 +1245,7 @@ static uint32_t moei_expert_hidden(moei_maker *m, const moei_expert_run *run, si
 
 /* The least scale of a wide vector for W x + b with results up to range. */
 static double moei_wide_scale(moei_maker *m, const moei_matrix *x, double in_scale, double range) {
-    const double scale = range * 1.25 / MOEI_WIDE, finest = moei_matrix_max_scale(m, x, in_scale) / 0.49;
+    const double scale = range * MOEI_HEADROOM / MOEI_WIDE, finest = moei_matrix_max_scale(m, x, in_scale) / 0.49;
     return scale > finest ? scale : finest > 0 ? finest : 1;
 }
 
@@ -1094,7 +1262,8 @@ static uint32_t moei_product_accumulate(moei_maker *m, const moei_matrix *x, uin
     uint32_t y;
     int shift;
     if (m->status != MOE_OK) return 0;
-    shift = moei_sum_shift(to, to->bits, moei_wide_scale(m, x, m->vectors[in].scale, range));
+    shift =
+        moei_sum_shift(to, to->bits, moei_wide_scale(m, x, moei_input_scale(m, in) * moei_product_unit(m, in), range));
     if (shift < 0) {
         moei_maker_fail(m, MOE_ERR_OVERFLOW);
         return 0;
@@ -1112,18 +1281,6 @@ static uint32_t moei_expert_ops(moei_maker *m, const moei_expert_run *run, size_
     if (to->via_vector) return moei_product_accumulate(m, &last, hidden, to, range);
     moei_product_add(m, &last, hidden, to->bits, to->scale, to->shift, to->sum);
     return to->sum;
-}
-
-/* The largest magnitude of a matrix times a narrow vector. */
-static double moei_matrix_bound(const moei_matrix *x, double in_scale) {
-    double most = 0;
-    size_t i, p;
-    for (i = 0; i < x->count * x->n; i++) {
-        double sum = fabs(moei_matrix_bias(x, i));
-        for (p = 0; p < x->k; p++) sum += 127.0 * in_scale * fabs((double)x->w[i * x->k + p]);
-        if (sum > most) most = sum;
-    }
-    return most;
 }
 
 /* ---- >>routers: a configuration as an integer router ---- */
@@ -1701,7 +1858,7 @@ static void moei_router_plan(moei_maker *m, const moe_layer *layer, double most,
 
 /* Plans the router for logits in the calibrated range, in units of at least `finest`. */
 static void moei_mixture_plan(moei_maker *m, moei_scoring *s, double finest) {
-    double most = s->range->z > 0 ? s->range->z : 1;
+    double most = s->range->z.most > 0 ? s->range->z.most : 1;
     unsigned char *table;
     int tries;
     for (tries = 0; tries < 64 && m->status == MOE_OK; tries++, most *= 2) {
@@ -1723,8 +1880,8 @@ static uint32_t moei_logits_product(moei_maker *m, moei_scoring *s, const moe_re
                                     uint32_t in) {
     const moei_matrix x = moei_matrix_of(w, bias, 1, (size_t)s->now.n_experts, k);
     if (m->status != MOE_OK) return 0;
-    moei_mixture_plan(m, s, moei_matrix_max_scale(m, &x, m->vectors[in].scale) / 0.49);
-    return moei_product(m, &x, in, MOEI_WIDE, 0, s->range->z, m->status == MOE_OK ? (double)s->plan.z_scale : 1);
+    moei_mixture_plan(m, s, moei_matrix_max_scale(m, &x, moei_input_scale(m, in)) * moei_product_unit(m, in) / 0.49);
+    return moei_product(m, &x, in, MOEI_WIDE, 0, s->range->z.most, m->status == MOE_OK ? (double)s->plan.z_scale : 1);
 }
 
 /* y = x / sqrt(x . x + least), narrow; range: the largest component. x gets a coarser scale if
@@ -1770,7 +1927,7 @@ static uint32_t moei_cluster_scaled(moei_maker *m, const moei_scoring *s, int li
     const size_t d = (size_t)s->now.d_model;
     const size_t n = (size_t)s->now.n_experts;
     const moe_real *table = s->layer->tensors[MOE_ROUTER_AC_RUNNING];
-    double scale = s->range->u / (limit == MOEI_NARROW ? limit : limit / 1.25), most = 1, unit, in_scale;
+    double scale = s->range->u.most / (limit == MOEI_NARROW ? limit : limit / 1.25), most = 1, unit, in_scale;
     size_t index = 0, i;
     uint32_t u;
     moei_int_op op = moei_op(moei_int_op_cluster, d, 0, -limit, limit, 0);
@@ -1783,7 +1940,7 @@ static uint32_t moei_cluster_scaled(moei_maker *m, const moei_scoring *s, int li
     unit = scale / ldexp(in_scale, op.shape.shift);
     op.at = moei_rows_int16(m, table, n, d, unit);
     for (i = 0; i < previous; i++) index += m->net->modules[i].kind == MOE_MODULE_MIXTURE;
-    u = moei_vector_new(m, d, limit, scale, s->range->u);
+    u = moei_vector_new(m, d, limit, scale, s->range->u.most);
     op.factor = (int16_t)moei_nearest(1 / unit, 32000);
     op.factor2 = (int16_t)s->now.ac_mix;
     op.index = (uint16_t)index;
@@ -1798,7 +1955,7 @@ static uint32_t moei_router_input(moei_maker *m, const moei_scoring *s, int limi
     if (s->now.input == MOE_INPUT_ADAPTIVE_CLUSTERING) return moei_cluster_scaled(m, s, limit);
     if (s->now.input == MOE_INPUT_SCALED_RMS) {
         *gain = s->layer->tensors[MOE_ROUTER_INPUT_SCALE];
-        return moei_unit(m, s->entering, 1e-6 * (double)s->now.d_model, s->range->unit);
+        return moei_unit(m, s->entering, 1e-6 * (double)s->now.d_model, s->range->unit.most);
     }
     return limit == MOEI_NARROW ? moei_narrowed(m, s->entering) : s->entering;
 }
@@ -1822,11 +1979,11 @@ static uint32_t moei_router_hidden_ops(moei_maker *m, moei_scoring *s, size_t h)
     const uint32_t u = moei_router_input(m, s, MOEI_NARROW, &gain);
     moe_real *w = moei_router_matrix(m, s->layer->tensors[MOE_ROUTER_FC1_WEIGHT], gain, h, d);
     const moei_matrix x = moei_matrix_of(w, s->layer->tensors[MOE_ROUTER_FC1_BIAS], 1, h, d);
-    uint32_t v =
-        moei_product(m, &x, u, relu ? MOEI_NARROW : MOEI_WIDE, relu, relu ? s->range->hidden_act : s->range->hidden, 0);
+    const int limit = moei_limit_for(m, &s->range->hidden_act);
+    const double range = s->range->hidden_act.most;
+    uint32_t v = moei_product(m, &x, u, relu ? limit : MOEI_WIDE, relu, relu ? range : s->range->hidden.most, 0);
     moei_router_matrix_free(m, w, h, d);
-    if (!relu)
-        v = moei_curve(m, s->now.router_act, v, MOEI_NARROW, s->range->hidden_act / MOEI_NARROW, s->range->hidden_act);
+    if (!relu) v = moei_curve(m, s->now.router_act, v, limit, moei_hidden_scale(limit, range), range);
     return v;
 }
 
@@ -1850,7 +2007,7 @@ static uint32_t moei_cosine_input(moei_maker *m, const moei_scoring *s, int limi
     w = moei_router_matrix(m, projects ? s->layer->tensors[MOE_ROUTER_PROJECTION] : NULL, gain, r, d);
     for (q = 0; q < d && !projects && w != NULL; q++) w[q * d + q] = gain[q];
     x = moei_matrix_of(w, NULL, 1, r, d);
-    v = moei_product(m, &x, u, limit, 0, s->range->projected, 0);
+    v = moei_product(m, &x, u, limit, 0, s->range->projected.most, 0);
     moei_router_matrix_free(m, w, r, d);
     return v;
 }
@@ -1862,7 +2019,7 @@ static uint32_t moei_logits_cosine(moei_maker *m, moei_scoring *s) {
     uint32_t v = moei_cosine_input(m, s, s->now.cosine_keep_length ? MOEI_NARROW : MOEI_WIDE, r), z;
     moe_real *w;
     size_t e, q;
-    if (!s->now.cosine_keep_length) v = moei_unit(m, v, 0, s->range->unit);
+    if (!s->now.cosine_keep_length) v = moei_unit(m, v, 0, s->range->unit.most);
     w = moei_router_matrix(m, s->layer->tensors[MOE_ROUTER_WEIGHT], NULL, n, r);
     for (e = 0; e < n && w != NULL; e++) {
         const moe_real inverse = moei_inverse_length(s->layer->kernels, w + e * r, r);
@@ -1884,7 +2041,7 @@ static uint32_t moei_logits_grap(moei_maker *m, moei_scoring *s) {
              z;
     moe_real *w = moei_router_matrix(m, NULL, NULL, n, d);
     size_t q;
-    if (s->now.grap_cosine) v = moei_unit(m, v, 0, s->range->unit);
+    if (s->now.grap_cosine) v = moei_unit(m, v, 0, s->range->unit.most);
     for (q = 0; q < d && w != NULL; q++) w[q / block * d + q] = share * (gain != NULL ? gain[q] : MOEI_R(1.0));
     z = moei_logits_product(m, s, w, NULL, d, v);
     moei_router_matrix_free(m, w, n, d);
@@ -1899,7 +2056,11 @@ static void moei_op_copy(moei_maker *m, uint32_t i) {
 
 /* Bytes of a block up to the end of this operation's constants, if it is a product. */
 static size_t moei_op_constants_end(const moei_maker *m, const moei_int_op *op) {
-    if (op->run == moei_int_op_curve || op->run == moei_int_op_multiply || op->run == moei_int_op_rescale) return 0;
+    if (op->run == moei_int_op_curve || op->run == moei_int_op_multiply || op->run == moei_int_op_rescale ||
+        op->run == moei_int_op_add)
+        return 0;
+    if (op->run == moei_int_op_int16 || op->run == moei_int_op_int16_add)
+        return op->at + moei_int8_size(op->shape.n, op->shape.k) + (op->shape.n + 1u) / 2 * 8;
     return op->at + (m->config->weights == MOE_WEIGHTS_INT8 ? moei_int8_size(op->shape.n, op->shape.k)
                                                             : moei_int4_size(op->shape.n, op->shape.k));
 }
@@ -1909,13 +2070,12 @@ static size_t moei_op_constants_end(const moei_maker *m, const moei_int_op *op) 
 static uint32_t moei_output_copy(moei_maker *m, const moei_scoring *s, uint32_t i) {
     moei_int_op op = m->inner_ops[i];
     uint32_t v;
-    op.run = m->config->weights == MOE_WEIGHTS_INT8 ? moei_int_op_int8 : moei_int_op_int4;
+    const double unit = s->output_unit * (m->vectors[op.in].limit == MOEI_WIDE ? 65536.0 / MOEI_INT_UPPER : 1);
     op.shape.low = -MOEI_WIDE;
     op.shape.high = MOEI_WIDE;
-    while (op.shape.shift < 30 && ldexp(s->output_unit, op.shape.shift) < s->output_scale) op.shape.shift++;
-    v = moei_vector_new(m, op.shape.n, MOEI_WIDE, ldexp(s->output_unit, op.shape.shift),
-                        s->range->node[MOE_NODE_OUTPUT]);
-    moei_op_append(m, op, op.in, op.in, v);
+    while (op.shape.shift < 30 && ldexp(unit, op.shape.shift) < s->output_scale) op.shape.shift++;
+    v = moei_vector_new(m, op.shape.n, MOEI_WIDE, ldexp(unit, op.shape.shift), s->range->node[MOE_NODE_OUTPUT].most);
+    moei_product_append(m, op, 0, op.in, v);
     return v;
 }
 
@@ -1924,7 +2084,7 @@ static uint32_t moei_output_copy(moei_maker *m, const moei_scoring *s, uint32_t 
 static uint32_t moei_activation_copy(moei_maker *m, const moei_scoring *s, int scored, size_t *bytes) {
     const int output = s->node[scored] == MOEI_INT_NONE;
     const uint32_t last = s->expert + s->n_expert - 1;
-    uint32_t wanted[2 * MOEI_MAX_STEPS], n_wanted = 0, i, j, v = MOEI_INT_NONE;
+    uint32_t wanted[4 * MOEI_MAX_STEPS], n_wanted = 0, i, j, v = MOEI_INT_NONE;
     unsigned run = 0;
     if (m->status != MOE_OK) return 0;
     wanted[n_wanted++] = output ? m->inner_ops[last].in : s->node[scored];
@@ -1933,7 +2093,8 @@ static uint32_t moei_activation_copy(moei_maker *m, const moei_scoring *s, int s
             if (m->inner_ops[i].out != wanted[j] || (run >> (i - s->expert) & 1u)) continue;
             run |= 1u << (i - s->expert);
             wanted[n_wanted++] = m->inner_ops[i].in;
-            if (m->inner_ops[i].run == moei_int_op_multiply) wanted[n_wanted++] = m->inner_ops[i].other;
+            if (m->inner_ops[i].run == moei_int_op_multiply || m->inner_ops[i].run == moei_int_op_add)
+                wanted[n_wanted++] = m->inner_ops[i].other;
         }
     for (i = s->expert; i < last && m->status == MOE_OK; i++) {
         if (!(run >> (i - s->expert) & 1u)) continue;
@@ -1954,7 +2115,8 @@ static uint32_t moei_logits_of_experts(moei_maker *m, moei_scoring *s,
                                        double factor, uint32_t other) {
     const int scored = moei_scored_activation(&s->layer->config);
     const uint32_t at = (uint32_t)moei_array_length(m->inner_ops);
-    const uint32_t z = moei_vector_new(m, (size_t)s->now.n_experts, MOEI_WIDE, (double)s->plan.z_scale, s->range->z);
+    const uint32_t z =
+        moei_vector_new(m, (size_t)s->now.n_experts, MOEI_WIDE, (double)s->plan.z_scale, s->range->z.most);
     moei_int_op op = moei_op(measure, 0, 0, -MOEI_WIDE, MOEI_WIDE, 0), *made;
     size_t bytes = 0, i;
     uint32_t v;
@@ -1962,7 +2124,7 @@ static uint32_t moei_logits_of_experts(moei_maker *m, moei_scoring *s,
     moei_op_append(m, op, z, z, z); /* its input is set below */
     v = moei_activation_copy(m, s, scored, &bytes);
     if (s->now.score == MOE_SCORE_COMPETITION && m->status == MOE_OK) {
-        const double most = (double)moei_softplus((moe_real)s->range->node[MOE_NODE_OUTPUT]);
+        const double most = (double)moei_softplus((moe_real)s->range->node[MOE_NODE_OUTPUT].most);
         v = moei_curve(m, MOEI_SOFTPLUS, v, MOEI_WIDE, most * 1.1 / MOEI_WIDE, most);
     }
     if (m->status != MOE_OK) return 0;
@@ -2021,7 +2183,7 @@ static uint32_t moei_logits_attentive(moei_maker *m, moei_scoring *s) {
                    s->layer->tensors[MOE_ROUTER_QUERY], h, w, h, 0);
     for (i = 0; i < h * h && w != NULL; i++) w[i] = (moe_real)((double)w[i] / sqrt((double)h));
     x = moei_matrix_of(w, NULL, 1, h, h);
-    key = moei_product(m, &x, v, MOEI_NARROW, 0, s->range->key, 0);
+    key = moei_product(m, &x, v, MOEI_NARROW, 0, s->range->key.most, 0);
     moei_router_matrix_free(m, w, h, h);
     if (m->status != MOE_OK) return 0;
     return moei_logits_of_experts(m, s, moei_int_op_match, (double)h * MOEI_NARROW * MOEI_NARROW, m->vectors[key].scale,
@@ -2107,6 +2269,7 @@ static int moei_exponent(double power) {
 typedef struct moei_summand {
     moei_matrix w;
     double in_scale, range;
+    double code_scale; /* of the codes that are multiplied, for bounds */
     int bits;
     size_t most; /* how many of them */
 } moei_summand;
@@ -2120,7 +2283,7 @@ static void moei_sum_units_direct(moei_maker *m, const moei_summand *part, size_
     for (i = 0; i < n; i++) {
         const double one = ldexp(moei_matrix_max_scale(m, &part[i].w, part[i].in_scale), 17 + part[i].bits);
         if (one > factor) factor = one;
-        bound += ldexp(moei_matrix_bound(&part[i].w, part[i].in_scale), part[i].bits) * (double)part[i].most;
+        bound += ldexp(moei_matrix_bound(&part[i].w, part[i].code_scale), part[i].bits) * (double)part[i].most;
     }
     if (to->scale < factor / 32767) to->scale = factor / 32767;
     if (to->scale < bound / 5e8) to->scale = bound / 5e8;
@@ -2148,7 +2311,7 @@ static void moei_sum_units_by_vectors(moei_maker *m, const moei_summand *part, s
     to->via_vector = fits;
 }
 
-enum { MOEI_SUM_STEPS = 512 };
+enum { MOEI_SUM_STEPS = 1024 };
 
 /* The units of the sum of an MoE layer. Products add to it directly, unless the largest result
    would have too few units per expert: every addition rounds down. */
@@ -2157,7 +2320,7 @@ static moei_sum_units moei_sum_units_of(moei_maker *m, const moei_summand *part,
     moei_sum_units to, fine;
     memset(&to, 0, sizeof to);
     to.bits = part->bits;
-    to.scale = limit == MOEI_NARROW ? range / limit : range * 1.25 / limit;
+    to.scale = moei_hidden_scale(limit, range);
     if (!(to.scale > 0)) to.scale = 1;
     fine = to;
     if (m->status != MOE_OK) return to;
@@ -2186,18 +2349,19 @@ static void moei_mixture_blocks(moei_maker *m, moei_int_mixture *mixture, size_t
 
 static uint32_t moei_ops_count(const moei_maker *m) { return (uint32_t)moei_array_length(m->inner_ops); }
 
-/* w x for an expert's input, narrow. */
-static uint32_t moei_weighted_input(moei_maker *m, uint32_t x, int bits, double range) {
+/* w x for an expert's input. */
+static uint32_t moei_weighted_input(moei_maker *m, uint32_t x, int bits, const moei_range *range) {
+    const int limit = moei_limit_for(m, range);
+    double scale = moei_hidden_scale(limit, range->most), ratio;
     moei_int_op op;
     uint32_t y;
-    double scale = range / MOEI_NARROW, ratio;
     int shift;
     if (m->status != MOE_OK) return 0;
     if (!(scale > ldexp(m->vectors[x].scale, bits) / 32767)) scale = ldexp(m->vectors[x].scale, bits) / 32767;
     ratio = m->vectors[x].scale / scale;
     shift = moei_shift_for(ratio, bits, 22);
-    y = moei_vector_new(m, m->vectors[x].width, MOEI_NARROW, scale, range);
-    op = moei_op(moei_int_op_apply_weight, m->vectors[x].width, 0, -MOEI_NARROW, MOEI_NARROW, shift < 0 ? 0 : shift);
+    y = moei_vector_new(m, m->vectors[x].width, limit, scale, range->most);
+    op = moei_op(moei_int_op_apply_weight, m->vectors[x].width, 0, -limit, limit, shift < 0 ? 0 : shift);
     op.factor = (int16_t)moei_nearest(ldexp(ratio, bits + op.shape.shift), 32767);
     moei_op_append(m, op, x, x, y);
     return y;
@@ -2247,8 +2411,8 @@ static void moei_mixture_rest(moei_maker *m, const moei_scoring *s, const moei_e
     to.bits = 0;
     if (c->n_shared > 0) {
         const uint32_t hidden = moei_expert_hidden(m, shared, 1, x, s->range->shared, node);
-        if (c->shared_sigmoid) moei_shared_sigmoid(m, s->layer, x, s->range->sigmoid);
-        (void)moei_expert_ops(m, shared, 1, hidden, &to, s->range->shared[MOE_NODE_OUTPUT]);
+        if (c->shared_sigmoid) moei_shared_sigmoid(m, s->layer, x, s->range->sigmoid.most);
+        (void)moei_expert_ops(m, shared, 1, hidden, &to, s->range->shared[MOE_NODE_OUTPUT].most);
     }
     if (c->add_input) moei_add_rest(m, mixture, &to, s->entering);
     mixture->n_shared = moei_ops_count(m) - mixture->shared;
@@ -2283,6 +2447,8 @@ static moei_sum_units moei_mixture_experts(moei_maker *m, moei_scoring *s, const
     const moe_layer_config *c = &s->layer->config;
     const int scored = moei_scored_activation(c), inputs = c->router.apply_to == MOE_APPLY_INPUT;
     const size_t experts = (size_t)c->router.n_experts;
+    const moei_range *product = &s->range->shared[MOE_NODE_PRODUCT];
+    const int wide = moei_limit_for(m, product) == MOEI_WIDE;
     moei_expert_run run = moei_expert_run_begin(s->layer, c->expert);
     moei_summand part[2];
     moei_sum_units to;
@@ -2293,7 +2459,7 @@ static moei_sum_units moei_mixture_experts(moei_maker *m, moei_scoring *s, const
     run.needed |= moei_ancestors(run.kind, scored);
     hidden = moei_expert_hidden(
         m, &run, experts,
-        inputs ? moei_weighted_input(m, s->entering, mixture->weight_bits, s->range->weighted_input) : x,
+        inputs ? moei_weighted_input(m, s->entering, mixture->weight_bits, &s->range->weighted_input) : x,
         s->range->node, s->node);
     if (scored >= 0) {
         moei_mixture_plan(m, s, 0);
@@ -2301,20 +2467,23 @@ static moei_sum_units moei_mixture_experts(moei_maker *m, moei_scoring *s, const
     }
     memset(part, 0, sizeof part);
     part[0].w = moei_last_matrix(&run, experts);
-    part[0].range = s->range->node[MOE_NODE_OUTPUT];
+    part[0].range = s->range->node[MOE_NODE_OUTPUT].most;
     part[0].bits = inputs ? 0 : mixture->weight_bits;
     part[0].most = mixture->router.most;
     if (c->n_shared > 0) {
         part[1].w = moei_last_matrix(shared, 1);
-        part[1].range = s->range->shared[MOE_NODE_OUTPUT];
+        part[1].range = s->range->shared[MOE_NODE_OUTPUT].most;
         part[1].most = 1;
     }
     if (m->status == MOE_OK) {
-        part[0].in_scale = m->vectors[hidden].scale;
+        part[0].code_scale = moei_input_scale(m, hidden);
+        part[0].in_scale = part[0].code_scale * moei_product_unit(m, hidden);
         rest = c->add_input ? ldexp(m->vectors[s->entering].scale, moei_rest_bits(mixture)) : 0;
     }
-    part[1].in_scale = s->range->shared[MOE_NODE_PRODUCT] / MOEI_NARROW;
-    to = moei_sum_units_of(m, part, c->n_shared > 0 ? 2 : 1, limit, s->range->y, rest);
+    part[1].code_scale = moei_hidden_scale(wide ? MOEI_WIDE : MOEI_NARROW, product->most) * (wide ? 256 : 1);
+    part[1].in_scale =
+        wide ? ldexp(part[1].code_scale * 65536.0 / MOEI_INT_UPPER, -MOEI_INT_GUARD) : part[1].code_scale;
+    to = moei_sum_units_of(m, part, c->n_shared > 0 ? 2 : 1, limit, s->range->y.most, rest);
     to.sum = mixture->sum;
     out = moei_expert_ops(m, &run, experts, hidden, &to, part[0].range);
     if (to.via_vector) s->node[MOE_NODE_OUTPUT] = out;
@@ -2322,8 +2491,18 @@ static moei_sum_units moei_mixture_experts(moei_maker *m, moei_scoring *s, const
     moei_mixture_blocks(m, mixture, experts);
     m->in_block = 0;
     s->output_unit = ldexp(to.scale, -(1 + to.bits + to.shift));
-    s->output_scale = s->range->node[MOE_NODE_OUTPUT] * 1.25 / MOEI_WIDE;
+    s->output_scale = s->range->node[MOE_NODE_OUTPUT].most * MOEI_HEADROOM / MOEI_WIDE;
     return to;
+}
+
+/* How many times these operations round a summand of the layer's sum down. */
+static int moei_additions(const moei_maker *m, uint32_t first, uint32_t n) {
+    const moei_int_op *op;
+    int count = 0;
+    if (m->status != MOE_OK) return 0;
+    for (op = m->inner_ops + first; n > 0; op++, n--)
+        count += op->run == moei_int_op_int8_add || op->run == moei_int_op_int4_add || op->run == moei_int_op_add_rest;
+    return count;
 }
 
 static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, const moei_ranges *range, int limit) {
@@ -2364,7 +2543,7 @@ static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, con
     mixture.block = MOEI_INT_NONE;
     if (m->config->loader) mixture.block = moei_vector_new(m, mixture.stride / 2, MOEI_WIDE, 1, 0);
     m->inner = 0;
-    out = moei_vector_new(m, (size_t)c->d_out, limit, to.scale, range->y);
+    out = moei_vector_new(m, (size_t)c->d_out, limit, to.scale, range->y.most);
     m->clock++;
     moei_vector_use(m, x);
     moei_vector_use(m, s.entering);
@@ -2375,6 +2554,8 @@ static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, con
     index = moei_maker_push(m, &m->made.mixtures, &mixture, sizeof mixture);
     op = moei_op(moei_int_op_mixture, (size_t)c->d_out, 0, m->relu ? 0 : -limit, limit, to.shift);
     op.index = (uint16_t)index;
+    op.factor = (int16_t)moei_additions(m, mixture.expert, mixture.n_expert);
+    op.factor2 = (int16_t)moei_additions(m, mixture.shared, mixture.n_shared);
     m->counted = 0;
     moei_op_append(m, op, x, x, out);
     return out;
@@ -2385,13 +2566,12 @@ static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, con
 static uint32_t moei_module_linear(moei_maker *m, const moe_module *module, const moei_ranges *range, int limit) {
     const moei_matrix w = moei_matrix_of(module->tensors[MOE_MODULE_WEIGHT], module->tensors[MOE_MODULE_BIAS], 1,
                                          (size_t)module->d_out, (size_t)module->d_in);
-    return moei_product(m, &w, moei_narrowed(m, m->entering[m->module]), limit, m->relu, range->y, 0);
+    return moei_product(m, &w, moei_narrowed(m, m->entering[m->module]), limit, m->relu, range->y.most, 0);
 }
 
 static uint32_t moei_module_activation(moei_maker *m, const moe_module *module, const moei_ranges *range, int limit) {
-    const double headroom = module->act == MOE_ACT_RELU2 ? 1.25 * 1.25 : 1.1; /* its input has 1.25 */
-    const double scale = limit == MOEI_NARROW ? range->y / limit : range->y * headroom / limit;
-    return moei_curve(m, module->act, moei_widened(m, m->entering[m->module]), limit, scale, range->y);
+    const double scale = moei_hidden_scale(limit, range->y.most);
+    return moei_curve(m, module->act, moei_widened(m, m->entering[m->module]), limit, scale, range->y.most);
 }
 
 static uint32_t moei_module_feed_forward(moei_maker *m, const moe_module *module, const moei_ranges *range, int limit) {
@@ -2401,7 +2581,7 @@ static uint32_t moei_module_feed_forward(moei_maker *m, const moe_module *module
     memset(&to, 0, sizeof to);
     to.sum = MOEI_INT_NONE;
     to.limit = limit;
-    to.range = range->y;
+    to.range = range->y.most;
     return moei_expert_ops(m, &run, 1,
                            moei_expert_hidden(m, &run, 1, moei_narrowed(m, m->entering[m->module]), range->node, node),
                            &to, 0);
@@ -2409,7 +2589,7 @@ static uint32_t moei_module_feed_forward(moei_maker *m, const moe_module *module
 
 static uint32_t moei_module_residual(moei_maker *m, const moe_module *module, const moei_ranges *range, int limit) {
     (void)limit;
-    return moei_added(m, m->entering[m->module], m->entering[m->module - (size_t)module->span], range->y);
+    return moei_added(m, m->entering[m->module], m->entering[m->module - (size_t)module->span], range->y.most);
 }
 
 static uint32_t moei_module_dropout(moei_maker *m, const moe_module *module, const moei_ranges *range, int limit) {
@@ -2476,7 +2656,7 @@ static uint32_t moei_module_positions(moei_maker *m, const moe_module *module, c
     (void)limit;
     if (!moei_rows_fit(m, x.n)) return 0;
     at = moei_rows_pack(m, &x, &unit);
-    return moei_added(m, m->entering[m->module], moei_row_op(m, &x, at, unit, 1, MOEI_WIDE), range->y);
+    return moei_added(m, m->entering[m->module], moei_row_op(m, &x, at, unit, 1, MOEI_WIDE), range->y.most);
 }
 
 /* A tied module is a product with the packed rows of the embedding. Only its biases are added to
@@ -2485,7 +2665,7 @@ static uint32_t moei_module_tied(moei_maker *m, const moe_module *module, const 
     const size_t n = (size_t)module->d_out;
     const size_t k = (size_t)module->d_in;
     const size_t pair = moei_int8_pair_size(k);
-    const uint32_t x = moei_narrowed(m, m->entering[m->module]);
+    const uint32_t x = moei_narrow_copy(m, m->entering[m->module]);
     double scale;
     size_t j;
     uint32_t out;
@@ -2494,7 +2674,7 @@ static uint32_t moei_module_tied(moei_maker *m, const moe_module *module, const 
     if (m->status != MOE_OK) return 0;
     if (m->rows == MOEI_INT_NONE) return moei_module_linear(m, module, range, limit);
     scale = ldexp(m->vectors[x].scale / m->rows_unit, 16);
-    for (; shift < 30 && scale < range->y * 1.25 / MOEI_WIDE; shift++) scale *= 2;
+    for (; shift < 30 && scale < range->y.most * 1.25 / MOEI_WIDE; shift++) scale *= 2;
     for (j = 0; j < n; j++) {
         unsigned char *head = m->made.weights.data + m->rows + j / 2 * pair;
         const double row = moei_flash_16(head + 8 + j % 2 * 2) / m->rows_unit;
@@ -2502,12 +2682,14 @@ static uint32_t moei_module_tied(moei_maker *m, const moe_module *module, const 
             head + j % 2 * 4,
             moei_nearest((double)module->tensors[MOE_MODULE_BIAS][j] / (row * m->vectors[x].scale), 536870911));
     }
-    op = moei_op(moei_int_op_int8, n, k, -MOEI_WIDE, MOEI_WIDE, shift);
+    op = moei_op(NULL, n, k, -MOEI_WIDE, MOEI_WIDE, shift);
     op.at = m->rows;
     m->rows = MOEI_INT_NONE;
-    out = moei_vector_new(m, n, MOEI_WIDE, scale, range->y);
+    out = moei_vector_new(m, n, MOEI_WIDE, scale, range->y.most);
     m->counted += n * k;
-    moei_op_append(m, op, x, x, out);
+    m->weights = MOE_WEIGHTS_INT8; /* rows always are */
+    moei_product_append(m, op, 0, x, out);
+    m->weights = m->config->weights;
     return out;
 }
 
@@ -2518,7 +2700,7 @@ static uint32_t moei_module_norm(moei_maker *m, const moe_module *module, const 
     const moe_real *gain = module->tensors[MOE_MODULE_WEIGHT],
                    *bias = module->kind == MOE_MODULE_LAYER_NORM ? module->tensors[MOE_MODULE_BIAS] : NULL;
     uint32_t x = m->entering[m->module];
-    double scale = limit == MOEI_NARROW ? range->y / limit : range->y * 1.25 / limit, most = 0, eps;
+    double scale = limit == MOEI_NARROW ? range->y.most / limit : range->y.most * 2 / limit, most = 0, eps;
     unsigned char bytes[8];
     moei_int_op op;
     uint32_t out;
@@ -2541,7 +2723,7 @@ static uint32_t moei_module_norm(moei_maker *m, const moe_module *module, const 
     if (m->status != MOE_OK) return 0;
     eps = eps / m->vectors[x].scale / m->vectors[x].scale;
     eps = eps < ldexp(1, 60) ? floor(eps + 0.5) : ldexp(1, 60);
-    out = moei_vector_new(m, n, limit, scale, range->y);
+    out = moei_vector_new(m, n, limit, scale, range->y.most);
     op = moei_op(moei_int_op_norm, n, 0, -limit, limit, bits + 5);
     op.factor = (int16_t)factor;
     moei_put_32_le(bytes, (int32_t)(uint32_t)((uint64_t)eps & 0xffffffffu));
@@ -2600,14 +2782,13 @@ static moei_matrix moei_attention_matrix(const moe_module *module, int slot) {
     return moei_matrix_of(module->tensors[slot], NULL, 1, moei_heads_of(module).q, (size_t)module->d_in);
 }
 
-/* The query: codes as fine as keep scores below 2^30. Rotation may enlarge a component by sqrt
-   2. */
+/* The query: codes as fine as keep scores below 2^30. */
 static uint32_t moei_query_ops(moei_maker *m, const moe_module *module, uint32_t x, double range) {
     const moei_matrix w = moei_attention_matrix(module, MOE_MODULE_QUERY);
     const double most = 1073741823.0 / (127.0 * 1.4143 * (double)module->attention.d_head);
     const int limit = most < (int)MOEI_INT_ROTATED ? (int)most : (int)MOEI_INT_ROTATED;
     if (!module->attention.rotary) return moei_product(m, &w, x, limit, 0, range, 0);
-    return moei_rotated(m, module, moei_product(m, &w, x, limit, 0, range * 1.4143, 0), MOEI_WIDE, 0);
+    return moei_rotated(m, module, moei_product(m, &w, x, limit, 0, range, 0), MOEI_WIDE, 0);
 }
 
 /* The key: narrow, rounded only after its rotation. */
@@ -2616,10 +2797,10 @@ static uint32_t moei_key_ops(moei_maker *m, const moe_module *module, uint32_t x
     double finest, scale = range > 0 ? range / MOEI_NARROW : 1;
     int shift = 7;
     if (!module->attention.rotary || m->status != MOE_OK) return moei_product(m, &w, x, MOEI_NARROW, 0, range, 0);
-    finest = moei_matrix_max_scale(m, &w, m->vectors[x].scale) / 0.49;
+    finest = moei_matrix_max_scale(m, &w, moei_input_scale(m, x)) * moei_product_unit(m, x) / 0.49;
     while (shift > 0 && ldexp(scale, -shift) < finest) shift--;
     if (scale < finest) scale = finest;
-    return moei_rotated(m, module, moei_product(m, &w, x, MOEI_INT_ROTATED, 0, range * 1.4143, ldexp(scale, -shift)),
+    return moei_rotated(m, module, moei_product(m, &w, x, MOEI_INT_ROTATED, 0, range, ldexp(scale, -shift)),
                         MOEI_NARROW, shift);
 }
 
@@ -2639,12 +2820,12 @@ static uint32_t moei_module_attention(moei_maker *m, const moe_module *module, c
     const moei_matrix output =
         moei_matrix_of(module->tensors[MOE_MODULE_OUTPUT], NULL, 1, (size_t)module->d_out, width);
     const uint32_t x = moei_narrowed(m, m->entering[m->module]);
-    const uint32_t q = moei_query_ops(m, module, x, range->q), k = moei_key_ops(m, module, x, range->k);
+    const uint32_t q = moei_query_ops(m, module, x, range->q.most), k = moei_key_ops(m, module, x, range->k.most);
     moei_int_attention a;
     moei_int_op op;
     uint32_t out;
     double octaves, scale;
-    int bits;
+    int bits, mixed;
     if (m->made.model.length > UINT16_MAX)
         MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED,
                           "module %z: attention over a length of more than %d has no integer form", m->module,
@@ -2652,7 +2833,7 @@ static uint32_t moei_module_attention(moei_maker *m, const moe_module *module, c
     memset(&a, 0, sizeof a);
     a.heads = (uint16_t)module->attention.heads;
     a.d_head = (uint16_t)module->attention.d_head;
-    a.value = moei_product(m, &value, x, MOEI_NARROW, 0, range->v, 0);
+    a.value = moei_product(m, &value, x, MOEI_NARROW, 0, range->v.most, 0);
     a.keys = moei_state_new(m, width);
     a.values = moei_state_new(m, width);
     a.room = moei_vector_int32(m, m->made.model.length + 1 + (m->made.model.length + 1) / 2);
@@ -2661,12 +2842,13 @@ static uint32_t moei_module_attention(moei_maker *m, const moe_module *module, c
     bits = moei_shift_for(octaves, 16, 31);
     a.bits = (uint16_t)(bits < 0 ? 0 : bits);
     /* an average never exceeds its values in magnitude; below 1/64 of them it is practically 0 */
-    scale = range->mixed / MOEI_NARROW;
+    mixed = m->weights == MOE_WEIGHTS_INT8 ? MOEI_WIDE : MOEI_NARROW;
+    scale = mixed == MOEI_WIDE ? 0 : range->mixed.most / MOEI_NARROW;
     if (scale > m->vectors[a.value].scale) scale = m->vectors[a.value].scale;
     if (scale < m->vectors[a.value].scale / 64) scale = m->vectors[a.value].scale / 64;
-    out = moei_vector_new(m, width, MOEI_NARROW, scale, scale * MOEI_NARROW);
+    out = moei_vector_new(m, width, mixed, scale, m->vectors[a.value].scale * MOEI_NARROW);
     bits = moei_shift_for(m->vectors[a.value].scale / scale, 0, 14);
-    op = moei_op(moei_int_op_attention, width, width, -MOEI_NARROW, MOEI_NARROW, bits - 1);
+    op = moei_op(moei_int_op_attention, width, width, -mixed, mixed, bits - 1);
     op.factor = (int16_t)moei_nearest(ldexp(octaves, 16 + a.bits), 32767);
     op.factor2 = (int16_t)moei_nearest(ldexp(m->vectors[a.value].scale / scale, bits), 32766);
     op.index = (uint16_t)moei_maker_push(m, &m->made.attentions, &a, sizeof a);
@@ -2674,7 +2856,7 @@ static uint32_t moei_module_attention(moei_maker *m, const moe_module *module, c
     moei_op_append(m, op, q, k, out);
     moei_vector_use(m, a.value);
     moei_vector_use(m, a.room);
-    return moei_product(m, &output, out, limit, 0, range->y, 0);
+    return moei_product(m, &output, out, limit, 0, range->y.most, 0);
 }
 
 /* The function that appends the operations of a module and returns its output. limit: of the
@@ -2856,8 +3038,10 @@ static void moei_maker_modules(moei_maker *m) {
         m->module = i;
         m->relu = moei_fuses_relu(m->net, i);
         if (m->relu) range.y = m->ranges[++i].y;
-        limit = moei_reads_narrow(m->net, i + 1) ? MOEI_NARROW : MOEI_WIDE;
+        limit = moei_reads_narrow(m->net, i + 1) ? moei_limit_for(m, &range.y) : MOEI_WIDE;
         m->entering[i + 1] = moei_module_make(m, module, &range, limit);
+        if (m->status == MOE_OK && moei_limit_for(m, &range.y) == MOEI_WIDE)
+            m->vectors[m->entering[i + 1]].keeps_16 = 1;
     }
 }
 
@@ -2866,7 +3050,7 @@ static void moei_maker_run(moei_maker *m) {
     const moe_allocator *a = &m->made.allocator;
     const size_t n = m->net->n_modules;
     moe_model *model = &m->made.model;
-    double input = 0;
+    moei_range input;
     uint32_t last = 0;
     size_t i;
     m->ranges = (moei_ranges *)moei_alloc(a, n, sizeof *m->ranges);
@@ -2875,13 +3059,15 @@ static void moei_maker_run(moei_maker *m) {
     moei_maker_check(m);
     if (m->status == MOE_OK) {
         memset(m->ranges, 0, n * sizeof *m->ranges);
+        memset(&input, 0, sizeof input);
         for (i = 0; i < n; i++) m->ranges[i].rotation_table = MOEI_INT_NONE;
         m->weights = m->config->weights;
         m->rows = MOEI_INT_NONE;
         moei_calibrate(m, &input);
     }
     if (m->status == MOE_OK) {
-        m->entering[0] = model->d_in > 0 ? moei_vector_new(m, model->d_in, MOEI_NARROW, input / MOEI_NARROW, input) : 0;
+        m->entering[0] =
+            model->d_in > 0 ? moei_vector_new(m, model->d_in, MOEI_NARROW, input.most / MOEI_NARROW, input.most) : 0;
         moei_maker_modules(m);
     }
     if (m->status == MOE_OK) { /* the output is the result of the last operation, wide */

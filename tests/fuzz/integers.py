@@ -202,6 +202,30 @@ class Model:
 
     op_int4, op_int4_add = op_int8, op_int8_add
 
+    def halves(self, op, weight):
+        """Products of 16-bit inputs: a power of two that makes them finest, then bytes."""
+        bias, factor, w = self.matrix(op)
+        x, e = self.read(op.input, op.k), 0
+        every = int(np.bitwise_or.reduce(np.abs(x))) if op.k else 0
+        while e < 14 and every << (e + 1) <= 32639:
+            e += 1
+        x = x << e
+        upper = np.clip(x + 128 >> 8, -127, 127)
+        lower = np.clip(x - 256 * upper, -127, 127)
+        u = 1
+        for part, share in ((upper, weight), (lower, weight + 128 >> 8)):
+            u = u + (((bias + w @ part) * factor >> 16) * share >> 16)
+        v = u << 6 - e if e <= 6 else u + (1 << e - 6 >> 1) >> e - 6
+        after = self.constants(op, "i4", op.n, (op.n + 1) // 2 * (12 + 2 * ((op.k + 3) // 4 * 4)))
+        return int32(v + (after * weight >> 16))
+
+    def op_int16(self, op):
+        self.put(op, self.halves(op, 127 * 256))
+
+    def op_int16_add(self, op):
+        total = self.wide(op.out, op.n)
+        total[:] = int32(total + self.halves(op, self.weight))
+
     # -- elementwise --
 
     def op_curve(self, op):
@@ -291,7 +315,7 @@ class Model:
         self.vectors[m.choices + 1:m.choices + 1 + len(experts)] = experts
         at = m.choices + 1 + m.router.most
         self.vectors[at:at + len(experts)] = weights
-        self.wide(m.sum, (op.n + 1) // 2 * 2)[:] = 0
+        self.wide(m.sum, (op.n + 1) // 2 * 2)[:] = len(experts) * op.factor + op.factor2 >> 1
         for e, w in sorted(zip(experts, weights)):
             self.weight = w
             self.block(m, e, m.stride)

@@ -191,11 +191,11 @@ static levels levels_of_int4(const unsigned char *data, size_t n, size_t k) {
     return l;
 }
 
-/* t of all outputs of a product, before it is stored. */
-static int64_t *product(machine *m, const moei_int_op *op, int int4) {
+/* t of all outputs of a product of x, before it is stored. */
+static int64_t *product_of(machine *m, const moei_int_op *op, int int4, const int64_t *x) {
     levels l = int4 ? levels_of_int4(m->base + op->at, op->shape.n, op->shape.k)
                     : levels_of_int8(m->base + op->at, op->shape.n, op->shape.k);
-    int64_t *x = vector_read(m, op->in, l.k, 127), *t = (int64_t *)grab(l.n, sizeof *t);
+    int64_t *t = (int64_t *)grab(l.n, sizeof *t);
     size_t j, p;
     for (j = 0; j < l.n; j++) {
         int64_t sum = l.bias[j], bound = l.bias[j] < 0 ? -l.bias[j] : l.bias[j];
@@ -210,7 +210,44 @@ static int64_t *product(machine *m, const moei_int_op *op, int int4) {
     }
     m->multiplications += l.n * l.k;
     levels_free(&l);
+    return t;
+}
+
+static int64_t *product(machine *m, const moei_int_op *op, int int4) {
+    int64_t *x = vector_read(m, op->in, op->shape.k, 127), *t = product_of(m, op, int4, x);
     free(x);
+    return t;
+}
+
+/* v of a product whose inputs have 16 bits: the powers of two in which they are finest, two halves
+   of 8 bits, biases behind the constants. */
+static int64_t *product_16(machine *m, const moei_int_op *op, int64_t weight) {
+    const size_t n = op->shape.n, k = op->shape.k;
+    const unsigned char *bias = m->base + op->at + (n + 1) / 2 * (12 + 2 * up_to_4(k));
+    int64_t *x = vector_read(m, op->in, k, 32767), *upper = (int64_t *)grab(k, sizeof *upper);
+    int64_t *t, *low, all = 0;
+    size_t i;
+    int e = 0;
+    for (i = 0; i < k; i++) all |= x[i] < 0 ? -x[i] : x[i];
+    while (e < 14 && all * ((int64_t)2 << e) <= 32639) e++;
+    for (i = 0; i < k; i++) {
+        x[i] *= (int64_t)1 << e;
+        upper[i] = between(floor_half(x[i] + 128, 8), -127, 127);
+        x[i] = between(x[i] - 256 * upper[i], -127, 127);
+    }
+    t = product_of(m, op, 0, upper);
+    low = product_of(m, op, 0, x);
+    for (i = 0; i < n; i++) {
+        if (t[i] > 1000000000 || t[i] < -1000000000) machine_wrong(m, "a product beyond 32 bits");
+        t[i] = 1 + floor_half(t[i] * weight, 16) + floor_half(low[i] * floor_half(weight + 128, 8), 16);
+        if (e <= 6) t[i] *= (int64_t)1 << (6 - e);
+        else t[i] = floor_half(t[i] + rounding(e - 6), e - 6);
+        t[i] += floor_half(bytes_signed(bias + 4 * i, 4) * weight, 16);
+        if (t[i] <= -((int64_t)1 << 30) || t[i] >= (int64_t)1 << 30) machine_wrong(m, "a product beyond 2^30");
+    }
+    free(x);
+    free(upper);
+    free(low);
     return t;
 }
 
@@ -243,6 +280,7 @@ static void machine_mixture(machine *m, const moei_int_op *op) {
             if (experts[e] == experts[i]) machine_wrong(m, "an expert that was chosen twice");
     }
     vector_write(m, x->choices, 1 + 2 * most, made);
+    for (i = 0; i < op->shape.n; i++) sums[i] = ((int64_t)count * op->factor + op->factor2) / 2;
     sums_write(m, x->sum, op->shape.n, sums);
     for (i = 0; i < count && m->wrong == NULL; i++) {
         const unsigned char *before = m->base;
@@ -264,6 +302,27 @@ static void machine_mixture(machine *m, const moei_int_op *op) {
     free(z);
     free(sums);
     free(made);
+}
+
+/* The room of a product of 16-bit inputs may be overwritten at any time. */
+static void machine_spoil(machine *m, const moei_int_op *op) {
+    const size_t room = 2 * up_to_4(op->shape.k) + 2 * ((op->shape.n + 1u) / 2 * 2);
+    size_t i;
+    m->runs++;
+    for (i = 0; i < room && op->other + room <= m->n_cells; i++) m->cells[op->other + i].writer = 0;
+    if (op->other + room > m->n_cells) machine_wrong(m, "room outside of scratch memory");
+}
+
+static void machine_product_16(machine *m, const moei_int_op *op, int adds) {
+    int64_t *v = product_16(m, op, adds ? m->weight : 127 * 256), *sums = NULL;
+    size_t j;
+    machine_spoil(m, op);
+    if (adds) sums = sums_read(m, op->out, op->shape.n);
+    for (j = 0; j < op->shape.n; j++) v[j] = adds ? sums[j] + v[j] : stored(op, v[j]);
+    if (adds) sums_write(m, op->out, op->shape.n, v);
+    else vector_write(m, op->out, op->shape.n, v);
+    free(sums);
+    free(v);
 }
 
 static void machine_product(machine *m, const moei_int_op *op, int int4) {
@@ -363,6 +422,8 @@ static void machine_ops(machine *m, uint32_t first, uint32_t n) {
         else if (op->run == moei_int_op_int4) machine_product(m, op, 1);
         else if (op->run == moei_int_op_int8_add) machine_product_add(m, op, 0);
         else if (op->run == moei_int_op_int4_add) machine_product_add(m, op, 1);
+        else if (op->run == moei_int_op_int16) machine_product_16(m, op, 0);
+        else if (op->run == moei_int_op_int16_add) machine_product_16(m, op, 1);
         else if (op->run == moei_int_op_curve) machine_curve(m, op);
         else if (op->run == moei_int_op_multiply) machine_two(m, op, 1, 0, 0);
         else if (op->run == moei_int_op_add) machine_two(m, op, 0, op->factor, op->factor2);
@@ -730,8 +791,9 @@ static void compare_interpreters(moe_rng *rng, const moe_built_model *built, siz
 /* The operations that random networks have. */
 #define WALKED_OPS(X) \
     X(int8) \
-    X(int4) X(int8_add) X(int4_add) X(curve) X(multiply) X(add) X(rescale) X(mixture) X(apply_weight) X(set_weight) \
-        X(accumulate) X(add_rest)
+    X(int4) \
+    X(int8_add) X(int4_add) X(int16) X(int16_add) X(curve) X(multiply) X(add) X(rescale) X(mixture) X(apply_weight) \
+        X(set_weight) X(accumulate) X(add_rest)
 static void (*const op_functions[])(const moei_int_op *op, moei_int_run *run) = {
 #define OP_FUNCTION(name) moei_int_op_##name,
     WALKED_OPS(OP_FUNCTION)
@@ -2616,8 +2678,8 @@ static void test_output_range(void) {
         for (i = 0; i < TOKENS * WIDTH * (size_t)layer.config.router.n_experts; i++)
             most = fmax(most, fabs((double)pass.all[MOE_NODE_OUTPUT][i]));
         for (i = 0; i < TOKENS * WIDTH; i++) shared = fmax(shared, fabs((double)pass.shared[MOE_NODE_OUTPUT][i]));
-        CHECK_NEAR(range.node[MOE_NODE_OUTPUT], most, 0);
-        CHECK_NEAR(range.shared[MOE_NODE_OUTPUT], shared, 0);
+        CHECK_NEAR(range.node[MOE_NODE_OUTPUT].most, most, 0);
+        CHECK_NEAR(range.shared[MOE_NODE_OUTPUT].most, shared, 0);
     }
     moe_layer_free(&layer);
     free(work);
