@@ -594,6 +594,8 @@ MOE_API moe_status moe_file_write(moe_stream *stream, const moe_tensor *tensors,
     X(MOE_EXPERT_GLU, "glu", MOEI_GATED(MOEI_MAY_HAVE_BIASES | MOEI_HAS_ACT))
 #define MOEI_KIND_VALUE(value, name, ...) value,
 enum { MOE_EXPERT_KINDS(MOEI_KIND_VALUE) MOE_EXPERT_COUNT };
+/* relu where 0 means another default: moe_layer_config.act of glu experts. */
+enum { MOE_ACT_NAMED_RELU = MOE_ACT_COUNT };
 
 /* An MoE layer. {0} with router.d_model set is a valid default: 8 swiglu experts of width 4 d, the
    best 2 per token. 0 in a field means the value in brackets. */
@@ -610,7 +612,8 @@ typedef struct moe_layer_config {
        in the place of x, and y = W_out (sum w f(h)) (NVIDIA 2025, Nemotron 3: LatentMoE). The
        router and shared experts read x [0: none, the experts read x] */
     int d_latent;
-    /* MOE_ACT_ of mlp and glu experts [relu]; swiglu and factorised always take silu */
+    /* MOE_ACT_ of mlp and glu experts; 0: relu of mlp, silu of glu. relu of glu is
+       MOE_ACT_NAMED_RELU, in texts "relu" as for mlp. swiglu and factorised always take silu */
     int act;
     int no_expert_bias;       /* 1: mlp and linear experts have no biases [0] */
     moe_real swiglu_alpha;    /* alpha of swiglu experts, 1e-6 to 1e6 [0: 1] */
@@ -3852,6 +3855,9 @@ static void moei_own_part(const struct moe_transport *t, size_t n, size_t *first
 
 /* ==== >>code_config =========================================================================== */
 
+/* Of experts: 0 is the default of the kind, and "relu" stands behind the other names. */
+#define MOEI_EXPERT_ACT(value, name, f, field) (value) == MOE_ACT_RELU ? "default" : name,
+static const char *const moei_expert_act_names[] = {MOE_ACTS(MOEI_EXPERT_ACT) "relu", NULL};
 static const char *const moei_kernel_names[] = {"auto", "c", "avx2", "avx512", "neon", "wasm", NULL};
 
 #define MOEI_L moe_layer_config
@@ -3863,7 +3869,7 @@ static const moe_field moei_layer_fields[] = {
     MOEI_CHOICE(MOEI_L, expert, MOE_EXPERT_COUNT, moei_expert_names, "kind of experts"),
     MOEI_INT(MOEI_L, d_ff, 1, MOE_MAX_WIDTH, "hidden width of an expert"),
     MOEI_INT(MOEI_L, d_low, 1, MOE_MAX_WIDTH, "rows of reduce in a factorised expert"),
-    MOEI_CHOICE(MOEI_L, act, MOE_ACT_COUNT, moei_act_names, "activation of mlp and glu experts"),
+    MOEI_CHOICE(MOEI_L, act, MOE_ACT_NAMED_RELU + 1, moei_expert_act_names, "activation of mlp and glu experts"),
     MOEI_FLAG(MOEI_L, no_expert_bias, "mlp and linear experts have no biases"),
     MOEI_REAL(MOEI_L, swiglu_alpha, 1e-6, 1e6, "alpha of swiglu experts"),
     MOEI_REAL(MOEI_L, swiglu_limit, 1e-6, 1e6, "limit of swiglu experts"),
@@ -3905,6 +3911,8 @@ static int moei_parity_width(int d, int d_low) {
 static void moei_layer_defaults(moe_layer_config *c) {
     int d = c->router.d_model;
     moei_default(&c->d_out, d);
+    if (c->expert == MOE_EXPERT_GLU) moei_default(&c->act, MOE_ACT_SILU);
+    else if (c->act == MOE_ACT_NAMED_RELU) c->act = MOE_ACT_RELU;
     if (moei_experts[c->expert].has & MOEI_HAS_LOW) {
         moei_default(&c->d_low, (d + 2) / 3);
         moei_default(&c->d_ff, moei_parity_width(d, c->d_low));
@@ -4509,6 +4517,18 @@ static size_t moei_stride(const moe_layer *layer, size_t width) {
 /* A constant 0 where such gates are left out. */
 #define MOEI_SHAPED(run) (MOEI_KEPT(EXTRAS, MOE_EXTRA_SHAPED) && (run)->shaped)
 
+/* MOE_ACT_ of a kind of experts. */
+static int moei_expert_act(const moe_layer_config *c, const moei_expert *kind) {
+    if (!(kind->has & MOEI_HAS_ACT)) return MOE_ACT_SILU;
+    return c->act == MOE_ACT_NAMED_RELU ? (int)MOE_ACT_RELU : c->act;
+}
+
+/* The score reads this activation of all experts. */
+static void moei_run_scores(moei_expert_run *run, int activation) {
+    run->scored = activation;
+    run->for_score = moei_ancestors(run->kind, activation);
+}
+
 /* What the runs of all experts of a kind share. */
 static moei_expert_run moei_expert_run_begin(const moe_layer *layer, int kind) {
     const moe_layer_config *c = &layer->config;
@@ -4517,7 +4537,7 @@ static moei_expert_run moei_expert_run_begin(const moe_layer *layer, int kind) {
     memset(&run, 0, sizeof run);
     run.layer = layer;
     run.kind = &moei_experts[kind];
-    run.act = run.kind->has & MOEI_HAS_ACT ? c->act : MOE_ACT_SILU;
+    run.act = moei_expert_act(c, run.kind);
     run.alpha = MOEI_R(1.0);
     run.limit = MOEI_INFINITY;
     if (run.kind->has & MOEI_HAS_SHAPE) {
@@ -4536,10 +4556,21 @@ static moei_expert_run moei_expert_run_begin(const moe_layer *layer, int kind) {
     run.ld[MOEI_X] = run.width[MOEI_X];
     run.needed = moei_ancestors(run.kind, MOE_NODE_OUTPUT);
     run.scored = -1;
-    if (kind >= MOEI_SHARED || !(moei_score_flags[c->router.score] & MOE_TRAIT_NEEDS_ALL_EXPERTS)) return run;
-    run.scored = moei_scored_activation(c);
-    run.for_score = moei_ancestors(run.kind, run.scored);
+    if (kind < MOEI_SHARED && (moei_score_flags[c->router.score] & MOE_TRAIT_NEEDS_ALL_EXPERTS))
+        moei_run_scores(&run, moei_scored_activation(c));
     return run;
+}
+
+/* The runs of a layer's experts. competes: they compete for the tokens of this call, or may. */
+static moei_expert_run moei_layer_runs(const moe_layer *layer, int competes) {
+    moei_expert_run run = moei_expert_run_begin(layer, layer->config.expert);
+    if (competes && layer->config.router.compete_rate > MOEI_R(0.0)) moei_run_scores(&run, MOE_NODE_OUTPUT);
+    return run;
+}
+
+/* The same for a call whose forward pass has begun. */
+static moei_expert_run moei_call_runs(const moe_layer *layer, const moe_call *call) {
+    return moei_layer_runs(layer, call->training && call->activation_width > 0);
 }
 
 /* The expert's block of a parameter of `size` numbers per expert; NULL when the layer has none. */
@@ -4952,7 +4983,7 @@ static moe_status moei_layer_size(const moe_layer *layer, size_t n, size_t past,
         if (past > 0) return MOE_ERR_UNSUPPORTED;
         return moei_group(layer->config.transport)->hooks->size(layer, n, training, bytes);
     }
-    run = moei_expert_run_begin(layer, layer->config.expert);
+    run = moei_layer_runs(layer, training);
     moei_layer_layout(layer, &run, n, past, training, &l, &p);
     if (l.overflow) return MOE_ERR_OVERFLOW;
     *bytes = l.used;
@@ -5473,6 +5504,34 @@ static void moei_inputs_forward(const moe_layer *layer, moe_layer_pass *p, const
     p->inputs = p->latent[1];
 }
 
+/* Whether the experts may compete in a call, and whether a random number decides. */
+static int moei_may_compete(const moe_layer *layer, const moe_call *call) {
+    const moe_router_config *c = &layer->config.router;
+    const moe_real *step = layer->tensors[MOE_ROUTER_STEP];
+    if (!(c->compete_rate > MOEI_R(0.0)) || !call->training) return 0;
+    if (c->freeze_at > 0 && step != NULL && step[0] >= (moe_real)c->freeze_at) return 0;
+    return c->compete_from == 0 || (step != NULL && step[0] >= (moe_real)c->compete_from);
+}
+
+static int moei_draws_competition(const moe_layer *layer, const moe_call *call) {
+    return moei_may_compete(layer, call) && layer->config.router.compete_rate < MOEI_R(1.0);
+}
+
+/* Whether experts compete for the tokens of this call: sets activation_width, by which the router
+   knows. */
+static moe_status moei_compete_begin(const moe_layer *layer, moe_call *call) {
+    const moe_layer_config *c = &layer->config;
+    int competes = moei_may_compete(layer, call);
+    if (!(c->router.compete_rate > MOEI_R(0.0))) return MOE_OK;
+    if (moei_draws_competition(layer, call)) {
+        if (call->rng == NULL) return moei_missing(call, "rng", "compete_rate");
+        competes = moe_rng_uniform(call->rng) < c->router.compete_rate;
+    }
+    call->activations = NULL;
+    call->activation_width = competes ? (size_t)moei_activation_width(c, c->expert, MOE_NODE_OUTPUT) : 0;
+    return MOE_OK;
+}
+
 /* For scores that read experts: the activation of every expert for every token. Padding counts as
    zeros. */
 static void moei_scored_forward(const moe_layer *layer, moe_layer_pass *p, const moei_expert_run *run,
@@ -5617,7 +5676,7 @@ moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_r
     if (call->batch != NULL)
         return moei_error(call->error, MOE_ERR_ARGUMENT,
                           "call.batch is set: a layer decides over several calls with config.transport only");
-    run = moei_expert_run_begin(layer, layer->config.expert);
+    run = moei_layer_runs(layer, moei_keeps(call));
     status = moei_layer_call_check(layer, &run, call);
     if (status != MOE_OK) return status;
     moei_layer_layout(layer, &run, call->n_tokens, call->n_past, moei_keeps(call), &l, &p);
@@ -5628,6 +5687,9 @@ moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_r
         return moei_error(call->error, MOE_ERR_SPACE, "work_size = %z: the call takes %z bytes", work_size, l.used);
     p.call = *call;
     p.x = call->x;
+    status = moei_compete_begin(layer, &p.call);
+    if (status != MOE_OK) return status;
+    run = moei_call_runs(layer, &p.call);
     team = moei_team(call);
     p.inputs = p.x;
     if (layer->config.d_latent > 0) moei_inputs_forward(layer, &p, &team);
@@ -5654,7 +5716,7 @@ moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_r
 
 static void moei_experts_backward(const moe_layer *layer, moe_layer_pass *p, const moei_returned *returned,
                                   moe_real *dx, const moe_parallel *team) {
-    moei_expert_run run = moei_expert_run_begin(layer, layer->config.expert);
+    moei_expert_run run = moei_call_runs(layer, &p->call);
     moei_task task = moei_task_begin(layer, p, MOEI_RUN_CHOSEN, &run);
     const moe_dispatch_plan *plan = &p->routing.plan;
     size_t rows = plan->rows > 0 ? task.experts * plan->rows : plan->offsets[task.experts];
@@ -5788,7 +5850,7 @@ static moe_status moei_layer_backward(const moe_layer *layer, const moei_returne
                                       moe_real *d_router_x, moe_layer_pass *pass) {
     moe_parallel team = moei_team(&pass->call);
     moe_router router = moei_layer_router(layer);
-    moei_expert_run run = moei_expert_run_begin(layer, layer->config.expert);
+    moei_expert_run run = moei_call_runs(layer, &pass->call);
     moe_real *d_scored = run.scored >= 0 ? pass->d_all[run.scored] : NULL, *d_inputs;
     moei_returned back = *returned;
     moe_status status;
@@ -6181,7 +6243,7 @@ static const moe_field moei_feed_forward_fields[] = {
     MOEI_CHOICE(MOEI_L, expert, MOE_EXPERT_COUNT, moei_expert_names, "kind of expert"),
     MOEI_INT(MOEI_L, d_ff, 1, MOE_MAX_WIDTH, "hidden width"),
     MOEI_INT(MOEI_L, d_low, 1, MOE_MAX_WIDTH, "rows of reduce in a factorised expert"),
-    MOEI_CHOICE(MOEI_L, act, MOE_ACT_COUNT, moei_act_names, "activation of an mlp or glu expert"),
+    MOEI_CHOICE(MOEI_L, act, MOE_ACT_NAMED_RELU + 1, moei_expert_act_names, "activation of an mlp or glu expert"),
     MOEI_FLAG(MOEI_L, no_expert_bias, "mlp and linear experts have no biases"),
     MOEI_REAL(MOEI_L, swiglu_alpha, 1e-6, 1e6, "alpha of a swiglu expert"),
     MOEI_REAL(MOEI_L, swiglu_limit, 1e-6, 1e6, "limit of a swiglu expert"),
@@ -6736,6 +6798,19 @@ static moe_status moei_module_parameter(const moe_net *net, size_t i, int place,
     return fits ? MOE_OK : MOE_ERR_OVERFLOW;
 }
 
+/* Layers with l1_controller = net share the tensor "net.l1", that of the first of them. */
+static int moei_shares_l1(const moe_module *m) {
+    return m->kind == MOE_MODULE_MIXTURE && m->layer.config.router.l1_controller == MOE_L1_NET;
+}
+
+/* The first module that shares the factor of module i, or i. */
+static size_t moei_l1_owner(const moe_net *net, size_t i) {
+    size_t first = 0;
+    if (!moei_shares_l1(&net->modules[i])) return i;
+    while (!moei_shares_l1(&net->modules[first])) first++;
+    return first;
+}
+
 /* The number of the network's tensors, and its parameter count. */
 static moe_status moei_net_count(const moe_net *net, size_t *tensors, size_t *numbers, moe_error *error) {
     moe_parameter slot;
@@ -6750,7 +6825,7 @@ static moe_status moei_net_count(const moe_net *net, size_t *tensors, size_t *nu
                 return moei_error(error, MOE_ERR_OVERFLOW,
                                   "module %z (%s): the tensors do not fit this machine's memory", i,
                                   moei_module_names[net->modules[i].kind]);
-            ++*tensors;
+            *tensors += place != MOE_ROUTER_L1 || moei_l1_owner(net, i) == i;
         }
     return MOE_OK;
 }
@@ -6785,7 +6860,10 @@ static moe_status moei_net_register(moe_net *net, moe_error *error) {
         net->modules[i].first_tensor = net->n_tensors;
         for (place = 0; place < MOE_LAYER_PARAMETER_COUNT; place++) {
             if (moei_module_parameter(net, i, place, &slot) != MOE_OK) continue;
+            if (place == MOE_ROUTER_L1 && moei_l1_owner(net, i) != i) continue;
             moei_tensor_describe(i, &slot, &tensor);
+            if (place == MOE_ROUTER_L1 && moei_shares_l1(&net->modules[i]))
+                memcpy(tensor.name, "net.l1", sizeof "net.l1");
             MOEI_ARRAY_ADD(net->tensors, net->n_tensors, tensor);
         }
     }
@@ -6848,6 +6926,12 @@ static void moei_net_bind(moe_net *net, moe_real *values, moe_real *gradients) {
             net->tensors[t].data = values + at;
             net->tensors[t].gradient = gradients != NULL ? gradients + at : NULL;
             at += net->tensors[t].count;
+        }
+        if (moei_l1_owner(net, i) != i) {
+            const moe_layer *owner = &net->modules[moei_l1_owner(net, i)].layer;
+            m->layer.tensors[MOE_ROUTER_L1] = owner->tensors[MOE_ROUTER_L1];
+            m->layer.gradients[MOE_ROUTER_L1] = owner->gradients[MOE_ROUTER_L1];
+            at++; /* its own is not used */
         }
         for (t = m->first_tensor, place = 0; place < MOE_MODULE_SLOTS && !moei_is_layer(m); place++) {
             const moe_tensor *tensor = moei_module_tensor_of(m, place).name != NULL ? &net->tensors[t++] : NULL;
@@ -6968,8 +7052,13 @@ static moe_tensor *moei_net_tensor(const moe_net *net, const char *name) {
     const char *p = name;
     size_t i = 0, t;
     if (net == NULL || name == NULL) return NULL;
-    for (; *p >= '0' && *p <= '9' && i < net->n_modules; p++) i = i * 10 + (size_t)(*p - '0');
-    if (*p != '.' || i >= net->n_modules) return NULL;
+    if (moei_strcmp(name, "net.l1") == 0) {
+        while (i < net->n_modules && !moei_shares_l1(&net->modules[i])) i++;
+    } else {
+        for (; *p >= '0' && *p <= '9' && i < net->n_modules; p++) i = i * 10 + (size_t)(*p - '0');
+        if (*p != '.') return NULL;
+    }
+    if (i >= net->n_modules) return NULL;
     for (t = net->modules[i].first_tensor; t < moei_last_tensor(net, i); t++)
         if (moei_strcmp(net->tensors[t].name, name) == 0) return &net->tensors[t];
     return NULL;
@@ -8803,10 +8892,6 @@ moe_status moe_net_observe(moe_net *net, const moe_net_pass *pass) {
     return status;
 }
 
-static int moei_shares_l1(const moe_module *m) {
-    return m->kind == MOE_MODULE_MIXTURE && m->layer.config.router.l1_controller == MOE_L1_NET;
-}
-
 /* The next factor of all L1 losses with l1_controller = net, by the mean gap of their layers; 0 if
    there is none, or nothing to go by. */
 static void moei_net_l1(const moe_net *net, moe_real *factor) {
@@ -9129,8 +9214,7 @@ static moe_status moei_routers_check(const moe_net *net, const moe_data *data, s
             return moei_error(error, MOE_ERR_ARGUMENT,
                               "module %z (mixture): its router has the trait %s, but the samples have only x%s", i,
                               moe_trait_name(lacks & (~lacks + 1u)), data->token_ids != NULL ? " and token_ids" : "");
-        if (training && c->loss_distill > MOEI_R(0.0) && !c->student &&
-            (data->call == NULL || data->call->teacher == NULL))
+        if (training && moei_wants_teacher(c) && (data->call == NULL || data->call->teacher == NULL))
             return moei_error(error, MOE_ERR_ARGUMENT,
                               "module %z (mixture): loss_distill needs a teacher, but the samples have only x; student "
                               "= 1 needs none",
@@ -10246,9 +10330,9 @@ moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_ste
 
 /* ==== >>code_files ============================================================================ */
 
-/* The metadata key whose value is the configuration, as JSON, and the format that this version
-   writes and reads. */
-enum { MOEI_CONFIG_FORMAT = 1 };
+/* The format of the configuration, which is JSON, that this version writes: of 0.2. It reads 1,
+   that of 0.1, too: there fields that have no effect are reset, not refused. */
+enum { MOEI_CONFIG_FORMAT = 2 };
 
 /* The metadata key of the checksums: of each tensor the CRC-32 (that of zlib) of its bytes in the
    file, as eight hexadecimal digits, in the order of the network's parameters, then the trainer's
@@ -10847,8 +10931,13 @@ static moe_status moei_config_kind(moei_json *j, const char *place, int *kind) {
     return status;
 }
 
+/* In a file, act counts for nothing beside kinds of experts that do not have it. */
+static void moei_config_act(moe_layer_config *config) {
+    if (!(moei_experts[config->expert].has & MOEI_HAS_ACT)) config->act = 0;
+}
+
 /* Adds one element of "modules" to the network. */
-static moe_status moei_config_module(moei_json *j, moe_net *net) {
+static moe_status moei_config_module(moei_json *j, moe_net *net, int origin) {
     moe_module m;
     moei_text t;
     char place[32];
@@ -10863,16 +10952,18 @@ static moe_status moei_config_module(moei_json *j, moe_net *net) {
     (void)moei_json_peek(j);
     at = j->at;
     status = moei_config_kind(j, place, &m.kind);
-    m.layer.config.router.preset = MOEI_OF_A_FILE;
+    m.layer.config.router.preset = origin;
     if (status == MOE_OK)
         status = moei_config_fields(j, place, moei_module_fields(m.kind), moei_module_settings(&m), 1);
     if (status != MOE_OK) return status;
+    moei_config_act(&m.layer.config);
     status = moe_net_append(net, &m);
     return status == MOE_OK ? MOE_OK : moei_json_refuse(j, at, status, "%s", net->error.message);
 }
 
-/* The whole text: finds where the value of "net" or "layer" begins, and checks the format. */
-static moe_status moei_config_top(moei_json *j, const char *wanted, size_t *value_at) {
+/* The whole text: finds where the value of "net" or "layer" begins, and checks the format. *origin
+   is where its routers come from (moe_router_config.preset). */
+static moe_status moei_config_top(moei_json *j, const char *wanted, size_t *value_at, int *origin) {
     static const char *const names[] = {"format", "net", "layer", NULL};
     char shown[52];
     size_t at[3];
@@ -10887,8 +10978,10 @@ static moe_status moei_config_top(moei_json *j, const char *wanted, size_t *valu
     format = moei_config_word(j);
     if (!moei_is_json_number(format) || !moei_parse_real((const char *)format.p, moei_span_length(format), &number))
         return moei_json_refuse(j, at[0], MOE_ERR_FORMAT, "format must be a number");
-    if (number < (moe_real)MOEI_CONFIG_FORMAT || number > (moe_real)MOEI_CONFIG_FORMAT)
-        return moei_json_refuse(j, at[0], MOE_ERR_UNSUPPORTED, "format = %s: this version reads format %d",
+    *origin = number < (moe_real)MOEI_CONFIG_FORMAT ? MOEI_OF_A_FILE : 0;
+    if (number < MOEI_R(1.0) || number > (moe_real)MOEI_CONFIG_FORMAT ||
+        number < (moe_real)(int)number || number > (moe_real)(int)number)
+        return moei_json_refuse(j, at[0], MOE_ERR_UNSUPPORTED, "format = %s: this version reads formats 1 to %d",
                                 moei_span_text(format, shown), (int)MOEI_CONFIG_FORMAT);
     *value_at = at[layer ? 2 : 1];
     if (*value_at == 0 || at[layer ? 1 : 2] != 0)
@@ -10909,7 +11002,8 @@ static moe_status moei_config_net(moei_json *j, moe_net *net, const moei_net_opt
     static const char *const names[] = {"d_in", "modules", NULL};
     moe_module small;
     size_t start, at[2];
-    moe_status status = moei_config_top(j, "net", &start);
+    int origin;
+    moe_status status = moei_config_top(j, "net", &start, &origin);
     if (status != MOE_OK) return status;
     j->at = start;
     if ((status = moei_config_members(j, "net", names, at)) != MOE_OK) return status;
@@ -10924,7 +11018,7 @@ static moe_status moei_config_net(moei_json *j, moe_net *net, const moei_net_opt
     j->at = at[1];
     if ((status = moei_json_take(j, '[')) != MOE_OK) return status;
     do {
-        if ((status = moei_config_module(j, net)) != MOE_OK) return status;
+        if ((status = moei_config_module(j, net, origin)) != MOE_OK) return status;
         if (moei_json_peek(j) == ']') return MOE_OK;
     } while ((status = moei_json_take(j, ',')) == MOE_OK);
     return status;
@@ -10932,12 +11026,15 @@ static moe_status moei_config_net(moei_json *j, moe_net *net, const moei_net_opt
 
 static moe_status moei_config_layer(moei_json *j, moe_layer_config *config) {
     size_t start;
-    moe_status status = moei_config_top(j, "layer", &start);
+    int origin;
+    moe_status status = moei_config_top(j, "layer", &start, &origin);
     if (status != MOE_OK) return status;
     j->at = start;
     memset(config, 0, sizeof *config);
-    config->router.preset = MOEI_OF_A_FILE;
-    return moei_config_fields(j, "layer", moe_layer_fields(), config, 0);
+    config->router.preset = origin;
+    status = moei_config_fields(j, "layer", moe_layer_fields(), config, 0);
+    moei_config_act(config);
+    return status;
 }
 
 /* Reads the configuration of a file into net, or when that is NULL into layer. */

@@ -153,7 +153,7 @@
 
    >>manual
 
-   A router is a pipeline of independent stages; a published router is a setting of them:
+   A router is a pipeline of independent stages:
 
      x --input--> u --score--> z --noise--> z --gate--> r --refine--> p
        --select--> S --weight--> w --capacity--> dispatch plan
@@ -173,8 +173,6 @@
    Configuration. {0} with d_model set is a valid default. moe_router_fields describes every field:
    name, kind, range, default, names of its values. moe_router_check fills in the defaults and
    refuses what cannot work; the message names the field, or both fields that clash.
-
-   Workspace. moe_route_size returns the exact bytes for n tokens. moe_route allocates nothing.
 
    Arithmetic is in moe_real, whatever the experts use. Matrix products use the kernels given to
    moe_router_init.
@@ -211,15 +209,6 @@
    moe_router_check_decoding says which mode would work. The causal refine stage reads earlier
    tokens from past_u and past_gate. What needs a batch only in training (sinkhorn, balanced, drop
    rules) decodes.
-
-   Soft MoE (select = soft) leaves the pipeline after u: every expert works on mixtures of tokens,
-   and score, gate, weight and losses do not apply.
-
-   Metrics. Call moe_metrics_add after moe_route and moe_metrics_report when you want the numbers:
-   entropies, load, capacity, expert and class, all in double.
-
-   Integers. The last section routes one token without floating point, for models that
-   examples/extras/moe_export.h makes of a configuration.
 
    Pointers. Every moe_error and every table of kernels (plain C) may be NULL; what else may be NULL
    is said with the function or field. Other NULL pointers give MOE_ERR_ARGUMENT where a function
@@ -302,7 +291,6 @@ enum {
 
     MOEI_SCORE_TRAINED = 512,   /* scores: has parameters that training changes */
     MOEI_SCORE_WEIGHT = 1024,   /* router.weight holds a vector per expert */
-    MOEI_SCORE_BIAS = 2048,     /* may have router.bias */
     /* has a vector per expert that tokens can be compared with, router.weight or not */
     MOEI_SCORE_VECTORS = 4096,
     MOEI_SCORE_POSITIVE = 8192, /* logits are never negative */
@@ -316,8 +304,6 @@ enum {
     MOEI_SELECT_AT_MOST_K = 1024,         /* at most K choices per token; else up to E */
     MOEI_SELECT_BATCH_IN_TRAINING = 2048, /* needs the batch only in training */
     MOEI_SELECT_ANY_K = 4096,             /* a schedule may change K */
-    /* needs no settings of its own, so switch_from may name it */
-    MOEI_SELECT_COMES_FIRST = 8192,
     MOEI_SELECT_LIMITS_LOAD = 16384,      /* limits the load of experts itself */
     MOEI_SELECT_OWN_FACTOR = 32768,       /* capacity_factor is its own: it drops nothing */
     MOEI_SELECT_LEAVES_OUT = 65536,       /* works without the experts that expert_dropout excludes */
@@ -362,11 +348,11 @@ enum {
 #define MOE_SCORES(X) \
     /* z_te = u_t . W_e + b_e */ \
     X(MOE_SCORE_LINEAR, "linear", moei_score_linear, moei_score_linear_backward, \
-      MOEI_SCORE_TRAINED | MOEI_SCORE_WEIGHT | MOEI_SCORE_BIAS | MOEI_SCORE_VECTORS) \
+      MOEI_SCORE_TRAINED | MOEI_SCORE_WEIGHT | MOEI_SCORE_VECTORS) \
     /* The same, W and b frozen at their random start. Chen et al. 2023, Sparse MoE as the new \
        dropout */ \
     X(MOE_SCORE_RANDOM, "random", moei_score_linear, moei_score_random_backward, \
-        MOEI_SCORE_WEIGHT | MOEI_SCORE_BIAS | MOEI_SCORE_VECTORS) \
+        MOEI_SCORE_WEIGHT | MOEI_SCORE_VECTORS) \
     /* z_t = W2 act(W1 u_t + b1) + b2 */ \
     X(MOE_SCORE_MLP, "mlp", moei_score_mlp, moei_score_mlp_backward, MOEI_SCORE_TRAINED) \
     /* z_te = cos(P u_t, W_e) / tau; with cosine_keep_length (P u_t) . W_e / |W_e| / tau. \
@@ -465,10 +451,9 @@ enum {
     /* The K largest of the selection score: z where p rises with it and nothing is added, else p \
        + b */ \
     X(MOE_SELECT_TOP_K, "top_k", moei_select_top_k, \
-      MOEI_SELECT_IN_ORDER | MOEI_SELECT_AT_MOST_K | MOEI_SELECT_ANY_K | MOEI_SELECT_COMES_FIRST | \
-          MOEI_SELECT_LEAVES_OUT, 0) \
+      MOEI_SELECT_IN_ORDER | MOEI_SELECT_AT_MOST_K | MOEI_SELECT_ANY_K | MOEI_SELECT_LEAVES_OUT, 0) \
     /* All experts */ \
-    X(MOE_SELECT_DENSE, "dense", moei_select_dense, MOEI_SELECT_COMES_FIRST | MOEI_SELECT_LEAVES_OUT, 0) \
+    X(MOE_SELECT_DENSE, "dense", moei_select_dense, MOEI_SELECT_LEAVES_OUT, 0) \
     /* Forced routing: the caller's indices, call.given */ \
     X(MOE_SELECT_GIVEN, "given", moei_select_given, MOEI_SELECT_AT_MOST_K, MOE_TRAIT_NEEDS_GIVEN) \
     /* top_k of p + b inside the groups_kept best of `groups` groups of experts. DeepSeek-V2 \
@@ -476,22 +461,22 @@ enum {
     X(MOE_SELECT_GROUPED_TOP_K, "grouped_top_k", moei_select_grouped_top_k, MOEI_SELECT_AT_MOST_K, 0) \
     /* The best experts until their p sums to more than top_p, the crossing one included. \
        Huang et al. 2024, Harder tasks need more experts */ \
-    X(MOE_SELECT_TOP_P, "top_p", moei_select_top_p, MOEI_SELECT_COMES_FIRST, 0) \
+    X(MOE_SELECT_TOP_P, "top_p", moei_select_top_p, 0, 0) \
     /* All with p > theta, theta fixed or learned; threshold_fallback: the best one if there is \
        none. Guo et al. 2024, DynMoE */ \
     X(MOE_SELECT_THRESHOLD, "threshold", moei_select_threshold, \
-        MOEI_SELECT_COMES_FIRST | MOEI_SELECT_LEAVES_OUT, 0) \
+        MOEI_SELECT_LEAVES_OUT, 0) \
     /* All with p > 0; may be empty. Wang et al. 2024, ReMoE */ \
-    X(MOE_SELECT_POSITIVE, "positive", moei_select_positive, \
-        MOEI_SELECT_COMES_FIRST | MOEI_SELECT_LEAVES_OUT, 0) \
+    X(MOE_SELECT_POSITIVE, "positive", moei_select_threshold, \
+        MOEI_SELECT_LEAVES_OUT, 0) \
     /* Each expert takes its C = max(1, round(capacity_factor N / E)) best tokens by p, or by z. \
        Zhou et al. 2022 */ \
     X(MOE_SELECT_EXPERT_CHOICE, "expert_choice", moei_select_expert_choice, \
-        MOEI_SELECT_COMES_FIRST | MOEI_SELECT_LIMITS_LOAD | MOEI_SELECT_LEAVES_OUT, MOE_TRAIT_NEEDS_BATCH) \
+        MOEI_SELECT_LIMITS_LOAD | MOEI_SELECT_LEAVES_OUT, MOE_TRAIT_NEEDS_BATCH) \
     /* Each token goes to its best expert by z. The expert keeps the shortest prefix of its tokens \
        that holds affinity_mass of their summed positive z (or affinity_sum of it), at least \
        capacity_min, at most capacity. LocMoE+, Li et al. 2024 */ \
-    X(MOE_SELECT_AFFINITY, "affinity", moei_select_affinity, MOEI_SELECT_COMES_FIRST | MOEI_SELECT_LIMITS_LOAD, \
+    X(MOE_SELECT_AFFINITY, "affinity", moei_select_affinity, MOEI_SELECT_LIMITS_LOAD, \
         MOE_TRAIT_NEEDS_BATCH) \
     /* router.table[token id], K experts per token id. Roller et al. 2021, Hash layers */ \
     X(MOE_SELECT_HASH, "hash", moei_select_hash, MOEI_SELECT_AT_MOST_K, MOE_TRAIT_NEEDS_TOKEN_IDS) \
@@ -503,20 +488,20 @@ enum {
     /* In training the K largest of d0 Q d1, Q = exp(z) scaled to even rows and columns; outside \
        training top_k. Clark et al. 2022, Unified scaling laws for routed language models */ \
     X(MOE_SELECT_SINKHORN, "sinkhorn", moei_select_sinkhorn, \
-      MOEI_SELECT_AT_MOST_K | MOEI_SELECT_BATCH_IN_TRAINING | MOEI_SELECT_ANY_K | MOEI_SELECT_COMES_FIRST, \
+      MOEI_SELECT_AT_MOST_K | MOEI_SELECT_BATCH_IN_TRAINING | MOEI_SELECT_ANY_K, \
           MOE_TRAIT_NEEDS_BATCH) \
     /* In training K draws without replacement from p; outside training the K largest p, or with \
        sample_at = always draws as well */ \
     X(MOE_SELECT_SAMPLE, "sample", moei_select_sample, \
-        MOEI_SELECT_AT_MOST_K | MOEI_SELECT_ANY_K | MOEI_SELECT_COMES_FIRST, MOE_TRAIT_STOCHASTIC) \
+        MOEI_SELECT_AT_MOST_K | MOEI_SELECT_ANY_K, MOE_TRAIT_STOCHASTIC) \
     /* In training the assignment of one expert per token with the largest sum of z (cut off to \
        about 2^-46 of the largest) under which all experts take equally many tokens, within 1; \
        one of equal sums, the same everywhere; outside training top_k. Lewis et al. 2021, \
        BASE layers */ \
     X(MOE_SELECT_BALANCED, "balanced", moei_select_balanced, \
-      MOEI_SELECT_AT_MOST_K | MOEI_SELECT_BATCH_IN_TRAINING | MOEI_SELECT_COMES_FIRST, MOE_TRAIT_NEEDS_BATCH) \
+      MOEI_SELECT_AT_MOST_K | MOEI_SELECT_BATCH_IN_TRAINING, MOE_TRAIT_NEEDS_BATCH) \
     /* moe_router.custom.select marks the experts */ \
-    X(MOE_SELECT_CUSTOM, "custom", moei_select_custom, MOEI_SELECT_COMES_FIRST, 0) \
+    X(MOE_SELECT_CUSTOM, "custom", moei_select_custom, 0, 0) \
     /* The K/G best of each of G = `groups` groups of experts, by the score of top_k. \
        Tang et al. 2025, Pangu Pro MoE: mixture of grouped experts for efficient sparsity */ \
     X(MOE_SELECT_GROUPED_EACH, "grouped_each", moei_select_grouped_each, \
@@ -559,7 +544,7 @@ enum {
    slope would not be finite. Functions: one token forward, backward. */
 #define MOE_WEIGHTS(X) \
     /* p_te / sum_S p */ \
-    X(MOE_WEIGHT_SUM, "sum", moei_weight_sum, moei_weight_sum_backward, MOEI_WEIGHT_ONE_IS_CONSTANT) \
+    X(MOE_WEIGHT_SUM, "sum", moei_weight_p_norm, moei_weight_p_norm_backward, MOEI_WEIGHT_ONE_IS_CONSTANT) \
     /* exp(z_te) / sum_S exp(z) */ \
     X(MOE_WEIGHT_SOFTMAX, "softmax", moei_weight_softmax, moei_weight_softmax_backward, \
         MOEI_WEIGHT_ONE_IS_CONSTANT | MOEI_WEIGHT_READS_LOGITS) \
@@ -648,6 +633,11 @@ enum {
     X(MOE_DISTILL_CE_HARD, "ce_hard") /* -ln softmax(z) at the teacher's best expert */ \
     X(MOE_DISTILL_CE_SOFT, "ce_soft") /* the cross-entropy of the two softmaxes */ \
     X(MOE_DISTILL_MSE, "mse")         /* their mean squared difference */
+/* c, the response of an expert with compete_rate, and the weights of the K largest. */
+#define MOE_COMPETES(X) \
+    /* mean over features of softplus(f_e(x_t)); c / sum_S c (Nguyen et al. 2025, CompeteSMoE) */ \
+    X(MOE_COMPETE_SOFTPLUS, "softplus") \
+    X(MOE_COMPETE_NORM, "norm") /* |f_e(x_t)|; softmax over S of c (Pham et al. 2024) */
 /* f_e of the balance loss. */
 #define MOE_BALANCES(X) \
     X(MOE_BALANCE_PAIRS, "pairs")   /* n_e / sum n */ \
@@ -692,40 +682,21 @@ enum {
 #define MOEI_VALUE_BIT(value, bit, name) value = (bit),
 /* The values of the tables above. */
 enum { MOE_TRAITS(MOEI_VALUE_BIT) MOEI_TRAITS_END };
-enum { MOE_INPUTS(MOEI_VALUE5) MOE_INPUT_COUNT };
-enum { MOE_AC_MODES(MOEI_VALUE2) MOE_AC_COUNT };
-enum { MOE_SPREADS(MOEI_VALUE2) MOE_SPREAD_COUNT };
-enum { MOE_SCORES(MOEI_VALUE5) MOE_SCORE_COUNT };
-enum { MOE_NODES(MOEI_VALUE2) MOE_NODE_COUNT };
-enum { MOE_NORMS(MOEI_VALUE2) MOE_NORM_COUNT };
-enum { MOE_NOISES(MOEI_VALUE2) MOE_NOISE_COUNT };
-enum { MOE_GATES(MOEI_VALUE5) MOE_GATE_COUNT };
-enum { MOE_REFINES(MOEI_VALUE2) MOE_REFINE_COUNT };
-enum { MOE_SIMILARITIES(MOEI_VALUE2) MOE_SIMILARITY_COUNT };
-enum { MOE_HEADS(MOEI_VALUE2) MOE_HEADS_COUNT };
-enum { MOE_ATTENTION_US(MOEI_VALUE2) MOE_ATTENTION_U_COUNT };
-enum { MOE_SELECTS(MOEI_VALUE5) MOE_SELECT_COUNT };
-enum { MOE_GROUPS(MOEI_VALUE2) MOE_GROUP_COUNT };
-enum { MOE_FALLBACKS(MOEI_VALUE2) MOE_FALLBACK_COUNT };
-enum { MOE_EXPERT_CHOICES(MOEI_VALUE2) MOE_EXPERT_CHOICE_COUNT };
-enum { MOE_WEIGHTS(MOEI_VALUE5) MOE_WEIGHT_COUNT };
-enum { MOE_WEIGHT_OVERS(MOEI_VALUE2) MOE_WEIGHT_OVER_COUNT };
-enum { MOE_DROPS(MOEI_VALUE2) MOE_DROP_COUNT };
-enum { MOE_DROP_RULES(MOEI_VALUE2) MOE_DROP_RULE_COUNT };
-enum { MOE_RENORMALIZES(MOEI_VALUE2) MOE_RENORMALIZE_COUNT };
-enum { MOE_APPLIES(MOEI_VALUE2) MOE_APPLY_COUNT };
-enum { MOE_BOUNDS(MOEI_VALUE2) MOE_BOUND_COUNT };
-enum { MOE_LOSSES(MOEI_VALUE4) MOE_LOSS_COUNT };
-enum { MOE_DISTILLS(MOEI_VALUE2) MOE_DISTILL_COUNT };
-enum { MOE_BALANCES(MOEI_VALUE2) MOE_BALANCE_COUNT };
-enum { MOE_SCOPES(MOEI_VALUE2) MOE_SCOPE_COUNT };
-enum { MOE_IMPORTANCES(MOEI_VALUE2) MOE_IMPORTANCE_COUNT };
-enum { MOE_BIAS_RULES(MOEI_VALUE2) MOE_BIAS_RULE_COUNT };
-enum { MOE_TAUS(MOEI_VALUE2) MOE_TAU_COUNT };
-enum { MOE_SAMPLE_ATS(MOEI_VALUE2) MOE_SAMPLE_AT_COUNT };
-enum { MOE_SAMPLE_SCOPES(MOEI_VALUE2) MOE_SAMPLE_SCOPE_COUNT };
-enum { MOE_DROPOUT_SCOPES(MOEI_VALUE2) MOE_DROPOUT_SCOPE_COUNT };
-enum { MOE_L1S(MOEI_VALUE2) MOE_L1_COUNT };
+/* Every table above: X(table, x, y, number of the MOEI_VALUE and MOEI_NAME for its rows) makes
+   MOE_x_COUNT and moei_y_names; S(x, y, number) the same of the table MOE_xS. */
+#define MOEI_TABLES(S, X) \
+    S(INPUT, input, 5) S(SPREAD, spread, 2) S(SCORE, score, 5) S(NODE, node, 2) S(NORM, norm, 2) S(NOISE, noise, 2) \
+    S(GATE, gate, 5) S(REFINE, refine, 2) S(ATTENTION_U, attention_u, 2) S(SELECT, select, 5) S(GROUP, group, 2) \
+    S(FALLBACK, fallback, 2) S(EXPERT_CHOICE, expert_choice, 2) S(WEIGHT, weight, 5) S(WEIGHT_OVER, weight_over, 2) \
+    S(DROP, drop, 2) S(DROP_RULE, drop_rule, 2) S(RENORMALIZE, renormalize, 2) S(BOUND, bound, 2) \
+    S(DISTILL, distill, 2) S(COMPETE, compete, 2) S(BALANCE, balance, 2) S(SCOPE, scope, 2) \
+    S(IMPORTANCE, importance, 2) S(BIAS_RULE, bias_rule, 2) S(TAU, tau, 2) S(SAMPLE_AT, sample_at, 2) \
+    S(SAMPLE_SCOPE, sample_scope, 2) S(DROPOUT_SCOPE, dropout_scope, 2) S(L1, l1, 2) X(MOE_AC_MODES, AC, ac, 2) \
+    X(MOE_SIMILARITIES, SIMILARITY, similarity, 2) X(MOE_HEADS, HEADS, heads, 2) X(MOE_APPLIES, APPLY, apply, 2) \
+    X(MOE_LOSSES, LOSS, loss, 4)
+#define MOEI_TABLE_VALUES(rows, x, y, n) enum { rows(MOEI_VALUE##n) MOE_##x##_COUNT };
+#define MOEI_TABLE_VALUES_S(x, y, n) MOEI_TABLE_VALUES(MOE_##x##S, x, y, n)
+MOEI_TABLES(MOEI_TABLE_VALUES_S, MOEI_TABLE_VALUES)
 /* Beside stages, what a mask of >>options may leave out (MOE_KEEP_EXTRAS): limits on the tokens of
    an expert; what changes with steps; calls with training = 1; swiglu experts with swiglu_alpha,
    swiglu_limit or swiglu_offset; calls with a batch. */
@@ -744,9 +715,9 @@ enum {
 enum { MOE_MAX_EXPERTS = sizeof(int) > 2 ? 65536 : 32767, MOE_MAX_WIDTH = sizeof(int) > 2 ? 16777216 : 32767 };
 
 /* All fields: rows INT or REAL (name, default, least, greatest, about), FLAG (name, about): 0 or 1,
-   default 0, and CHOICE (name, prefix of the values, names, about), default 0. A field that is 0
-   has its default. A default of 0 here depends on other fields and is given in brackets, or 0 is a
-   value. */
+   default 0, and CHOICE (name, x of MOE_x_COUNT, y of moei_y_names, about), default 0. A field that
+   is 0 has its default. A default of 0 here depends on other fields and is given in brackets, or 0
+   is a value. */
 #define MOE_ROUTER_FIELDS(INT, FLAG, CHOICE, REAL) \
     INT(d_model, 0, 1, MOE_MAX_WIDTH, "d, width of a token; required") \
     INT(n_experts, 8, 1, MOE_MAX_EXPERTS, "E, number of experts") \
@@ -757,63 +728,63 @@ enum { MOE_MAX_EXPERTS = sizeof(int) > 2 ? 65536 : 32767, MOE_MAX_WIDTH = sizeof
     INT(n_constant, 0, 0, MOE_MAX_EXPERTS, \
         "constant experts: f = a1 x + a2 v, v learned, [a1, a2] = softmax(W x) (Jin et al. 2024, MoE++)") \
     /* input */ \
-    CHOICE(input, MOE_INPUT, moei_input_names, "what the router sees") \
+    CHOICE(input, INPUT, input, "what the router sees") \
     FLAG(raw_input, "in a network the router reads the input of the norms directly before the layer (router_x)") \
     REAL(jitter_eps, 0.01, 1e-6, 1, "eps of jitter") \
-    CHOICE(ac_mode, MOE_AC, moei_ac_names, "where adaptive clustering has its feature weights from") \
-    CHOICE(ac_spread, MOE_SPREAD, moei_spread_names, "dispersion of a cluster") \
+    CHOICE(ac_mode, AC, ac, "where adaptive clustering has its feature weights from") \
+    CHOICE(ac_spread, SPREAD, spread, "dispersion of a cluster") \
     INT(ac_mix, 0, 1, MOE_MAX_EXPERTS, "J, how many of the previous layer's experts are mixed [1]") \
     REAL(ac_lambda, 0, 1e-9, 1e9, "> 0: the theorem's exact feature weights lambda / (s + alpha_k)") \
     REAL(ac_rho, 0, 1e-9, 1, "rho of mode running: table <- rho table + (1 - rho) M [0.9]") \
     /* score */ \
-    CHOICE(score, MOE_SCORE, moei_score_names, "how logits are computed") \
+    CHOICE(score, SCORE, score, "how logits are computed") \
     FLAG(router_bias, "the score linear or random has a bias") \
     INT(cosine_dim, 0, 1, MOE_MAX_WIDTH, "r, rows of the projection P; 0: no projection") \
     FLAG(cosine_keep_length, "only the expert's vector is normalized") \
     FLAG(cosine_learn_tau, "tau is the parameter router.temperature") \
     REAL(cosine_tau, 1, 1e-6, 1e6, "tau, or its start when learned") \
-    CHOICE(norm_node, MOE_NODE, moei_node_names, "the activation that the score norm reads") \
-    CHOICE(norm_order, MOE_NORM, moei_norm_names, "its norm") \
+    CHOICE(norm_node, NODE, node, "the activation that the score norm reads") \
+    CHOICE(norm_order, NORM, norm, "its norm") \
     INT(router_hidden, 0, 1, MOE_MAX_WIDTH, \
         "h, hidden width of the scores mlp [d] and attentive [that of the experts]") \
-    CHOICE(router_act, MOE_ACT, moei_act_names, "activation function of the scores mlp and attentive") \
+    CHOICE(router_act, ACT, act, "activation function of the scores mlp and attentive") \
     FLAG(grap_cosine, "grap divides by the token's length") \
     FLAG(router_residual, \
         "z += W_g z', z' the previous MoE layer's logits; nothing in the first (Jin et al. 2024, MoE++)") \
     /* noise, gate */ \
     REAL(logit_cap, 0, 1e-6, 1e6, "c > 0: z = c tanh(z / c), before noise (Grok-2: 30)") \
-    CHOICE(noise, MOE_NOISE, moei_noise_names, "noise on the logits in training") \
+    CHOICE(noise, NOISE, noise, "noise on the logits in training") \
     REAL(noise_floor, 0.01, 1e-9, 1e6, "least scale of noisy_topk") \
     REAL(noise_sigma, 0, 1e-9, 1e6, "scale of gaussian [1/E]") \
-    CHOICE(gate, MOE_GATE, moei_gate_names, "logits to gate values") \
+    CHOICE(gate, GATE, gate, "logits to gate values") \
     REAL(gate_temperature, 1, 1e-6, 1e6, "T of softmax and sigmoid") \
     /* refine */ \
-    CHOICE(refine, MOE_REFINE, moei_refine_names, "mixes gate values between tokens") \
+    CHOICE(refine, REFINE, refine, "mixes gate values between tokens") \
     REAL(similarity_tau, 1, 1e-6, 1e6, "tau of similarity") \
-    CHOICE(similarity_scale, MOE_SIMILARITY, moei_similarity_names, "how similarity scales its products") \
+    CHOICE(similarity_scale, SIMILARITY, similarity, "how similarity scales its products") \
     FLAG(similarity_learned, "W_s is the parameter router.similarity, else the identity") \
     FLAG(lower_entropy_only, "only tokens j with H(r_j) <= H(r_i) take part") \
     FLAG(causal, "only tokens j <= i take part") \
     INT(heads, 1, 1, 4096, "attention heads supplied with the call") \
-    CHOICE(attention_heads, MOE_HEADS, moei_heads_names, "which of them refine") \
+    CHOICE(attention_heads, HEADS, heads, "which of them refine") \
     INT(attention_head, 0, 0, 4095, "the head of fixed") \
     REAL(attention_sigma, 1, 1e-6, 1e6, "sigma of attention") \
-    CHOICE(attention_u, MOE_ATTENTION_U, moei_attention_u_names, "what attention compares") \
+    CHOICE(attention_u, ATTENTION_U, attention_u, "what attention compares") \
     /* select */ \
-    CHOICE(select, MOE_SELECT, moei_select_names, "which experts a token takes") \
+    CHOICE(select, SELECT, select, "which experts a token takes") \
     FLAG(selection_bias, "the state router.selection_bias is added to p for selection only") \
     INT(groups, 1, 1, MOE_MAX_EXPERTS, "groups of grouped_top_k and grouped_each, a divisor of E") \
     INT(groups_kept, 1, 1, MOE_MAX_EXPERTS, "how many of them are kept") \
-    CHOICE(group_score, MOE_GROUP, moei_group_names, "what a group is worth") \
+    CHOICE(group_score, GROUP, group, "what a group is worth") \
     FLAG(custom_batch, "the custom score or selection reads other tokens as well: not causal") \
     INT(custom_parameters, 0, 1, MOE_MAX_WIDTH, "length of router.custom, the custom score's own parameters; 0: none") \
     REAL(top_p, 0.6, 1e-6, 1, "P of top_p") \
     REAL(threshold, 0.05, -1e6, 1e6, "theta, or its start when learned") \
     FLAG(threshold_learned, "theta is the parameter router.threshold") \
     FLAG(threshold_sigmoid, "theta is the sigmoid of that parameter (DynMoE)") \
-    CHOICE(threshold_fallback, MOE_FALLBACK, moei_fallback_names, "when no expert is above theta") \
-    CHOICE(expert_choice_score, MOE_EXPERT_CHOICE, moei_expert_choice_names, "what experts choose by") \
-    CHOICE(expert_choice_scope, MOE_SCOPE, moei_scope_names, "among the tokens of the batch or of each sequence") \
+    CHOICE(threshold_fallback, FALLBACK, fallback, "when no expert is above theta") \
+    CHOICE(expert_choice_score, EXPERT_CHOICE, expert_choice, "what experts choose by") \
+    CHOICE(expert_choice_scope, SCOPE, scope, "among the tokens of the batch or of each sequence") \
     /* Raposo et al. 2024, Mixture-of-depths: dynamically allocating compute in transformer-based \
        language models */ \
     FLAG(predictor, \
@@ -825,48 +796,48 @@ enum { MOE_MAX_EXPERTS = sizeof(int) > 2 ? 65536 : 32767, MOE_MAX_WIDTH = sizeof
         "> 0: affinity_sum is this times the mean sum of the first training call (LocMoE+)") \
     INT(capacity, 0, 1, MOE_MAX_WIDTH, "most tokens per expert in affinity; 0: no limit") \
     INT(table_size, 0, 1, MOE_MAX_WIDTH, "number of token ids; hash and student_dim require it") \
-    CHOICE(sample_at, MOE_SAMPLE_AT, moei_sample_at_names, "when sample draws (THOR: always)") \
-    CHOICE(sample_scope, MOE_SAMPLE_SCOPE, moei_sample_scope_names, "which tokens share a draw") \
+    CHOICE(sample_at, SAMPLE_AT, sample_at, "when sample draws (THOR: always)") \
+    CHOICE(sample_scope, SAMPLE_SCOPE, sample_scope, "which tokens share a draw") \
     INT(sample_seed, 0, 1, MOE_MAX_WIDTH, "seed of the draws outside training") \
     /* Csordas, Irie, Schmidhuber 2023, Approximating two-layer feedforward networks for efficient \
        transformers. p, weights and losses know nothing of it; fewer than K experts or none may be \
        left */ \
     REAL(expert_dropout, 0, 1e-6, 0.999999, "in training an expert cannot be selected, with this probability") \
-    CHOICE(expert_dropout_scope, MOE_DROPOUT_SCOPE, moei_dropout_scope_names, "what expert_dropout draws for") \
+    CHOICE(expert_dropout_scope, DROPOUT_SCOPE, dropout_scope, "what expert_dropout draws for") \
     INT(slots, 1, 1, MOE_MAX_EXPERTS, "slots per expert and sequence of soft") \
     FLAG(soft_normalise, "soft compares unit vectors times a learned scale") \
     INT(soft_sequences, 1, 1, MOE_MAX_WIDTH, "most sequences in one call of soft") \
     /* weight */ \
-    CHOICE(weight, MOE_WEIGHT, moei_weight_names, "combine weights") \
+    CHOICE(weight, WEIGHT, weight, "combine weights") \
     REAL(weight_p, 1, 0.125, 64, "P of p_norm") \
-    CHOICE(weight_over, MOE_WEIGHT_OVER, moei_weight_over_names, "which chosen experts the weights normalize over") \
+    CHOICE(weight_over, WEIGHT_OVER, weight_over, "which chosen experts the weights normalize over") \
     REAL(sparsemixer_eps, 0.01, 1e-6, 10, "eps of sparsemixer") \
     FLAG(sparsemixer_sample, "in training each pick of sparsemixer is drawn") \
     FLAG(expert_scale, "weights are multiplied by the parameter router.expert_scale (Gemma 4)") \
     REAL(scale, 1, -1e6, 1e6, "weights are multiplied by this last of all") \
-    CHOICE(apply_to, MOE_APPLY, moei_apply_names, "where the weight is applied") \
+    CHOICE(apply_to, APPLY, apply, "where the weight is applied") \
     /* capacity: C = max(capacity_min, ceil(capacity_factor K N / E)) assignments per expert */ \
     REAL(capacity_factor, 0, 1e-6, 1e6, \
         "capacity as a multiple of the even load; 0: dropless [expert_choice and expert_threshold: 1]") \
     REAL(capacity_factor_eval, 0, 1e-6, 1e6, "the same outside training [capacity_factor]") \
     INT(drop_capacity, 0, 1, MOE_MAX_WIDTH, "> 0: C itself, instead of a factor") \
     INT(capacity_min, 1, 1, MOE_MAX_WIDTH, "least capacity") \
-    CHOICE(capacity_bound, MOE_BOUND, moei_bound_names, "raises capacity_min to C_min; alone C_min is the capacity") \
+    CHOICE(capacity_bound, BOUND, bound, "raises capacity_min to C_min; alone C_min is the capacity") \
     REAL(capacity_rho, 0, 1e-9, 1, \
         "> 0: C_min of every, at most N, is averaged: mean <- rho mean + (1 - rho) min(C_min, N)") \
-    CHOICE(drop_order, MOE_DROP, moei_drop_names, "who is placed first") \
-    CHOICE(drop_rule, MOE_DROP_RULE, moei_drop_rule_names, "random dropping of weak choices") \
-    CHOICE(renormalize, MOE_RENORMALIZE, moei_renormalize_names, "weights after dropping") \
+    CHOICE(drop_order, DROP, drop, "who is placed first") \
+    CHOICE(drop_rule, DROP_RULE, drop_rule, "random dropping of weak choices") \
+    CHOICE(renormalize, RENORMALIZE, renormalize, "weights after dropping") \
     /* losses: a factor of 0 turns one off */ \
     REAL(loss_balance, 0, 0, 1e6, "alpha of the balance loss") \
-    CHOICE(balance_over, MOE_BALANCE, moei_balance_names, "what it counts") \
-    CHOICE(balance_scope, MOE_SCOPE, moei_scope_names, "over the batch or per sequence") \
+    CHOICE(balance_over, BALANCE, balance, "what it counts") \
+    CHOICE(balance_scope, SCOPE, scope, "over the batch or per sequence") \
     REAL(zero_tau, 0, 1e-6, 1e6, \
         "tau: weighs experts without matrices in the balance loss; real ones get tau times their capacity [1]") \
     FLAG(zero_average, "the balance loss counts the mean load of the experts without matrices for each of them") \
     REAL(loss_z, 0, 0, 1e6, "beta of the z loss") \
     REAL(loss_importance, 0, 0, 1e6, "w of the importance loss") \
-    CHOICE(importance_over, MOE_IMPORTANCE, moei_importance_names, "what it sums") \
+    CHOICE(importance_over, IMPORTANCE, importance, "what it sums") \
     FLAG(unbiased, "the variance in CV^2 divides by E - 1") \
     REAL(loss_entropy, 0, 0, 1e6, "gamma of the entropy loss") \
     REAL(loss_usage_entropy, 0, 0, 1e6, "gamma of the usage entropy") \
@@ -883,41 +854,46 @@ enum { MOE_MAX_EXPERTS = sizeof(int) > 2 ? 65536 : 32767, MOE_MAX_WIDTH = sizeof
     REAL(loss_selector_entropy, 0, 0, 1e6, "lambda of the entropy of each code of dselect") \
     REAL(loss_selector_reach, 0, 0, 1e6, "omega: keeps codes of dselect at experts that exist, E not a power of 2") \
     REAL(loss_distill, 0, 0, 1e6, "factor of the distance from call.teacher, or with student from this router") \
-    CHOICE(distill, MOE_DISTILL, moei_distill_names, "that distance") \
+    CHOICE(distill, DISTILL, distill, "that distance") \
     FLAG(student, \
         "a linear router router.student learns to choose as this one, and chooses from freeze_at on (StableMoE)") \
     INT(student_dim, 0, 1, MOE_MAX_WIDTH, \
         "> 0: it reads an embedding of the token id, this wide, instead of the router's input") \
     REAL(loss_predictor, 0, 0, 1e6, "w of the predictor's cross-entropy; reaches it alone") \
+    REAL(compete_rate, 0, 1e-6, 1, \
+        "> 0: with this probability a training call computes all experts, which compete for its tokens, and the " \
+        "router learns their choice by loss_distill (CompeteSMoE)") \
+    INT(compete_from, 0, 1, MOE_MAX_WIDTH, "from this step on; 0: from the start") \
+    CHOICE(compete, COMPETE, compete, "by what") \
     REAL(expert_temperature, 0, 1, 1e6, \
         "T > 1 of the experts' own loss in a classical mixture (dual temperature) [that of the gate]") \
     /* state and schedules; steps are those of the optimizer, counted by moe_router_advance from \
        0 */ \
     REAL(bias_rate, 0, 0, 1e6, "gamma: how far bias_rule moves the selection bias per step; 0: not") \
-    CHOICE(bias_rule, MOE_BIAS_RULE, moei_bias_rule_names, "how the loads of a step move it") \
+    CHOICE(bias_rule, BIAS_RULE, bias_rule, "how the loads of a step move it") \
     REAL(bias_real, 0, 1e-6, MOE_MAX_EXPERTS, \
         "K_e > 0: real experts per token that the bias aims at; the others' does not move (LongCat-Flash)") \
     FLAG(bias_centre, "the mean of its changes is subtracted from them [smebu: 1]") \
     REAL(bias_kappa, 0, 1e-6, 1e6, "kappa of smebu [2]") \
     REAL(bias_beta, 0, 1e-6, 0.999999, "beta of smebu [0.5]") \
-    CHOICE(l1_controller, MOE_L1, moei_l1_names, \
+    CHOICE(l1_controller, L1, l1, \
         "each step loss_l1 [1e-8] times 1.2 if fewer than 1 - K/E are unchosen, else divided by it (ReMoE)") \
     INT(schedule_steps, 0, 1, MOE_MAX_WIDTH, \
         "steps of the schedules below [the trainer's total steps; until it sets them nothing moves]") \
     INT(k_end, 0, -1, MOE_MAX_EXPERTS, \
         "K at the end: round(K0 + (K1 - K0) step / schedule_steps); -1: E (SMoE-dropout)") \
-    CHOICE(tau_schedule, MOE_TAU, moei_tau_names, "the field that moves to tau_end, on a straight line") \
+    CHOICE(tau_schedule, TAU, tau, "the field that moves to tau_end, on a straight line") \
     REAL(tau_end, 0, 1e-6, 1e6, "its value at the end") \
     INT(freeze_at, 0, 1, MOE_MAX_WIDTH, \
         "from this step on nothing is learned and the student chooses (StableMoE); 0: never") \
     INT(switch_at, 0, 1, MOE_MAX_WIDTH, "until this step switch_from selects, then select (LocMoE)") \
     REAL(switch_share, 0, 1e-6, 1, "> 0: switch_at is this share of schedule_steps") \
-    CHOICE(switch_from, MOE_SELECT, moei_select_names, "selection before switch_at") \
+    CHOICE(switch_from, SELECT, select, "selection before switch_at") \
     FLAG(untrained, "accept for training a router that no gradient reaches")
 
 #define MOEI_MEMBER_INT(name, value, least, most, about) int name;
 #define MOEI_MEMBER_FLAG(name, about) int name;
-#define MOEI_MEMBER_CHOICE(name, values, names, about) int name;
+#define MOEI_MEMBER_CHOICE(name, x, y, about) int name;
 #define MOEI_MEMBER_REAL(name, value, least, most, about) moe_real name;
 /* {0} with d_model set is a valid default: 8 experts, the 2 best of a linear score, softmax over
    all, weights p / sum p. */
@@ -1037,7 +1013,8 @@ enum {
     X(MOE_ROUTER_PREDICTOR, "router.predictor", c->predictor, MATRIX(E, d, MOE_PARAM_TRAINED)) \
     /* Steps of the optimizer, at most 2^24. This and the next three may be NULL in moe_route: \
        then they are as at the start */ \
-    X(MOE_ROUTER_STEP, "router.step", moei_has_schedule(c) || c->freeze_at > 0 || c->switch_at > 0, \
+    X(MOE_ROUTER_STEP, "router.step", \
+        moei_has_schedule(c) || c->freeze_at > 0 || c->switch_at > 0 || c->compete_from > 0, \
         VECTOR(1, MOE_PARAM_STATE, 0)) \
     /* assignments per expert since the last step, then tokens */ \
     X(MOE_ROUTER_LOAD, "router.load", c->bias_rate > 0 || c->l1_controller, VECTOR(E + 1, MOE_PARAM_STATE, 0)) \
@@ -1047,7 +1024,7 @@ enum {
     X(MOE_ROUTER_CAPACITY, "router.capacity", c->capacity_bound == MOE_BOUND_FIRST || c->capacity_rho > 0, \
         VECTOR(1, MOE_PARAM_STATE, 0)) \
     /* expert indices as numbers; moe.h starts it random, every expert equally often */ \
-    X(MOE_ROUTER_TABLE, "router.table", c->select == MOE_SELECT_HASH, \
+    X(MOE_ROUTER_TABLE, "router.table", moei_has_selection(c, MOE_SELECT_HASH), \
         TABLE((size_t)c->table_size, K, MOE_PARAM_FROZEN, 0, 0)) \
     /* what moe_custom.score reads and score_backward trains */ \
     X(MOE_ROUTER_CUSTOM, "router.custom", c->custom_parameters > 0, \
@@ -1167,7 +1144,8 @@ typedef struct moe_call {
     const moe_real *teacher;    /* [N,E] loss_distill without student: the teacher's logits */
     const moe_real *distances;  /* [N,N] loss_similarity: D, or NULL: Euclidean distances of x */
     /* scores norm, attentive, competition: [E,N,activation_width], the activation that is read
-       (moe.h fills it in) */
+       (moe.h fills it in). compete_rate: a training call competes if activation_width > 0, by these
+       outputs of all experts (layers draw; moe_route leaves it to its caller) */
     const moe_real *activations;
     size_t activation_width;
     /* causal refine outside training: earlier tokens of the one sequence, which the caller keeps;
@@ -1617,46 +1595,16 @@ enum { MOEI_INT_FALLBACK = 1, MOEI_INT_TOP2_SUM = 2 };
 
 /* For gate and values: n logits z -> p; softmax is over these n. Shares are for quotients: the gate
    in a finer unit and without a factor common to all n, p < 2^24. */
-MOEI_API void moei_int_gate_logits(const moei_int_router *r, size_t n, const int16_t *z, int32_t *p);
-MOEI_API void moei_int_gate_relu(const moei_int_router *r, size_t n, const int16_t *z, int32_t *p);
-MOEI_API void moei_int_gate_softmax(const moei_int_router *r, size_t n, const int16_t *z, int32_t *p);
-MOEI_API void moei_int_gate_sigmoid(const moei_int_router *r, size_t n, const int16_t *z, int32_t *p);
-MOEI_API void moei_int_gate_sqrt_softplus(const moei_int_router *r, size_t n, const int16_t *z, int32_t *p);
-MOEI_API void moei_int_share_softmax(const moei_int_router *r, size_t n, const int16_t *z, int32_t *p);
-MOEI_API void moei_int_share_sigmoid(const moei_int_router *r, size_t n, const int16_t *z, int32_t *p);
-MOEI_API void moei_int_share_sqrt_softplus(const moei_int_router *r, size_t n, const int16_t *z, int32_t *p);
+MOEI_API moei_int_gate moei_int_gate_logits, moei_int_gate_relu, moei_int_gate_softmax, moei_int_gate_sigmoid,
+    moei_int_gate_sqrt_softplus, moei_int_share_softmax, moei_int_share_sigmoid, moei_int_share_sqrt_softplus;
 /* For select: the K largest z (no gate, no bias); the K largest p + bias; the others as in
    MOE_SELECTS. They may overwrite p. */
-MOEI_API size_t moei_int_select_logits(const moei_int_router *r, const unsigned char *base, int32_t token,
-                                       const int16_t *z, int32_t *p, int16_t *experts);
-MOEI_API size_t moei_int_select_top_k(const moei_int_router *r, const unsigned char *base, int32_t token,
-                                      const int16_t *z, int32_t *p, int16_t *experts);
-MOEI_API size_t moei_int_select_grouped(const moei_int_router *r, const unsigned char *base, int32_t token,
-                                        const int16_t *z, int32_t *p, int16_t *experts);
-MOEI_API size_t moei_int_select_each(const moei_int_router *r, const unsigned char *base, int32_t token,
-                                     const int16_t *z, int32_t *p, int16_t *experts);
-MOEI_API size_t moei_int_select_top_p(const moei_int_router *r, const unsigned char *base, int32_t token,
-                                      const int16_t *z, int32_t *p, int16_t *experts);
-MOEI_API size_t moei_int_select_threshold(const moei_int_router *r, const unsigned char *base, int32_t token,
-                                          const int16_t *z, int32_t *p, int16_t *experts);
-MOEI_API size_t moei_int_select_hash(const moei_int_router *r, const unsigned char *base, int32_t token,
-                                     const int16_t *z, int32_t *p, int16_t *experts);
+MOEI_API moei_int_select moei_int_select_logits, moei_int_select_top_k, moei_int_select_grouped, moei_int_select_each,
+    moei_int_select_top_p, moei_int_select_threshold, moei_int_select_hash;
 /* For weight: p; p / sum p; p / sqrt(sum p^2); the softmax over all experts; 1 / count; 1;
    sparsemixer. The first three read values. */
-MOEI_API void moei_int_weight_raw(const moei_int_router *r, const int16_t *z, int32_t *p, size_t count,
-                                  const int16_t *experts, int16_t *weights);
-MOEI_API void moei_int_weight_sum(const moei_int_router *r, const int16_t *z, int32_t *p, size_t count,
-                                  const int16_t *experts, int16_t *weights);
-MOEI_API void moei_int_weight_norm(const moei_int_router *r, const int16_t *z, int32_t *p, size_t count,
-                                   const int16_t *experts, int16_t *weights);
-MOEI_API void moei_int_weight_softmax(const moei_int_router *r, const int16_t *z, int32_t *p, size_t count,
-                                      const int16_t *experts, int16_t *weights);
-MOEI_API void moei_int_weight_uniform(const moei_int_router *r, const int16_t *z, int32_t *p, size_t count,
-                                      const int16_t *experts, int16_t *weights);
-MOEI_API void moei_int_weight_one(const moei_int_router *r, const int16_t *z, int32_t *p, size_t count,
-                                  const int16_t *experts, int16_t *weights);
-MOEI_API void moei_int_weight_sparsemixer(const moei_int_router *r, const int16_t *z, int32_t *p, size_t count,
-                                          const int16_t *experts, int16_t *weights);
+MOEI_API moei_int_weight moei_int_weight_raw, moei_int_weight_sum, moei_int_weight_norm, moei_int_weight_softmax,
+    moei_int_weight_uniform, moei_int_weight_one, moei_int_weight_sparsemixer;
 /* For scale: weights times factor, or times each expert's own factor. */
 MOEI_API void moei_int_scale_weights(const moei_int_router *r, const unsigned char *base, size_t count,
                                      const int16_t *experts, int16_t *weights);
@@ -1938,41 +1886,10 @@ MOEI_TOOL moe_status moei_fields_check(const moe_field *fields, const void *conf
 #define MOEI_NAME5(value, name, f, g, flags) name,
 #define MOEI_FLAGS5(value, name, f, g, flags) flags,
 #define MOEI_SELECT_FLAGS(value, name, f, flags, traits) (unsigned)(flags) | (unsigned)(traits),
-static const char *const moei_input_names[] = {MOE_INPUTS(MOEI_NAME5) NULL};
-static const char *const moei_ac_names[] = {MOE_AC_MODES(MOEI_NAME2) NULL};
-static const char *const moei_spread_names[] = {MOE_SPREADS(MOEI_NAME2) NULL};
-static const char *const moei_score_names[] = {MOE_SCORES(MOEI_NAME5) NULL};
-static const char *const moei_node_names[] = {MOE_NODES(MOEI_NAME2) NULL};
-static const char *const moei_norm_names[] = {MOE_NORMS(MOEI_NAME2) NULL};
+#define MOEI_TABLE_NAMES(rows, x, y, n) static const char *const moei_##y##_names[] = {rows(MOEI_NAME##n) NULL};
+#define MOEI_TABLE_NAMES_S(x, y, n) MOEI_TABLE_NAMES(MOE_##x##S, x, y, n)
+MOEI_TABLES(MOEI_TABLE_NAMES_S, MOEI_TABLE_NAMES)
 MOEI_TOOL const char *const moei_act_names[] = {MOE_ACTS(MOEI_NAME4) NULL};
-static const char *const moei_noise_names[] = {MOE_NOISES(MOEI_NAME2) NULL};
-static const char *const moei_gate_names[] = {MOE_GATES(MOEI_NAME5) NULL};
-static const char *const moei_refine_names[] = {MOE_REFINES(MOEI_NAME2) NULL};
-static const char *const moei_similarity_names[] = {MOE_SIMILARITIES(MOEI_NAME2) NULL};
-static const char *const moei_heads_names[] = {MOE_HEADS(MOEI_NAME2) NULL};
-static const char *const moei_attention_u_names[] = {MOE_ATTENTION_US(MOEI_NAME2) NULL};
-static const char *const moei_select_names[] = {MOE_SELECTS(MOEI_NAME5) NULL};
-static const char *const moei_group_names[] = {MOE_GROUPS(MOEI_NAME2) NULL};
-static const char *const moei_fallback_names[] = {MOE_FALLBACKS(MOEI_NAME2) NULL};
-static const char *const moei_expert_choice_names[] = {MOE_EXPERT_CHOICES(MOEI_NAME2) NULL};
-static const char *const moei_weight_names[] = {MOE_WEIGHTS(MOEI_NAME5) NULL};
-static const char *const moei_weight_over_names[] = {MOE_WEIGHT_OVERS(MOEI_NAME2) NULL};
-static const char *const moei_drop_names[] = {MOE_DROPS(MOEI_NAME2) NULL};
-static const char *const moei_drop_rule_names[] = {MOE_DROP_RULES(MOEI_NAME2) NULL};
-static const char *const moei_renormalize_names[] = {MOE_RENORMALIZES(MOEI_NAME2) NULL};
-static const char *const moei_apply_names[] = {MOE_APPLIES(MOEI_NAME2) NULL};
-static const char *const moei_bound_names[] = {MOE_BOUNDS(MOEI_NAME2) NULL};
-static const char *const moei_loss_names[] = {MOE_LOSSES(MOEI_NAME4) NULL};
-static const char *const moei_distill_names[] = {MOE_DISTILLS(MOEI_NAME2) NULL};
-static const char *const moei_balance_names[] = {MOE_BALANCES(MOEI_NAME2) NULL};
-static const char *const moei_scope_names[] = {MOE_SCOPES(MOEI_NAME2) NULL};
-static const char *const moei_importance_names[] = {MOE_IMPORTANCES(MOEI_NAME2) NULL};
-static const char *const moei_bias_rule_names[] = {MOE_BIAS_RULES(MOEI_NAME2) NULL};
-static const char *const moei_tau_names[] = {MOE_TAUS(MOEI_NAME2) NULL};
-static const char *const moei_sample_at_names[] = {MOE_SAMPLE_ATS(MOEI_NAME2) NULL};
-static const char *const moei_sample_scope_names[] = {MOE_SAMPLE_SCOPES(MOEI_NAME2) NULL};
-static const char *const moei_dropout_scope_names[] = {MOE_DROPOUT_SCOPES(MOEI_NAME2) NULL};
-static const char *const moei_l1_names[] = {MOE_L1S(MOEI_NAME2) NULL};
 static const unsigned moei_input_flags[] = {MOE_INPUTS(MOEI_FLAGS5)};
 static const unsigned moei_score_flags[] = {MOE_SCORES(MOEI_FLAGS5)};
 static const unsigned moei_gate_flags[] = {MOE_GATES(MOEI_FLAGS5)};
@@ -1992,8 +1909,8 @@ static const unsigned moei_weight_flags[] = {MOE_WEIGHTS(MOEI_FLAGS5)};
 #define MOEI_ROW_INT(name, value, least, most, about) \
     {#name, MOE_FIELD_INT, offsetof(moe_router_config, name), least, most, value, NULL, about},
 #define MOEI_ROW_FLAG(name, about) {#name, MOE_FIELD_FLAG, offsetof(moe_router_config, name), 0, 1, 0, NULL, about},
-#define MOEI_ROW_CHOICE(name, values, names, about) \
-    {#name, MOE_FIELD_CHOICE, offsetof(moe_router_config, name), 0, values##_COUNT - 1, 0, names, about},
+#define MOEI_ROW_CHOICE(name, x, y, about) \
+    {#name, MOE_FIELD_CHOICE, offsetof(moe_router_config, name), 0, MOE_##x##_COUNT - 1, 0, moei_##y##_names, about},
 #define MOEI_ROW_REAL(name, value, least, most, about) \
     {#name, MOE_FIELD_REAL, offsetof(moe_router_config, name), least, most, value, NULL, about},
 /* A layer's table begins with these rows: its configuration begins with the router's. */
@@ -2006,7 +1923,7 @@ const moe_field *moe_router_fields(void) { return moei_router_fields; }
 /* The index of each row: moei_router_fields[MOEI_FIELD_score]. */
 #define MOEI_INDEX_NUMBER(name, value, least, most, about) MOEI_FIELD_##name,
 #define MOEI_INDEX_FLAG(name, about) MOEI_FIELD_##name,
-#define MOEI_INDEX_CHOICE(name, values, names, about) MOEI_FIELD_##name,
+#define MOEI_INDEX_CHOICE(name, x, y, about) MOEI_FIELD_##name,
 enum { MOE_ROUTER_FIELDS(MOEI_INDEX_NUMBER, MOEI_INDEX_FLAG, MOEI_INDEX_CHOICE, MOEI_INDEX_NUMBER) MOEI_FIELDS };
 
 /* ==== >>code_config =========================================================================== */
@@ -2017,6 +1934,16 @@ static void moei_default(int *field, int value) {
 
 static void moei_default_real(moe_real *field, moe_real value) {
     if (!(*field < MOEI_R(0.0)) && !(*field > MOEI_R(0.0))) *field = value;
+}
+
+/* Whether there is a selection before another one. */
+MOEI_TOOL int moei_switches(const moe_router_config *c) {
+    return c->switch_at > 0 || c->switch_share > MOEI_R(0.0);
+}
+
+/* Whether calls of this configuration may use this selection. */
+static int moei_has_selection(const moe_router_config *c, int select) {
+    return c->select == select || (moei_switches(c) && c->switch_from == select);
 }
 
 /* Defaults of the rows, then those that depend on other fields. */
@@ -2037,7 +1964,7 @@ static void moei_router_defaults(moe_router_config *c) {
         moei_default_real(&c->capacity_factor, MOEI_R(1.0));
     moei_default_real(&c->capacity_factor_eval, c->capacity_factor);
     if (c->l1_controller) moei_default_real(&c->loss_l1, MOEI_R(1e-8));
-    if (c->select == MOE_SELECT_EXPERT_THRESHOLD) moei_default_real(&c->threshold_rho, MOEI_R(0.99));
+    if (moei_has_selection(c, MOE_SELECT_EXPERT_THRESHOLD)) moei_default_real(&c->threshold_rho, MOEI_R(0.99));
     if (c->bias_rule == MOE_BIAS_SMEBU) {
         moei_default(&c->bias_centre, 1);
         moei_default_real(&c->bias_kappa, MOEI_R(2.0));
@@ -2049,11 +1976,6 @@ static void moei_router_defaults(moe_router_config *c) {
 /* Whether something follows schedule_steps. */
 MOEI_TOOL int moei_has_schedule(const moe_router_config *c) {
     return c->k_end != 0 || c->tau_schedule != MOE_TAU_NONE || c->switch_share > MOEI_R(0.0);
-}
-
-/* Whether there is a selection before another one. */
-MOEI_TOOL int moei_switches(const moe_router_config *c) {
-    return c->switch_at > 0 || c->switch_share > MOEI_R(0.0);
 }
 
 /* Whether it may select in a call: outside training expert_threshold always does. */
@@ -2112,6 +2034,7 @@ static uint32_t moei_rows_with(const unsigned *flags, int count, unsigned flag) 
 static int moei_is_among(const moe_router_config *c, const moe_field *field, uint32_t values) {
     int value;
     if (values == 0) return moei_is_changed(c, field);
+    if (field->kind == MOE_FIELD_REAL) return !moei_is_changed(c, field); /* values is MOEI_BIT(0) */
     value = moei_field_get_int(field, c);
     return value < 32 && (values >> value & 1u) != 0;
 }
@@ -2151,64 +2074,68 @@ static moe_status moei_rules_check(const moe_router_config *c, const moei_rule *
     return MOE_OK;
 }
 
-/* A rule, given the names of its fields. */
+/* Rules, given the names of their fields: in full; field needs one of values; field needs needs. */
 #define MOEI_RULE(field, when, needs, values, why) {MOEI_FIELD_##field, when, MOEI_FIELD_##needs, values, why}
-
-/* Whether calls of this configuration may use this selection. */
-static int moei_has_selection(const moe_router_config *c, int select) {
-    return c->select == select || (moei_switches(c) && c->switch_from == select);
-}
+#define MOEI_FOR(field, needs, values) MOEI_RULE(field, 0, needs, values, NULL)
+#define MOEI_ONLY(field, needs, value) MOEI_FOR(field, needs, MOEI_BIT(MOE_##value))
+#define MOEI_NOT(field, needs, value) MOEI_FOR(field, needs, MOEI_BUT(MOE_##value))
+#define MOEI_NEEDS(field, needs) MOEI_RULE(field, 0, needs, 0, NULL)
 
 /* Rules of state and schedules. */
 static moe_status moei_state_clashes(const moe_router_config *c, moe_error *error) {
     const uint32_t any_k = moei_rows_with(moei_select_flags, MOE_SELECT_COUNT, MOEI_SELECT_ANY_K);
-    const uint32_t first = moei_rows_with(moei_select_flags, MOE_SELECT_COUNT, MOEI_SELECT_COMES_FIRST);
+    const uint32_t fixed_k = MOEI_BIT(MOE_SELECT_HASH) | MOEI_BIT(MOE_SELECT_GIVEN) | MOEI_BIT(MOE_SELECT_BALANCED) |
+                             MOEI_BIT(MOE_SELECT_GROUPED_TOP_K) | MOEI_BIT(MOE_SELECT_GROUPED_EACH);
+    const int how = c->switch_at > 0 ? MOEI_FIELD_switch_at : MOEI_FIELD_switch_share;
     const moei_rule rules[] = {
-        MOEI_RULE(bias_rate, 0, selection_bias, 0, NULL),
-        MOEI_RULE(bias_rule, 0, bias_rate, 0, NULL),
-        MOEI_RULE(bias_centre, 0, bias_rate, 0, NULL),
-        MOEI_RULE(bias_real, 0, bias_rate, 0, NULL),
-        MOEI_RULE(bias_kappa, 0, bias_rule, MOEI_BIT(MOE_BIAS_SMEBU), NULL),
-        MOEI_RULE(bias_beta, 0, bias_rule, MOEI_BIT(MOE_BIAS_SMEBU), NULL),
-        MOEI_RULE(threshold_rho, 0, select, MOEI_BIT(MOE_SELECT_EXPERT_THRESHOLD), NULL),
-        MOEI_RULE(ac_rho, 0, ac_mode, MOEI_BIT(MOE_AC_RUNNING), NULL),
+        MOEI_NEEDS(bias_rate, selection_bias),
+        MOEI_NEEDS(bias_rule, bias_rate),
+        MOEI_NEEDS(bias_centre, bias_rate),
+        MOEI_NEEDS(bias_real, bias_rate),
+        MOEI_ONLY(bias_kappa, bias_rule, BIAS_SMEBU),
+        MOEI_ONLY(bias_beta, bias_rule, BIAS_SMEBU),
         MOEI_RULE(k_end, 0, score, MOEI_BUT(MOE_SCORE_DSELECT), "K is the number of its codes"),
-        MOEI_RULE(k_end, 0, select, any_k, NULL),
-        MOEI_RULE(tau_schedule, 0, tau_end, 0, NULL),
-        MOEI_RULE(tau_end, 0, tau_schedule, 0, NULL),
+        MOEI_FOR(k_end, select, any_k),
+        MOEI_FOR(k_end, switch_from, 0xffffffffu - fixed_k),
+        MOEI_NEEDS(tau_schedule, tau_end),
+        MOEI_NEEDS(tau_end, tau_schedule),
         MOEI_RULE(tau_schedule, MOEI_BIT(MOE_TAU_COSINE_TAU), score, MOEI_BIT(MOE_SCORE_COSINE), NULL),
         MOEI_RULE(tau_schedule, MOEI_BIT(MOE_TAU_COSINE_TAU), cosine_learn_tau, MOEI_BIT(0), NULL),
         MOEI_RULE(tau_schedule, MOEI_BIT(MOE_TAU_SIMILARITY_TAU), refine, MOEI_BIT(MOE_REFINE_SIMILARITY), NULL),
         MOEI_RULE(tau_schedule, MOEI_BIT(MOE_TAU_ATTENTION_SIGMA), refine, MOEI_BIT(MOE_REFINE_ATTENTION), NULL),
         MOEI_RULE(switch_share, 0, switch_at, MOEI_BIT(0), "each says when select begins"),
         MOEI_RULE(switch_from, MOEI_BIT(MOE_SELECT_BALANCED), top_k, MOEI_BIT(1), "it gives each token one expert"),
-        MOEI_RULE(switch_from, MOEI_BIT(MOE_SELECT_EXPERT_CHOICE), select, MOEI_BIT(MOE_SELECT_EXPERT_THRESHOLD),
-            "others have no capacity_factor for it"),
-        MOEI_RULE(switch_at, 0, switch_from, first, "that needs settings of its own"),
-        MOEI_RULE(switch_at, 0, select, MOEI_BUT(MOE_SELECT_SOFT), NULL),
-        MOEI_RULE(switch_at, 0, weight, MOEI_BUT(MOE_WEIGHT_SPARSEMIXER), NULL),
-        MOEI_RULE(switch_share, 0, switch_from, first, "that needs settings of its own"),
-        MOEI_RULE(switch_share, 0, select, MOEI_BUT(MOE_SELECT_SOFT), NULL),
-        MOEI_RULE(switch_share, 0, weight, MOEI_BUT(MOE_WEIGHT_SPARSEMIXER), NULL),
-        MOEI_RULE(l1_controller, 0, select, MOEI_BIT(MOE_SELECT_POSITIVE), NULL),
-        MOEI_RULE(custom_parameters, 0, score, MOEI_BIT(MOE_SCORE_CUSTOM), NULL),
-        MOEI_RULE(predictor, 0, select, MOEI_BIT(MOE_SELECT_EXPERT_CHOICE), NULL),
+        {how, 0, MOEI_FIELD_switch_from, MOEI_BUT(MOE_SELECT_SOFT), "it leaves the pipeline"},
+        {how, 0, MOEI_FIELD_select, MOEI_BUT(MOE_SELECT_SOFT), NULL},
+        {how, 0, MOEI_FIELD_weight, MOEI_BUT(MOE_WEIGHT_SPARSEMIXER), NULL},
+        MOEI_ONLY(l1_controller, select, SELECT_POSITIVE),
+        MOEI_ONLY(custom_parameters, score, SCORE_CUSTOM),
+        MOEI_ONLY(predictor, select, SELECT_EXPERT_CHOICE),
         MOEI_RULE(predictor, 0, student, MOEI_BIT(0), "one router learns from this one"),
-        MOEI_RULE(loss_predictor, 0, predictor, 0, NULL),
-        MOEI_RULE(student_dim, 0, student, 0, NULL),
+        MOEI_NEEDS(loss_predictor, predictor),
+        MOEI_ONLY(compete_rate, score, SCORE_LINEAR),
+        MOEI_ONLY(compete_rate, select, SELECT_TOP_K),
+        MOEI_ONLY(compete_rate, refine, REFINE_NONE),
+        MOEI_ONLY(compete_rate, noise, NOISE_NONE),
+        MOEI_NOT(compete_rate, weight, WEIGHT_SPARSEMIXER),
+        MOEI_FOR(compete_rate, student, MOEI_BIT(0)),
+        MOEI_FOR(compete_rate, selection_bias, MOEI_BIT(0)),
+        MOEI_FOR(compete_rate, router_residual, MOEI_BIT(0)),
+        MOEI_FOR(logit_cap, compete_rate, MOEI_BIT(0)),
+        MOEI_NEEDS(compete_from, compete_rate),
+        MOEI_NEEDS(compete, compete_rate),
+        MOEI_NEEDS(student_dim, student),
         MOEI_RULE(student_dim, 0, table_size, 0, "the number of token ids"),
-        MOEI_RULE(student, 0, freeze_at, 0, NULL),
-        MOEI_RULE(student, 0, loss_distill, 0, NULL),
-        MOEI_RULE(student, 0, select, MOEI_BUT(MOE_SELECT_SOFT), NULL),
-        MOEI_RULE(student, 0, weight, MOEI_BUT(MOE_WEIGHT_SPARSEMIXER), NULL)};
+        MOEI_NEEDS(student, freeze_at),
+        MOEI_NEEDS(student, loss_distill),
+        MOEI_NOT(student, select, SELECT_SOFT),
+        MOEI_NOT(student, weight, WEIGHT_SPARSEMIXER)};
     if (c->schedule_steps > 0 && !moei_has_schedule(c))
         return moei_error(error, MOE_ERR_CONFIG, "schedule_steps = %d needs k_end, tau_schedule or switch_share",
                           c->schedule_steps);
     if (c->switch_from != MOE_SELECT_TOP_K && !moei_switches(c))
         return moei_error(error, MOE_ERR_CONFIG, "switch_from = %s needs switch_at or switch_share",
                           moei_select_names[c->switch_from]);
-    if (c->k_end > c->n_experts)
-        return moei_error(error, MOE_ERR_CONFIG, "k_end = %d: must be at most n_experts = %d", c->k_end, c->n_experts);
     if (c->custom_batch && c->score != MOE_SCORE_CUSTOM && c->select != MOE_SELECT_CUSTOM &&
         c->switch_from != MOE_SELECT_CUSTOM)
         return moei_error(error, MOE_ERR_CONFIG, "custom_batch = 1 needs score or select = custom");
@@ -2220,18 +2147,15 @@ static moe_status moei_soft_clashes(const moe_router_config *c, moe_error *error
     static const char alone[] =
         "score router_bias noise gate refine selection_bias logit_cap n_zero n_copy n_constant"
         " router_residual weight expert_scale scale apply_to drop_capacity capacity_factor capacity_bound"
-        " loss_balance loss_z loss_importance loss_entropy loss_usage_entropy loss_similarity_same"
-        " loss_similarity_diff loss_locality loss_l1 loss_load loss_orthogonal loss_distill loss_diversity"
-        " loss_simplicity loss_stable_balance expert_temperature";
+        " expert_temperature";
     const uint32_t soft = MOEI_BIT(MOE_SELECT_SOFT);
-    const moei_rule own[] = {MOEI_RULE(slots, 0, select, soft, NULL), MOEI_RULE(soft_normalise, 0, select, soft, NULL),
-                             MOEI_RULE(soft_sequences, 0, select, soft, NULL)};
     int i;
-    if (c->select != MOE_SELECT_SOFT) return moei_rules_check(c, own, sizeof own / sizeof own[0], error);
+    if (c->select != MOE_SELECT_SOFT) return MOE_OK;
     for (i = 0; moei_router_fields[i].name != NULL; i++) {
         moei_rule rule = MOEI_RULE(score, 0, select, 0xffffffffu - soft, "it has no effect there");
         rule.field = i;
-        if (moei_is_word_of(moei_router_fields[i].name, alone) && moei_is_changed(c, moei_router_field(i)))
+        if ((moei_is_word_of(moei_router_fields[i].name, alone) ||
+             moei_memcmp(moei_router_fields[i].name, "loss_", 5) == 0) && moei_is_changed(c, moei_router_field(i)))
             return moei_rule_broken(c, &rule, error);
     }
     return MOE_OK;
@@ -2239,45 +2163,28 @@ static moe_status moei_soft_clashes(const moe_router_config *c, moe_error *error
 
 /* Rules of the stages. */
 static moe_status moei_stage_clashes(const moe_router_config *c, moe_error *error) {
-    const uint32_t bias = moei_rows_with(moei_score_flags, MOE_SCORE_COUNT, MOEI_SCORE_BIAS);
     const uint32_t weight = moei_rows_with(moei_score_flags, MOE_SCORE_COUNT, MOEI_SCORE_WEIGHT);
-    const uint32_t vectors = moei_rows_with(moei_score_flags, MOE_SCORE_COUNT, MOEI_SCORE_VECTORS),
-                   cosine = MOEI_BIT(MOE_SCORE_COSINE);
+    const uint32_t vectors = moei_rows_with(moei_score_flags, MOE_SCORE_COUNT, MOEI_SCORE_VECTORS);
     const uint32_t by_p = 0xffffffffu - moei_rows_with(moei_weight_flags, MOE_WEIGHT_COUNT, MOEI_WEIGHT_READS_LOGITS);
     const uint32_t normal = MOEI_BIT(MOE_NOISE_NOISY_TOPK) | MOEI_BIT(MOE_NOISE_GAUSSIAN);
-    const uint32_t groups = MOEI_BIT(MOE_SELECT_GROUPED_TOP_K) | MOEI_BIT(MOE_SELECT_GROUPED_EACH);
     const uint32_t leave_out = moei_rows_with(moei_select_flags, MOE_SELECT_COUNT, MOEI_SELECT_LEAVES_OUT);
     const moei_rule rules[] = {
-        MOEI_RULE(router_bias, 0, score, bias, NULL),
-        MOEI_RULE(cosine_dim, 0, score, cosine, NULL),
-        MOEI_RULE(cosine_keep_length, 0, score, cosine, NULL),
-        MOEI_RULE(cosine_learn_tau, 0, score, cosine, NULL),
-        MOEI_RULE(grap_cosine, 0, score, MOEI_BIT(MOE_SCORE_GRAP), NULL),
         MOEI_RULE(refine, 0, weight, by_p, "it reads the logits, not the refined gate values"),
-        MOEI_RULE(similarity_learned, 0, refine, MOEI_BIT(MOE_REFINE_SIMILARITY), NULL),
-        MOEI_RULE(causal, 0, refine, MOEI_BUT(MOE_REFINE_NONE), NULL),
-        MOEI_RULE(lower_entropy_only, 0, refine, MOEI_BUT(MOE_REFINE_NONE), NULL),
         MOEI_RULE(weight, MOEI_BIT(MOE_WEIGHT_SPARSEMIXER), select, MOEI_BIT(MOE_SELECT_TOP_K), NULL),
         MOEI_RULE(weight, MOEI_BIT(MOE_WEIGHT_SPARSEMIXER), selection_bias, MOEI_BIT(0),
             "it selects by the logits alone"),
         MOEI_RULE(select, MOEI_BIT(MOE_SELECT_BALANCED), top_k, MOEI_BIT(1), "it gives each token one expert"),
-        MOEI_RULE(groups, 0, select, groups, NULL),
-        MOEI_RULE(selection_bias, 0, select, MOEI_BUT(MOE_SELECT_EXPERT_THRESHOLD), "it ignores the bias"),
         MOEI_RULE(logit_cap, 0, score, MOEI_BUT(MOE_SCORE_DSELECT), "its logits are a gate"),
         MOEI_RULE(loss_selector_entropy, 0, score, MOEI_BIT(MOE_SCORE_DSELECT), "it has no codes"),
         MOEI_RULE(loss_selector_reach, 0, score, MOEI_BIT(MOE_SCORE_DSELECT), "it has no codes"),
-        MOEI_RULE(threshold_learned, 0, select, MOEI_BIT(MOE_SELECT_THRESHOLD), NULL),
         MOEI_RULE(threshold_learned, 0, weight, by_p, "theta would get no gradient"),
-        MOEI_RULE(threshold_sigmoid, 0, threshold_learned, MOEI_BIT(1), NULL),
-        MOEI_RULE(table_size, 0, select, c->student_dim > 0 ? 0xffffffffu : MOEI_BIT(MOE_SELECT_HASH), NULL),
-        MOEI_RULE(expert_dropout, 0, select, leave_out, NULL),
-        MOEI_RULE(expert_dropout, 0, switch_from, leave_out, NULL),
+        MOEI_FOR(table_size, select,
+                 c->student_dim > 0 || moei_has_selection(c, MOE_SELECT_HASH) ? ~0u : MOEI_BIT(MOE_SELECT_HASH)),
+        MOEI_FOR(expert_dropout, select, leave_out),
+        MOEI_FOR(expert_dropout, switch_from, leave_out),
         MOEI_RULE(expert_dropout, 0, weight, MOEI_BUT(MOE_WEIGHT_SPARSEMIXER), "it picks by the logits alone"),
-        MOEI_RULE(expert_dropout_scope, 0, expert_dropout, 0, NULL),
         MOEI_RULE(capacity_bound, 0, score, vectors, "it has no gating vectors"),
-        MOEI_RULE(capacity_bound, 0, select, MOEI_BUT(MOE_SELECT_EXPERT_CHOICE), NULL),
-        MOEI_RULE(capacity_rho, 0, capacity_bound, MOEI_BIT(MOE_BOUND_EVERY), NULL),
-        MOEI_RULE(distill, 0, loss_distill, 0, NULL),
+        MOEI_NOT(capacity_bound, select, SELECT_EXPERT_CHOICE),
         MOEI_RULE(loss_load, 0, noise, normal, "the load is smooth only under normal noise"),
         MOEI_RULE(loss_locality, 0, nodes, 0, "at least 2"),
         MOEI_RULE(loss_orthogonal, 0, score, weight, "it has no router.weight"),
@@ -2299,9 +2206,12 @@ static moe_status moei_zero_clashes(const moe_router_config *c, moe_error *error
         MOEI_RULE(n_zero, 0, score, by_token, why),
         MOEI_RULE(n_copy, 0, score, by_token, why),
         MOEI_RULE(n_constant, 0, score, by_token, why),
+        MOEI_RULE(compete_rate, 0, n_zero, MOEI_BIT(0), why),
+        MOEI_RULE(compete_rate, 0, n_copy, MOEI_BIT(0), why),
+        MOEI_RULE(compete_rate, 0, n_constant, MOEI_BIT(0), why),
         MOEI_RULE(weight_over, 0, weight, norms, "only these normalize"),
         MOEI_RULE(weight_over, MOEI_BIT(MOE_WEIGHT_OVER_NONZERO), n_zero, 0, NULL),
-        MOEI_RULE(zero_average, 0, loss_balance, 0, NULL),
+        MOEI_NEEDS(zero_average, loss_balance),
         MOEI_RULE(router_residual, 0, score, MOEI_BUT(MOE_SCORE_DSELECT), "its logits are a gate")};
     const int any = MOEI_REAL_EXPERTS(c) < c->n_experts;
     const int by_factor = c->capacity_factor_eval > MOEI_R(0.0) && c->drop_capacity == 0 &&
@@ -2339,6 +2249,8 @@ static int moei_is_of_preset(const moe_router_config *c, const moe_field *field)
 
 static void moei_field_reset(const moe_field *field, moe_router_config *c) {
     const moe_real standard = field == moei_router_field(MOEI_FIELD_ac_mix) ? MOEI_R(0.0) : moei_default_of(c, field);
+    /* which it was the default of */
+    if (field == moei_router_field(MOEI_FIELD_capacity_factor)) c->capacity_factor_eval = MOEI_R(0.0);
     if (field->kind == MOE_FIELD_REAL) *moei_field_real(field, c) = standard;
     else *moei_field_int(field, c) = (int)standard;
 }
@@ -2349,28 +2261,35 @@ static int moei_is_used(const moe_router_config *c, const moei_rule *rule) {
     return rule->needs == MOEI_FIELD_select && moei_switches(c) && (rule->values >> c->switch_from & 1u) != 0;
 }
 
-/* Fields that need another one to have an effect. One that a preset or a file has set is reset. */
-static moe_status moei_rules_use(moe_router_config *c, const moei_rule *rules, size_t n, moe_error *error) {
-    char names[200];
-    moei_text reset = moei_text_begin(names, sizeof names);
-    size_t i;
-    int origin = 0;
-    for (i = 0; i < n; i++) {
-        const moe_field *field = moei_router_field(rules[i].field);
-        if (!moei_is_among(c, field, rules[i].when) || moei_is_used(c, &rules[i])) continue;
-        if (!moei_is_of_preset(c, field)) return moei_rule_broken(c, &rules[i], error);
-        if (c->preset == MOEI_OF_A_FILE && rules[i].field == MOEI_FIELD_selection_bias) {
-            origin = MOEI_OF_A_FILE; /* stays, because its tensor is in the file */
-            continue;
-        }
-        moei_field_reset(field, c);
-        if (reset.length > 0) moei_put_text(&reset, ", ");
-        moei_put_text(&reset, field->name);
+/* What was reset because it has no effect. */
+typedef struct moei_reset {
+    moei_text names;
+    int origin; /* the next value of config.preset */
+} moei_reset;
+
+/* A field without effect breaks a rule, unless a preset or a file has set it: then it is reset. */
+static moe_status moei_reset_idle(moe_router_config *c, const moei_rule *rule, moei_reset *reset, moe_error *error) {
+    const moe_field *field = moei_router_field(rule->field);
+    if (!moei_is_of_preset(c, field)) return moei_rule_broken(c, rule, error);
+    if (c->preset == MOEI_OF_A_FILE && rule->field == MOEI_FIELD_selection_bias) {
+        reset->origin = MOEI_OF_A_FILE; /* stays, because its tensor is in the file */
+        return MOE_OK;
     }
-    if (reset.length > 0 && c->preset == MOEI_OF_A_FILE)
-        (void)moei_error(error, MOE_OK, "reset because they have no effect here: %s", names);
-    c->preset = origin;
+    moei_field_reset(field, c);
+    if (reset->names.length > 0) moei_put_text(&reset->names, ", ");
+    moei_put_text(&reset->names, field->name);
     return MOE_OK;
+}
+
+/* Fields that need another one to have an effect. */
+static moe_status moei_rules_use(moe_router_config *c, const moei_rule *rules, size_t n, moei_reset *reset,
+                                 moe_error *error) {
+    moe_status status = MOE_OK;
+    size_t i;
+    for (i = 0; i < n && status == MOE_OK; i++)
+        if (moei_is_among(c, moei_router_field(rules[i].field), rules[i].when) && !moei_is_used(c, &rules[i]))
+            status = moei_reset_idle(c, &rules[i], reset, error);
+    return status;
 }
 
 /* Whether anything reads the logits once there is noise on them: selection, weight or a loss. */
@@ -2394,87 +2313,197 @@ static int moei_noise_is_read(const moe_router_config *c) {
      MOEI_BIT(MOE_SELECT_GIVEN) | MOEI_BIT(MOE_SELECT_HASH) | MOEI_BIT(MOE_SELECT_SAMPLE) |                            \
      MOEI_BIT(MOE_SELECT_BALANCED) | MOEI_AFFINITY)
 
+/* Which fields of capacity the selections of a configuration read, whether anything limits the
+   load, and whether a token may have a second expert. */
+typedef struct moei_limits {
+    int factor, eval, least, any, two;
+} moei_limits;
+
+static moei_limits moei_limits_of(const moe_router_config *c) {
+    const int by_factor = c->capacity_factor > MOEI_R(0.0) || c->capacity_factor_eval > MOEI_R(0.0);
+    const int set = c->drop_capacity > 0;
+    moei_limits l = {0, 0, 0, 0, 0};
+    int i;
+    for (i = 0; i < 1 + moei_switches(c); i++) {
+        const int select = i == 0 ? c->select : c->switch_from;
+        const unsigned flags = moei_select_flags[select];
+        const int own = select == MOE_SELECT_EXPERT_CHOICE || (flags & MOEI_SELECT_OWN_FACTOR) != 0;
+        const int left = !(flags & MOEI_SELECT_LIMITS_LOAD); /* the load is left to these fields */
+        const int any = left && (c->capacity_bound != MOE_BOUND_NONE || (!own && by_factor));
+        l.factor |= own || (left && !set);
+        l.eval |= !own && left && !set;
+        l.least |= select == MOE_SELECT_AFFINITY || (any && !set);
+        l.any |= any || set;
+        l.two |= c->n_experts > 1 && select != MOE_SELECT_AFFINITY &&
+                 (c->top_k > 1 || c->k_end > 1 || !(flags & MOEI_SELECT_AT_MOST_K));
+    }
+    return l;
+}
+
+/* Whether a drop rule may drop something: not where every weight that it looks at keeps its
+   choice. */
+static int moei_rule_drops(const moe_router_config *c) {
+    const int most = c->drop_rule == MOE_DROP_RULE_GSHARD ? 2 : 5, k = c->top_k > c->k_end ? c->top_k : c->k_end;
+    const int first = moei_switches(c) ? c->switch_from : c->select;
+    const unsigned by_k = moei_select_flags[c->select] & moei_select_flags[first];
+    if (c->expert_scale) return 1;
+    return c->weight != MOE_WEIGHT_ONE &&
+           !(c->weight == MOE_WEIGHT_UNIFORM && (by_k & MOEI_SELECT_AT_MOST_K) && k <= most);
+}
+
+/* Whether the weights of a token sum to 1, so that dividing by the sum changes nothing. */
+static int moei_sums_to_one(const moe_router_config *c) {
+    const uint32_t sums = MOEI_BIT(MOE_WEIGHT_SUM) | MOEI_BIT(MOE_WEIGHT_SOFTMAX) | MOEI_BIT(MOE_WEIGHT_UNIFORM);
+    const int plain = c->weight == MOE_WEIGHT_P_NORM && !moei_is_changed(c, moei_router_field(MOEI_FIELD_weight_p));
+    return ((sums >> c->weight & 1u) || plain) && !c->expert_scale && c->weight_over == MOE_WEIGHT_OVER_ALL;
+}
+
+/* Fields of dropping, whose effect depends on several others. */
+static moe_status moei_idle_limits(moe_router_config *c, moei_reset *reset, moe_error *error) {
+    const moei_limits l = moei_limits_of(c);
+    const int plain = !(moei_select_flags[c->select] & (MOEI_SELECT_LIMITS_LOAD | MOEI_SELECT_OWN_FACTOR));
+    const int limit = plain ? MOEI_FIELD_capacity_factor : MOEI_FIELD_drop_capacity, set = c->drop_capacity > 0;
+    const int differs = c->capacity_factor_eval < c->capacity_factor || c->capacity_factor_eval > c->capacity_factor;
+    const uint32_t others = 0xffffffffu - MOEI_AFFINITY;
+    const struct {
+        int idle;
+        moei_rule rule;
+    } rows[] = {
+        {set && !l.factor, MOEI_FOR(capacity_factor, drop_capacity, MOEI_BIT(0))},
+        {!l.factor, MOEI_FOR(capacity_factor, select, others)},
+        {set && differs && !l.eval, MOEI_FOR(capacity_factor_eval, drop_capacity, MOEI_BIT(0))},
+        {differs && !l.eval, MOEI_FOR(capacity_factor_eval, select, MOEI_BUT(c->select))},
+        {set && !l.least, MOEI_FOR(capacity_min, drop_capacity, MOEI_BIT(0))},
+        {!l.least, MOEI_NEEDS(capacity_min, capacity_factor)},
+        {!l.any, {MOEI_FIELD_drop_order, 0, limit, 0, "nothing is dropped"}},
+        {!l.two && c->top_k == 1, MOEI_FOR(drop_rule, top_k, MOEI_BUT(1))},
+        {!l.two, MOEI_FOR(drop_rule, select, others)},
+        {!moei_rule_drops(c), MOEI_RULE(drop_rule, 0, weight, MOEI_BUT(c->weight), "it keeps all choices")},
+        {!l.any && c->drop_rule == MOE_DROP_RULE_NONE && moei_sums_to_one(c),
+         {MOEI_FIELD_renormalize, 0, limit, 0, "nothing is dropped"}},
+        {1, MOEI_FOR(affinity_mass, affinity_sum, MOEI_BIT(0))},
+        {1, MOEI_FOR(affinity_mass, affinity_sum_auto, MOEI_BIT(0))},
+        {!(c->loss_load > MOEI_R(0.0)), MOEI_NEEDS(unbiased, loss_importance)}};
+    moe_status status = MOE_OK;
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof rows[0] && status == MOE_OK; i++)
+        if (rows[i].idle) status = moei_rules_use(c, &rows[i].rule, 1, reset, error);
+    return status;
+}
+
 /* Settings without effect. */
 static moe_status moei_idle_fields(moe_router_config *c, moe_error *error) {
     static const moei_rule rules[] = {
-        MOEI_RULE(sparsemixer_sample, 0, weight, MOEI_BIT(MOE_WEIGHT_SPARSEMIXER), NULL),
-        MOEI_RULE(jitter_eps, 0, input, MOEI_BIT(MOE_INPUT_JITTER), NULL),
-        MOEI_RULE(ac_mode, 0, input, MOEI_CLUSTERS, NULL),
-        MOEI_RULE(ac_spread, 0, input, MOEI_CLUSTERS, NULL),
-        MOEI_RULE(ac_mix, 0, input, MOEI_CLUSTERS, NULL),
-        MOEI_RULE(ac_lambda, 0, input, MOEI_CLUSTERS, NULL),
-        MOEI_RULE(ac_spread, 0, ac_mode, MOEI_BUT(MOE_AC_RANDOM), NULL),
-        MOEI_RULE(ac_lambda, 0, ac_mode, MOEI_BUT(MOE_AC_RANDOM), NULL),
-        MOEI_RULE(cosine_tau, 0, score, MOEI_BIT(MOE_SCORE_COSINE), NULL),
-        MOEI_RULE(norm_node, 0, score, MOEI_NORM, NULL),
-        MOEI_RULE(norm_order, 0, score, MOEI_NORM, NULL),
-        MOEI_RULE(router_hidden, 0, score, MOEI_HIDDEN, NULL),
-        MOEI_RULE(router_act, 0, score, MOEI_HIDDEN, NULL),
-        MOEI_RULE(noise_floor, 0, noise, MOEI_BIT(MOE_NOISE_NOISY_TOPK), NULL),
-        MOEI_RULE(noise_sigma, 0, noise, MOEI_BIT(MOE_NOISE_GAUSSIAN), NULL),
-        MOEI_RULE(gate_temperature, 0, gate, MOEI_TEMPERED, NULL),
-        MOEI_RULE(expert_temperature, 0, gate, MOEI_TEMPERED, NULL),
-        MOEI_RULE(similarity_tau, 0, refine, MOEI_SIMILARITY, NULL),
-        MOEI_RULE(similarity_scale, 0, refine, MOEI_SIMILARITY, NULL),
-        MOEI_RULE(heads, 0, refine, MOEI_ATTENTION, NULL),
-        MOEI_RULE(attention_heads, 0, refine, MOEI_ATTENTION, NULL),
-        MOEI_RULE(attention_head, 0, attention_heads, MOEI_BIT(MOE_HEADS_FIXED), NULL),
-        MOEI_RULE(attention_sigma, 0, refine, MOEI_ATTENTION, NULL),
-        MOEI_RULE(attention_u, 0, refine, MOEI_ATTENTION, NULL),
-        MOEI_RULE(groups_kept, 0, select, MOEI_GROUPED, NULL),
-        MOEI_RULE(group_score, 0, select, MOEI_GROUPED, NULL),
-        MOEI_RULE(top_p, 0, select, MOEI_BIT(MOE_SELECT_TOP_P), NULL),
-        MOEI_RULE(threshold, 0, select, MOEI_BIT(MOE_SELECT_THRESHOLD), NULL),
-        MOEI_RULE(threshold_fallback, 0, select, MOEI_BIT(MOE_SELECT_THRESHOLD), NULL),
-        MOEI_RULE(expert_choice_score, 0, select, MOEI_BIT(MOE_SELECT_EXPERT_CHOICE), NULL),
-        MOEI_RULE(expert_choice_scope, 0, select, MOEI_BIT(MOE_SELECT_EXPERT_CHOICE), NULL),
-        MOEI_RULE(affinity_mass, 0, select, MOEI_AFFINITY, NULL),
-        MOEI_RULE(affinity_sum, 0, select, MOEI_AFFINITY, NULL),
-        MOEI_RULE(affinity_sum_auto, 0, select, MOEI_AFFINITY, NULL),
-        MOEI_RULE(capacity, 0, select, MOEI_AFFINITY, NULL),
-        MOEI_RULE(sample_at, 0, select, MOEI_BIT(MOE_SELECT_SAMPLE), NULL),
-        MOEI_RULE(sample_scope, 0, select, MOEI_BIT(MOE_SELECT_SAMPLE), NULL),
-        MOEI_RULE(sample_seed, 0, sample_at, MOEI_BIT(MOE_SAMPLE_ALWAYS), NULL),
-        MOEI_RULE(weight_p, 0, weight, MOEI_BIT(MOE_WEIGHT_P_NORM), NULL),
-        MOEI_RULE(sparsemixer_eps, 0, weight, MOEI_BIT(MOE_WEIGHT_SPARSEMIXER), NULL),
-        MOEI_RULE(balance_over, 0, loss_balance, 0, NULL),
-        MOEI_RULE(balance_scope, 0, loss_balance, 0, NULL),
-        MOEI_RULE(importance_over, 0, loss_importance, 0, NULL),
+        MOEI_ONLY(sparsemixer_sample, weight, WEIGHT_SPARSEMIXER),
+        MOEI_ONLY(jitter_eps, input, INPUT_JITTER),
+        MOEI_FOR(ac_mode, input, MOEI_CLUSTERS),
+        MOEI_FOR(ac_spread, input, MOEI_CLUSTERS),
+        MOEI_FOR(ac_mix, input, MOEI_CLUSTERS),
+        MOEI_FOR(ac_lambda, input, MOEI_CLUSTERS),
+        MOEI_NOT(ac_spread, ac_mode, AC_RANDOM),
+        MOEI_NOT(ac_lambda, ac_mode, AC_RANDOM),
+        MOEI_ONLY(cosine_tau, score, SCORE_COSINE),
+        MOEI_FOR(norm_node, score, MOEI_NORM),
+        MOEI_FOR(norm_order, score, MOEI_NORM),
+        MOEI_FOR(router_hidden, score, MOEI_HIDDEN),
+        MOEI_FOR(router_act, score, MOEI_HIDDEN),
+        MOEI_ONLY(noise_floor, noise, NOISE_NOISY_TOPK),
+        MOEI_ONLY(noise_sigma, noise, NOISE_GAUSSIAN),
+        MOEI_FOR(gate_temperature, gate, MOEI_TEMPERED),
+        MOEI_FOR(expert_temperature, gate, MOEI_TEMPERED),
+        MOEI_FOR(similarity_tau, refine, MOEI_SIMILARITY),
+        MOEI_FOR(similarity_scale, refine, MOEI_SIMILARITY),
+        MOEI_FOR(heads, refine, MOEI_ATTENTION),
+        MOEI_FOR(attention_heads, refine, MOEI_ATTENTION),
+        MOEI_ONLY(attention_head, attention_heads, HEADS_FIXED),
+        MOEI_FOR(attention_sigma, refine, MOEI_ATTENTION),
+        MOEI_FOR(attention_u, refine, MOEI_ATTENTION),
+        MOEI_FOR(groups_kept, select, MOEI_GROUPED),
+        MOEI_FOR(group_score, select, MOEI_GROUPED),
+        MOEI_ONLY(top_p, select, SELECT_TOP_P),
+        MOEI_ONLY(threshold, select, SELECT_THRESHOLD),
+        MOEI_ONLY(threshold_fallback, select, SELECT_THRESHOLD),
+        MOEI_ONLY(expert_choice_score, select, SELECT_EXPERT_CHOICE),
+        MOEI_ONLY(expert_choice_scope, select, SELECT_EXPERT_CHOICE),
+        MOEI_FOR(affinity_mass, select, MOEI_AFFINITY),
+        MOEI_FOR(affinity_sum, select, MOEI_AFFINITY),
+        MOEI_FOR(affinity_sum_auto, select, MOEI_AFFINITY),
+        MOEI_FOR(capacity, select, MOEI_AFFINITY),
+        MOEI_ONLY(sample_at, select, SELECT_SAMPLE),
+        MOEI_ONLY(sample_scope, select, SELECT_SAMPLE),
+        MOEI_ONLY(sample_seed, sample_at, SAMPLE_ALWAYS),
+        MOEI_ONLY(weight_p, weight, WEIGHT_P_NORM),
+        MOEI_ONLY(sparsemixer_eps, weight, WEIGHT_SPARSEMIXER),
+        MOEI_NEEDS(balance_over, loss_balance),
+        MOEI_NEEDS(balance_scope, loss_balance),
+        MOEI_NEEDS(importance_over, loss_importance),
+        MOEI_NEEDS(nodes, loss_locality),
+        MOEI_FOR(router_bias, score, MOEI_BIT(MOE_SCORE_LINEAR) | MOEI_BIT(MOE_SCORE_RANDOM)),
+        MOEI_ONLY(cosine_dim, score, SCORE_COSINE),
+        MOEI_ONLY(cosine_keep_length, score, SCORE_COSINE),
+        MOEI_ONLY(cosine_learn_tau, score, SCORE_COSINE),
+        MOEI_ONLY(grap_cosine, score, SCORE_GRAP),
+        MOEI_FOR(similarity_learned, refine, MOEI_SIMILARITY),
+        MOEI_NOT(causal, refine, REFINE_NONE),
+        MOEI_NOT(lower_entropy_only, refine, REFINE_NONE),
+        MOEI_FOR(groups, select, MOEI_GROUPED | MOEI_BIT(MOE_SELECT_GROUPED_EACH)),
+        MOEI_ONLY(threshold_learned, select, SELECT_THRESHOLD),
+        MOEI_NEEDS(threshold_sigmoid, threshold_learned),
+        MOEI_NEEDS(expert_dropout_scope, expert_dropout),
+        MOEI_ONLY(capacity_rho, capacity_bound, BOUND_EVERY),
+        MOEI_NEEDS(distill, loss_distill),
+        MOEI_ONLY(threshold_rho, select, SELECT_EXPERT_THRESHOLD),
+        MOEI_ONLY(ac_rho, ac_mode, AC_RUNNING),
+        MOEI_ONLY(slots, select, SELECT_SOFT),
+        MOEI_ONLY(soft_normalise, select, SELECT_SOFT),
+        MOEI_ONLY(soft_sequences, select, SELECT_SOFT),
         MOEI_RULE(selection_bias, 0, select, MOEI_BIASED, "it ignores the bias")};
-    return moei_rules_use(c, rules, sizeof rules / sizeof rules[0], error);
+    char names[200];
+    moei_reset reset;
+    moe_status status;
+    reset.names = moei_text_begin(names, sizeof names);
+    reset.origin = 0;
+    status = moei_rules_use(c, rules, sizeof rules / sizeof rules[0], &reset, error);
+    if (status == MOE_OK) status = moei_idle_limits(c, &reset, error);
+    if (status != MOE_OK) return status;
+    if (reset.names.length > 0 && c->preset == MOEI_OF_A_FILE)
+        (void)moei_error(error, MOE_OK, "reset because they have no effect here: %s", names);
+    c->preset = reset.origin;
+    return MOE_OK;
 }
 
 /* Sizes that contradict each other, then the rules. */
 static moe_status moei_router_clashes(const moe_router_config *c, moe_error *error) {
+    enum { AT_MOST, BELOW, DIVIDES };
+    static const char *const must[] = {"be at most", "be below", "divide"};
+    static const int sizes[][3] = {{MOEI_FIELD_top_k, AT_MOST, MOEI_FIELD_n_experts},
+                                   {MOEI_FIELD_attention_head, BELOW, MOEI_FIELD_heads},
+                                   {MOEI_FIELD_groups, DIVIDES, MOEI_FIELD_n_experts},
+                                   {MOEI_FIELD_groups_kept, AT_MOST, MOEI_FIELD_groups},
+                                   {MOEI_FIELD_k_end, AT_MOST, MOEI_FIELD_n_experts}};
     moe_status status;
-    if (c->top_k > c->n_experts)
-        return moei_error(error, MOE_ERR_CONFIG, "top_k = %d: must be at most n_experts = %d", c->top_k, c->n_experts);
-    if (c->attention_head >= c->heads)
-        return moei_error(error, MOE_ERR_CONFIG, "attention_head = %d: must be below heads = %d", c->attention_head,
-                          c->heads);
+    size_t i;
+    for (i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
+        const moe_field *field = moei_router_field(sizes[i][0]), *other = moei_router_field(sizes[i][2]);
+        const int value = moei_field_get_int(field, c), is = moei_field_get_int(other, c);
+        const int how = sizes[i][1];
+        if (how == DIVIDES ? is % value != 0 : value > is - (how == BELOW))
+            return moei_error(error, MOE_ERR_CONFIG, "%s = %d: must %s %s = %d", field->name, value, must[how],
+                              other->name, is);
+    }
     if (c->score == MOE_SCORE_GRAP && c->d_model % c->n_experts != 0)
         return moei_error(error, MOE_ERR_CONFIG, "score = grap: n_experts = %d must divide d_model = %d", c->n_experts,
                           c->d_model);
-    if (c->n_experts % c->groups != 0)
-        return moei_error(error, MOE_ERR_CONFIG, "groups = %d: must divide n_experts = %d", c->groups, c->n_experts);
-    if (c->groups_kept > c->groups)
-        return moei_error(error, MOE_ERR_CONFIG, "groups_kept = %d: must be at most groups = %d", c->groups_kept,
-                          c->groups);
-    if (c->select == MOE_SELECT_GROUPED_TOP_K && c->top_k > c->groups_kept * (c->n_experts / c->groups))
+    if (moei_has_selection(c, MOE_SELECT_GROUPED_TOP_K) && c->top_k > c->groups_kept * (c->n_experts / c->groups))
         return moei_error(error, MOE_ERR_CONFIG, "top_k = %d: groups_kept = %d groups hold only %d experts", c->top_k,
                           c->groups_kept, c->groups_kept * (c->n_experts / c->groups));
-    if (c->select == MOE_SELECT_GROUPED_EACH && c->top_k % c->groups != 0)
-        return moei_error(error, MOE_ERR_CONFIG, "top_k = %d: groups = %d must divide it for select = grouped_each",
-                          c->top_k, c->groups);
+    if (moei_has_selection(c, MOE_SELECT_GROUPED_EACH) && c->top_k % c->groups != 0)
+        return moei_error(error, MOE_ERR_CONFIG, "top_k = %d: groups = %d must divide it for %s = grouped_each",
+                          c->top_k, c->groups, c->select == MOE_SELECT_GROUPED_EACH ? "select" : "switch_from");
     if (c->loss_selector_reach > MOEI_R(0.0) && (c->n_experts & (c->n_experts - 1)) == 0)
         return moei_error(error, MOE_ERR_CONFIG,
                           "loss_selector_reach = %g has no effect with n_experts = %d, a power of 2: every code is an "
                           "expert", (double)c->loss_selector_reach, c->n_experts);
-    if (c->select == MOE_SELECT_EXPERT_THRESHOLD &&
-        (c->capacity_factor_eval < c->capacity_factor || c->capacity_factor_eval > c->capacity_factor))
-        return moei_error(error, MOE_ERR_CONFIG,
-                          "capacity_factor_eval = %g has no effect with select = expert_threshold: its cutoffs come "
-                          "from training", (double)c->capacity_factor_eval);
     if (c->threshold_sigmoid && c->threshold_learned && !(c->threshold > MOEI_R(0.0) && c->threshold < MOEI_R(1.0)))
         return moei_error(error, MOE_ERR_CONFIG,
                           "threshold = %g is incompatible with threshold_sigmoid = 1: it must be between 0 and 1",
@@ -2482,8 +2511,9 @@ static moe_status moei_router_clashes(const moe_router_config *c, moe_error *err
     if (c->affinity_sum_auto > MOEI_R(0.0) && c->affinity_sum > MOEI_R(0.0))
         return moei_error(error, MOE_ERR_CONFIG, "affinity_sum_auto = %g is incompatible with affinity_sum = %g",
                           (double)c->affinity_sum_auto, (double)c->affinity_sum);
-    if (c->select == MOE_SELECT_HASH && c->table_size == 0)
-        return moei_error(error, MOE_ERR_CONFIG, "table_size = 0: select = hash needs the number of token ids");
+    if (moei_has_selection(c, MOE_SELECT_HASH) && c->table_size == 0)
+        return moei_error(error, MOE_ERR_CONFIG, "table_size = 0: %s = hash needs the number of token ids",
+                          c->select == MOE_SELECT_HASH ? "select" : "switch_from");
     if (c->noise != MOE_NOISE_NONE && !moei_noise_is_read(c))
         return moei_error(error, MOE_ERR_CONFIG, "noise = %s has no effect with select = %s and weight = %s",
                           moei_noise_names[c->noise], moei_select_names[c->select], moei_weight_names[c->weight]);
@@ -2508,6 +2538,11 @@ static const char *moei_left_out(const moe_router_config *c) {
     if (!MOEI_KEPT(SELECTS, c->select)) return "select";
     if (moei_switches(c) && !MOEI_KEPT(SELECTS, c->switch_from)) return "switch_from";
     if (c->student && !MOEI_KEPT(SELECTS, MOE_SELECT_TOP_K)) return "student";
+    if (c->compete_rate > MOEI_R(0.0) && MOEI_KEPT(EXTRAS, MOE_EXTRA_TRAINING) &&
+        !(MOEI_KEPT(SCORES, MOE_SCORE_COMPETITION) && MOEI_KEPT(SCORES, MOE_SCORE_NORM) &&
+          MOEI_KEPT(GATES, MOE_GATE_SOFTMAX) && MOEI_KEPT(WEIGHTS, MOE_WEIGHT_SUM) &&
+          MOEI_KEPT(WEIGHTS, MOE_WEIGHT_SOFTMAX)))
+        return "compete_rate";
     if (!MOEI_KEPT(WEIGHTS, c->weight)) return "weight";
     if ((c->score == MOE_SCORE_MLP || c->score == MOE_SCORE_ATTENTIVE) && !MOEI_KEPT(ACTS, c->router_act))
         return "router_act";
@@ -2611,7 +2646,8 @@ unsigned moe_router_traits(const moe_router_config *c) {
         traits |= moei_select_flags[c->switch_from];
     traits &= MOE_TRAIT_NEEDS_GIVEN * 2 - 1;
     if (c->student_dim > 0) traits |= MOE_TRAIT_NEEDS_TOKEN_IDS;
-    if (c->selection_bias || moei_has_schedule(c) || c->freeze_at > 0 || c->switch_at > 0 || c->l1_controller ||
+    if (c->selection_bias || moei_has_schedule(c) || c->freeze_at > 0 || c->switch_at > 0 || c->compete_from > 0 ||
+        c->l1_controller ||
         c->capacity_bound == MOE_BOUND_FIRST || c->capacity_rho > MOEI_R(0.0) || c->affinity_sum_auto > MOEI_R(0.0))
         traits |= MOE_TRAIT_STATEFUL;
     /* selections over all tokens, and capacity, depend on later tokens */
@@ -2625,7 +2661,8 @@ unsigned moe_router_traits(const moe_router_config *c) {
         if (!c->causal || (c->refine == MOE_REFINE_ATTENTION && c->attention_heads == MOE_HEADS_MIN_ENTROPY)) later = 1;
     }
     if (c->refine == MOE_REFINE_ATTENTION) traits |= MOE_TRAIT_NEEDS_ATTENTION;
-    if (c->noise != MOE_NOISE_NONE || c->sparsemixer_sample || c->expert_dropout > MOEI_R(0.0))
+    if (c->noise != MOE_NOISE_NONE || c->sparsemixer_sample || c->expert_dropout > MOEI_R(0.0) ||
+        (c->compete_rate > MOEI_R(0.0) && c->compete_rate < MOEI_R(1.0)))
         traits |= MOE_TRAIT_STOCHASTIC;
     if (c->input == MOE_INPUT_JITTER || c->drop_order == MOE_DROP_RANDOM || c->drop_rule != 0)
         traits |= MOE_TRAIT_STOCHASTIC;
@@ -2724,43 +2761,29 @@ moe_status moe_router_check_decoding(const moe_router_config *config, moe_error 
 
 /* ==== >>code_presets ========================================================================== */
 
+/* Sources of several presets. */
+#define MOEI_NGUYEN "Nguyen et al. 2025, Improving routing in sparse mixture of experts with graph of tokens"
+#define MOEI_NIELSEN "Nielsen et al. 2025, Tight clusters make specialized experts"
+#define MOEI_KRISHNAMURTHY \
+    "Krishnamurthy, Watkins, Gaertner 2023, Improving expert specialization in mixture of experts"
+#define MOEI_LV "Lv et al. 2025, Autonomy-of-experts models"
+#define MOEI_SHAZEER \
+    "Shazeer et al. 2017, Outrageously large neural networks: the sparsely-gated mixture-of-experts layer"
+/* A router with its gate values mixed between tokens, by similarity and by attention. */
+#define MOEI_REFINED(of, settings) \
+    {"similarity_" of, "", MOEI_NGUYEN, of " with p_i = sum_j softmax_j(u_i . u_j / tau) r_j", \
+     "n_experts=16 top_k=2 refine=similarity " settings, ""}, \
+    {"attention_" of, "", MOEI_NGUYEN, \
+     of " with p_i = sum_j A'_ij r_j, A' the posterior of the attention head with the least entropy", \
+     "n_experts=16 top_k=2 refine=attention " settings, ""},
 static const moe_preset moei_presets[] = {
-    {"smoe", "sparse_moe",
-     "Shazeer et al. 2017, Outrageously large neural networks: the sparsely-gated mixture-of-experts layer",
+    {"smoe", "sparse_moe", MOEI_SHAZEER,
      "w = softmax over the top K logits",
      "n_experts=16 top_k=2 weight=softmax router_bias=1", ""},
-    {"similarity_smoe", "",
-     "Nguyen et al. 2025, Improving routing in sparse mixture of experts with graph of tokens",
-     "smoe with p_i = sum_j softmax_j(u_i . u_j / tau) r_j",
-     "n_experts=16 top_k=2 router_bias=1 refine=similarity", ""},
-    {"attention_smoe", "",
-     "Nguyen et al. 2025, Improving routing in sparse mixture of experts with graph of tokens",
-     "smoe with p_i = sum_j A'_ij r_j, A' the posterior of the attention head with the least entropy",
-     "n_experts=16 top_k=2 router_bias=1 refine=attention", ""},
-    {"similarity_glam", "",
-     "Nguyen et al. 2025, Improving routing in sparse mixture of experts with graph of tokens",
-     "glam with p_i = sum_j softmax_j(u_i . u_j / tau) r_j",
-     "n_experts=16 top_k=2 refine=similarity", ""},
-    {"attention_glam", "",
-     "Nguyen et al. 2025, Improving routing in sparse mixture of experts with graph of tokens",
-     "glam with p_i = sum_j A'_ij r_j, A' the posterior of the attention head with the least entropy",
-     "n_experts=16 top_k=2 refine=attention", ""},
-    {"similarity_xmoe", "",
-     "Nguyen et al. 2025, Improving routing in sparse mixture of experts with graph of tokens",
-     "xmoe with p_i = sum_j softmax_j(u_i . u_j / tau) r_j",
-     "n_experts=16 top_k=2 score=cosine cosine_dim=8 cosine_learn_tau=1 refine=similarity", ""},
-    {"attention_xmoe", "",
-     "Nguyen et al. 2025, Improving routing in sparse mixture of experts with graph of tokens",
-     "xmoe with p_i = sum_j A'_ij r_j, A' the posterior of the attention head with the least entropy",
-     "n_experts=16 top_k=2 score=cosine cosine_dim=8 cosine_learn_tau=1 refine=attention", ""},
-    {"similarity_smoe_dropout", "",
-     "Nguyen et al. 2025, Improving routing in sparse mixture of experts with graph of tokens",
-     "smoe_dropout with p_i = sum_j softmax_j(u_i . u_j / tau) r_j",
-     "n_experts=16 top_k=2 score=random refine=similarity", ""},
-    {"attention_smoe_dropout", "",
-     "Nguyen et al. 2025, Improving routing in sparse mixture of experts with graph of tokens",
-     "smoe_dropout with p_i = sum_j A'_ij r_j, A' the posterior of the attention head with the least entropy",
-     "n_experts=16 top_k=2 score=random refine=attention", ""},
+    MOEI_REFINED("smoe", "router_bias=1")
+    MOEI_REFINED("glam", "score=linear")
+    MOEI_REFINED("xmoe", "score=cosine cosine_dim=8 cosine_learn_tau=1")
+    MOEI_REFINED("smoe_dropout", "score=random")
     {"glam", "",
      "Du et al. 2022, GLaM: efficient scaling of language models with mixture-of-experts",
      "smoe without bias, on every other layer of a model",
@@ -2775,8 +2798,7 @@ static const moe_preset moei_presets[] = {
      "w = p / sum p over the top 2; the second kept with probability 2 w_2; capacity 2 N / E",
      "n_experts=16 top_k=2 weight=sum loss_balance=0.01 balance_over=first capacity_factor=1 drop_rule=gshard",
          "expert=mlp act=relu"},
-    {"noisy_topk", "shazeer",
-     "Shazeer et al. 2017, Outrageously large neural networks: the sparsely-gated mixture-of-experts layer",
+    {"noisy_topk", "shazeer", MOEI_SHAZEER,
      "w = softmax over the top K of z + n softplus(W_n u); importance and load",
      "n_experts=16 top_k=2 noise=noisy_topk weight=softmax loss_importance=0.1 importance_over=weights unbiased=1 "
          "loss_load=0.1", "expert=mlp act=relu"},
@@ -2800,10 +2822,9 @@ static const moe_preset moei_presets[] = {
     {"sigma_moe", "",
      "Csordas, Irie, Schmidhuber 2023, Approximating two-layer feedforward networks for efficient transformers",
      "w = sigmoid(z) of the top K, experts left out at random in training, entropy of the mean p",
-     "n_experts=16 top_k=4 gate=sigmoid weight=raw expert_dropout=0.05 loss_usage_entropy=0.001",
+     "n_experts=16 top_k=4 gate=sigmoid weight=raw expert_dropout=0.05 loss_usage_entropy=0.0001",
      "expert=mlp act=relu no_expert_bias=1"},
-    {"acmoe", "",
-     "Nielsen et al. 2025, Tight clusters make specialized experts",
+    {"acmoe", "", MOEI_NIELSEN,
      "u = m * x, m_q large where the cluster of the token is tight",
      "n_experts=16 top_k=2 input=adaptive_clustering weight=softmax", ""},
     {"acmoe_code", "",
@@ -2811,20 +2832,16 @@ static const moe_preset moei_presets[] = {
      "as acmoe over the present x, with the cosine score that keeps the length",
      "n_experts=16 top_k=2 input=adaptive_clustering ac_mode=code score=cosine cosine_keep_length=1 weight=softmax",
          ""},
-    {"acmoe_mix2", "",
-     "Nielsen et al. 2025, Tight clusters make specialized experts",
+    {"acmoe_mix2", "", MOEI_NIELSEN,
      "as acmoe, m mixed over the two best previous experts",
      "n_experts=16 top_k=2 input=adaptive_clustering ac_mix=2 weight=softmax", ""},
-    {"acmoe_threshold", "",
-     "Nielsen et al. 2025, Tight clusters make specialized experts",
+    {"acmoe_threshold", "", MOEI_NIELSEN,
      "as acmoe, all experts with p > theta",
      "n_experts=16 input=adaptive_clustering select=threshold weight=sum", ""},
-    {"soft_acmoe", "",
-     "Nielsen et al. 2025, Tight clusters make specialized experts",
+    {"soft_acmoe", "", MOEI_NIELSEN,
      "soft_moe with u = m * x, m mixed over the 8 best previous experts",
      "n_experts=16 input=adaptive_clustering ac_mix=8 select=soft soft_normalise=1", ""},
-    {"aoe", "autonomy_of_experts",
-     "Lv et al. 2025, Autonomy-of-experts models",
+    {"aoe", "autonomy_of_experts", MOEI_LV,
      "z_e = |reduce_e x|, w = softmax over the top K; balance over tokens weighs K times what smoe's weighs",
      "n_experts=8 top_k=2 score=norm norm_node=down weight=softmax loss_balance=0.01 balance_over=tokens",
          "expert=factorised"},
@@ -2832,13 +2849,11 @@ static const moe_preset moei_presets[] = {
      "the public program of Lv et al. 2025",
      "as aoe, w = softmax over all experts, not renormalized",
      "n_experts=8 top_k=2 score=norm norm_node=down weight=raw loss_balance=0.01", "expert=factorised"},
-    {"aoe_top_p", "",
-     "Lv et al. 2025, Autonomy-of-experts models",
+    {"aoe_top_p", "", MOEI_LV,
      "as aoe_code, the best experts until their p exceeds 0.6; entropy loss",
      "n_experts=8 score=norm norm_node=down select=top_p top_p=0.6 weight=raw loss_entropy=0.0001 loss_balance=0.01",
          "expert=factorised"},
-    {"aoe_expert_choice", "",
-     "Lv et al. 2025, Autonomy-of-experts models",
+    {"aoe_expert_choice", "", MOEI_LV,
      "as aoe_code, each expert takes the tokens with the largest norm",
      "n_experts=8 score=norm norm_node=down select=expert_choice expert_choice_score=z capacity_factor=2 weight=raw",
          "expert=factorised"},
@@ -2857,21 +2872,17 @@ static const moe_preset moei_presets[] = {
          "until 10 % of the steps",
      "n_experts=8 top_k=1 score=grap grap_cosine=1 gate_temperature=0.2 select=affinity affinity_sum_auto=0.6 "
          "weight=raw loss_balance=0.01 loss_locality=0.01 nodes=2 switch_share=0.1", ""},
-    {"importance_gate", "",
-     "Krishnamurthy, Watkins, Gaertner 2023, Improving expert specialization in mixture of experts",
+    {"importance_gate", "", MOEI_KRISHNAMURTHY,
      "y = sum over all experts of p_e f_e(x), p from a small network, importance loss",
      "n_experts=8 score=mlp select=dense weight=raw loss_importance=0.4 unbiased=1", "expert=mlp act=relu"},
-    {"dual_temperature", "",
-     "Krishnamurthy, Watkins, Gaertner 2023, Improving expert specialization in mixture of experts",
+    {"dual_temperature", "", MOEI_KRISHNAMURTHY,
      "importance_gate whose experts learn from p_e at temperature T, the gate from p_e at 1",
      "n_experts=8 score=mlp select=dense weight=raw loss_importance=0.4 unbiased=1 expert_temperature=3",
          "expert=mlp act=relu"},
-    {"attentive_gate", "",
-     "Krishnamurthy, Watkins, Gaertner 2023, Improving expert specialization in mixture of experts",
+    {"attentive_gate", "", MOEI_KRISHNAMURTHY,
      "z_e = (W_Q h_g) . (W_K h_e) / sqrt(h), h_e the hidden layer of expert e",
      "n_experts=8 score=attentive select=dense weight=raw loss_importance=0.2", "expert=mlp act=relu"},
-    {"similarity_gate", "",
-     "Krishnamurthy, Watkins, Gaertner 2023, Improving expert specialization in mixture of experts",
+    {"similarity_gate", "", MOEI_KRISHNAMURTHY,
      "importance_gate with the similarity loss instead",
      "n_experts=8 score=mlp select=dense weight=raw loss_similarity_same=1e-5 loss_similarity_diff=1e-4",
          "expert=mlp act=relu"},
@@ -2928,9 +2939,10 @@ static const moe_preset moei_presets[] = {
      "n_experts=16 score=cosine gate=sigmoid select=threshold threshold=0.5 threshold_learned=1 threshold_sigmoid=1 "
          "threshold_fallback=evaluation weight=uniform loss_diversity=0.01 loss_simplicity=0.01", ""},
     {"competesmoe", "",
-     "Pham et al. 2024, CompeteSMoE: effective training of sparse mixture of experts via competition",
-     "z_e = mean softplus(f_e(x)), w = z / sum z over the top 2",
-     "n_experts=16 top_k=2 score=competition gate=identity weight=sum", ""},
+     "Nguyen et al. 2025, CompeteSMoE: statistically guaranteed mixture of experts training via competition",
+     "smoe; in 7 % of the training calls the experts with the largest c_e = mean softplus(f_e(x)) are taken, w = c / "
+         "sum c, and the router learns softmax(c); compete = norm: as Pham et al. 2024",
+     "n_experts=16 top_k=2 weight=softmax compete_rate=0.07 loss_distill=0.001 distill=mse loss_balance=0.01", ""},
     {"remoe", "",
      "Wang, Chen, Zhu 2024, ReMoE: fully differentiable mixture-of-experts with ReLU routing",
      "all experts with relu(z) > 0; an L1 loss whose factor, one for the network, keeps K of E open",
@@ -3008,7 +3020,8 @@ static const moe_preset moei_presets[] = {
          "of experts",
      "experts of a quarter of the width; r = sigmoid(z), bias in selection only, w = 5 p / sum p over 22 of 512; one "
          "shared expert, here a swiglu",
-     "n_experts=512 top_k=22 gate=sigmoid selection_bias=1 bias_rate=0.001 weight=sum scale=5",
+     "n_experts=512 top_k=22 gate=sigmoid selection_bias=1 bias_rate=0.001 weight=sum scale=5 "
+         "loss_balance=0.0001",
          "expert=mlp act=relu2 no_expert_bias=1 d_latent=-4 n_shared=1"},
     {"moe_pp", "",
      "Jin et al. 2024, MoE++: accelerating mixture-of-experts methods with zero-computation experts",
@@ -3017,8 +3030,9 @@ static const moe_preset moei_presets[] = {
          "capacity_factor=0.55 loss_balance=0.000833333 balance_over=tokens zero_tau=0.75", ""},
     {"adamoe", "",
      "Zeng et al. 2024, AdaMoE: token-adaptive routing with null experts for mixture-of-experts language models",
-     "top 3 of 8 experts and 4 that give 0: 2 per token on average; w = p / sum p over those with matrices",
-     "n_experts=12 top_k=3 n_zero=4 weight=sum weight_over=real loss_balance=0.01 balance_over=tokens zero_average=1",
+     "top 4 of 8 experts and 16 that give 0; w = p / sum p over those with matrices",
+     "n_experts=24 top_k=4 n_zero=16 weight=sum weight_over=real loss_balance=0.0001 balance_over=tokens "
+         "zero_average=1",
          ""},
     {"longcat_flash", "longcat",
      "Meituan LongCat team 2025, LongCat-Flash technical report",
@@ -3136,7 +3150,7 @@ moe_status moe_router_parameter(const moe_router_config *c, int index, moe_param
               mlp = c->score == MOE_SCORE_MLP;
     const int attentive = c->score == MOE_SCORE_ATTENTIVE, dselect = c->score == MOE_SCORE_DSELECT;
     const int clusters = c->input == MOE_INPUT_ADAPTIVE_CLUSTERING;
-    const int cutoff = c->select == MOE_SELECT_EXPERT_THRESHOLD;
+    const int cutoff = moei_has_selection(c, MOE_SELECT_EXPERT_THRESHOLD);
     const unsigned kind =
         moei_score_flags[c->score] & MOEI_SCORE_TRAINED ? (unsigned)MOE_PARAM_TRAINED : (unsigned)MOE_PARAM_FROZEN;
     const size_t E = (size_t)c->n_experts, d = (size_t)c->d_model;
@@ -3177,6 +3191,12 @@ enum {
     MOEI_REFINE_STEP = 24
 };
 
+/* Whether loss_distill reads the caller's teacher: a student has this router, and experts that
+   compete are one. */
+MOEI_TOOL int moei_wants_teacher(const moe_router_config *c) {
+    return c->loss_distill > MOEI_R(0.0) && !c->student && !(c->compete_rate > MOEI_R(0.0));
+}
+
 /* Whether a linear router learns from this one: a student or a predictor. */
 #define MOEI_TEACHES(c) ((c)->student || (c)->predictor)
 
@@ -3212,20 +3232,22 @@ enum {
     X(int32_t, flow_first, balanced, experts, 1, 0) \
     X(unsigned char, flow_extra, balanced, experts, 1, 0) \
     X(unsigned char, flow_done, balanced, experts + 1, 1, 0) \
+    X(int32_t, picks, training && c->sparsemixer_sample, all, choices, choices) \
+    X(moe_real, pick_factors, training && c->sparsemixer_sample, all, choices, choices) \
     X(unsigned char, excluded, training && c->expert_dropout > 0, all, experts, 0) \
     X(moe_real, selectable, training && c->expert_dropout > 0, all, experts, 0) \
     X(moe_real, scored_logits, training && (c->router_residual || c->logit_cap > 0), n, experts, 0) \
     /* read by later stages */ \
     X(moe_real, selectors, training && (c->loss_selector_entropy > 0 || c->loss_selector_reach > 0), all, 2, 2) \
     X(moe_real, cutoffs, cutoffs, experts + 1, 1, 0) \
-    X(moe_real, student_logits, MOEI_TEACHES(c), all, experts, experts) \
+    X(moe_real, student_logits, teaches, all, experts, experts) \
     X(moe_real, student_input, c->student_dim > 0, n, (size_t)c->student_dim, 0) \
     X(moe_real, clean_logits, noisy, all, experts, experts) \
     X(moe_real, clean_gate, noisy, all, experts, experts) \
     X(moe_real, noise_raw, noisy, all, experts, experts) \
     X(moe_real, noise_value, noisy, all, experts, experts) \
     /* gradients */ \
-    X(moe_real, d_student, training && MOEI_TEACHES(c), all, experts, experts) \
+    X(moe_real, d_student, training && teaches, all, experts, experts) \
     X(moe_real, d_student_input, training && c->student_dim > 0, n, (size_t)c->student_dim, 0) \
     X(moe_real, d_clean, noisy, all, experts, experts) \
     X(moe_real, d_clean_gate, noisy, all, experts, experts) \
@@ -3253,7 +3275,7 @@ enum {
     X(int32_t, clusters_of, global && clusters, all, 1, 1) \
     X(moe_real, batch_h, \
         global && clusters && (moei_clusters_call(c) || (training && c->ac_mode == MOE_AC_RUNNING)), all, d, \
-       0) X(moe_real, batch_teacher, global && training && c->loss_distill > 0 && !c->student, all, experts, \
+       0) X(moe_real, batch_teacher, global && training && moei_wants_teacher(c), all, experts, \
        0) X(moe_real, batch_x, global && training && moei_loss_factor(c, MOE_LOSS_SIMILARITY) > 0, all, d, 0)
 
 /* The private arrays of a call, in the workspace behind the public ones. Every call has the first
@@ -3347,7 +3369,8 @@ static void moei_arrays_layout(const moe_router_config *c, size_t n, size_t all,
     const int refine = similarity || attention, past = refine && c->causal && !training;
     const int noisy = training && c->noise != MOE_NOISE_NONE,
               balanced = training && moei_has_selection(c, MOE_SELECT_BALANCED);
-    const int cutoffs = training && c->select == MOE_SELECT_EXPERT_THRESHOLD;
+    const int teaches = MOEI_TEACHES(c) || (training && c->compete_rate > MOEI_R(0.0));
+    const int cutoffs = training && moei_has_selection(c, MOE_SELECT_EXPERT_THRESHOLD);
     const size_t columns = soft ? choices : experts, block = n < MOEI_REFINE_ROWS ? n : (size_t)MOEI_REFINE_ROWS;
     size_t block_width = 0;
     if (!moei_mul(n, attention && c->attention_heads == MOE_HEADS_ALL ? (size_t)c->heads : 1, &block_width))
@@ -3381,10 +3404,10 @@ static unsigned moei_router_parts(const moe_router_config *c) {
     moei_arrays_layout(c, 1, 1, 0, 0, &l, &r, &m);
     if (l.used > none || l.overflow) parts |= MOEI_PART_MEMORY;
     if (moei_has_schedule(c) || c->switch_at > 0 || c->freeze_at > 0 || c->l1_controller ||
-        c->capacity_bound != MOE_BOUND_NONE)
+        c->capacity_bound != MOE_BOUND_NONE || c->compete_rate > MOEI_R(0.0))
         parts |= MOEI_PART_MOVES;
     if ((moe_router_traits(c) & supplied) || moei_is_soft(c) || c->loss_locality > MOEI_R(0.0) ||
-        c->score == MOE_SCORE_CUSTOM)
+        c->score == MOE_SCORE_CUSTOM || c->compete_rate > MOEI_R(0.0))
         parts |= MOEI_PART_SUPPLIES;
     if (moei_decoding_obstacle(c).field != NULL) parts |= MOEI_PART_NO_DECODING;
     if (moei_crosses_sequences(c)) parts |= MOEI_PART_BATCH;
@@ -3488,6 +3511,7 @@ typedef struct moei_pass {
     size_t n, experts, d;
     moe_status status; /* of a custom stage */
     int frozen;        /* past freeze_at */
+    int competes;      /* the experts compete in this call */
     int noisy;         /* noise is added to the logits */
     unsigned supplied; /* MOEI_HAS_ bits of the call, or of the batch */
     /* 1: the call's own tokens of a batch with global routing; other processes' tokens come before
@@ -3675,6 +3699,28 @@ static void moei_freeze(moei_pass *s) {
     if (c->student) c->select = MOE_SELECT_TOP_K;
 }
 
+/* The experts compete: they are the score, and the linear score is that of a student. */
+static void moei_compete(moei_pass *s) {
+    moe_router_config *c = &s->effective;
+    const int softplus = c->compete == MOE_COMPETE_SOFTPLUS;
+    s->competes = c->student = 1;
+    c->score = softplus ? MOE_SCORE_COMPETITION : MOE_SCORE_NORM;
+    c->norm_order = MOE_NORM_L2;
+    c->gate = MOE_GATE_SOFTMAX;
+    c->gate_temperature = MOEI_R(1.0);
+    c->select = MOE_SELECT_TOP_K;
+    c->weight = softplus ? MOE_WEIGHT_SUM : MOE_WEIGHT_SOFTMAX; /* of c */
+    c->weight_p = MOEI_R(1.0);
+}
+
+/* The selection of the present step. */
+static int moei_select_now(const moe_router *router, int training) {
+    const moe_router_config *c = &router->config;
+    const moe_real *step = router->tensors[MOE_ROUTER_STEP];
+    const int switched = (step != NULL ? step[0] : MOEI_R(0.0)) >= moei_switch_step(c);
+    return moei_switches_in(c, training) && !switched ? c->switch_from : c->select;
+}
+
 /* effective = router->config with K, temperature, selection and L1 factor of the current step. */
 static void moei_schedule(moei_pass *s) {
     moe_router_config *c = &s->effective;
@@ -3691,10 +3737,12 @@ static void moei_schedule(moei_pass *s) {
     if (c->k_end > 0 && steps > 0)
         c->top_k = (int)((2 * c->top_k * steps + 2 * (c->k_end - c->top_k) * at + steps) / (2 * steps));
     if (c->tau_schedule != MOE_TAU_NONE) *tau = *tau * (MOEI_R(1.0) - way) + c->tau_end * way;
-    if (moei_switches_in(c, s->call != NULL && s->call->training) && step < moei_switch_step(c))
-        c->select = c->switch_from;
+    c->select = moei_select_now(s->router, s->call != NULL && s->call->training);
     if (l1 != NULL) c->loss_l1 = l1[0];
     if (c->freeze_at > 0 && step >= (moe_real)c->freeze_at) moei_freeze(s);
+    if (!(c->compete_rate > MOEI_R(0.0)) || s->call == NULL || !s->call->training) return;
+    if (s->call->activation_width > 0 && !s->frozen) moei_compete(s);
+    else c->loss_distill = MOEI_R(0.0);
 }
 
 /* ---- checks: what a call can get wrong, before anything is computed ---- */
@@ -3798,16 +3846,20 @@ static moe_status moei_custom_check(const moe_router *router, const moe_call *ca
     return MOE_OK;
 }
 
-/* Checks what some configurations require of a call with tokens. */
-static moe_status moei_supplies_check(const moe_router *router, const moe_call *call) {
+/* Checks what some configurations require of a call with tokens. select: that of the step. */
+static moe_status moei_supplies_check(const moe_router *router, const moe_call *call, int select) {
     const moe_router_config *c = &router->config;
+    char selects[40];
+    moei_text t = moei_text_begin(selects, sizeof selects);
+    moei_put_text(&t, select == c->select ? "select = " : "switch_from = ");
+    moei_put_text(&t, moei_select_names[select]);
     if (c->score == MOE_SCORE_CUSTOM) {
         const moe_status status = moei_custom_check(router, call);
         if (status != MOE_OK) return status;
     }
-    if (c->select == MOE_SELECT_GIVEN && call->given == NULL) return moei_missing(call, "given", "select = given");
-    if (c->select == MOE_SELECT_HASH && call->given == NULL && call->token_ids == NULL)
-        return moei_missing(call, "token_ids", "select = hash");
+    if (select == MOE_SELECT_GIVEN && call->given == NULL) return moei_missing(call, "given", selects);
+    if (select == MOE_SELECT_HASH && call->given == NULL && call->token_ids == NULL)
+        return moei_missing(call, "token_ids", selects);
     if (c->student_dim > 0 && call->token_ids == NULL) return moei_missing(call, "token_ids", "student_dim");
     if (c->input == MOE_INPUT_ADAPTIVE_CLUSTERING) {
         moe_status status = moei_clustering_check(c, call);
@@ -3828,6 +3880,8 @@ static moe_status moei_supplies_check(const moe_router *router, const moe_call *
         return moei_error(call->error, MOE_ERR_ARGUMENT,
                           "call.activations or activation_width is not set: score = %s needs them",
                           moei_score_names[c->score]);
+    if (c->compete_rate > MOEI_R(0.0) && call->training && call->activation_width > 0 && call->activations == NULL)
+        return moei_missing(call, "activations", "compete_rate with activation_width");
     return MOE_OK;
 }
 
@@ -3877,7 +3931,7 @@ static moe_status moei_training_check(const moe_router_config *c, const moe_call
                           call->gumbel != NULL ? "gumbel" : "uniform");
     if (c->expert_dropout > MOEI_R(0.0) && call->batch != NULL && call->dropped != NULL)
         return moei_error(call->error, MOE_ERR_UNSUPPORTED, "call.dropped is incompatible with call.batch");
-    if (c->loss_distill > MOEI_R(0.0) && !c->student && call->n_tokens > 0 && call->teacher == NULL)
+    if (moei_wants_teacher(c) && call->n_tokens > 0 && call->teacher == NULL)
         return moei_missing(call, "teacher", "loss_distill");
     return MOE_OK;
 }
@@ -3908,7 +3962,8 @@ static moe_status moei_call_check(const moe_router *router, const moe_call *call
         status = moei_check_indices(call, "token_machine", call->token_machine, call->n_tokens, 0, c->nodes);
     if (c->loss_locality > MOEI_R(0.0) && status == MOE_OK)
         status = moei_check_indices(call, "expert_machine", call->expert_machine, (size_t)c->n_experts, 0, c->nodes);
-    return status == MOE_OK && call->n_tokens > 0 ? moei_supplies_check(router, call) : status;
+    if (status != MOE_OK || call->n_tokens == 0) return status;
+    return moei_supplies_check(router, call, moei_select_now(router, call->training));
 }
 
 /* ==== >>code_input: x -> u ==================================================================== */
@@ -4767,6 +4822,7 @@ static int moei_student_weight(const moei_pass *s, const moe_real **in, size_t *
     *in = s->c->student_dim > 0 ? s->m.student_input : s->r->u;
     *width = s->c->student_dim > 0 ? (size_t)s->c->student_dim : s->d;
     if (s->c->predictor) return MOE_ROUTER_PREDICTOR;
+    if (s->competes) return MOE_ROUTER_WEIGHT;
     return s->c->student_dim > 0 ? MOE_ROUTER_STUDENT_WEIGHT : MOE_ROUTER_STUDENT;
 }
 
@@ -4783,7 +4839,8 @@ static moe_status moei_route_student(moei_pass *s) {
         if (status != MOE_OK) return status;
         memcpy(row, table + (size_t)s->call->token_ids[t] * width, width * sizeof *row);
     }
-    moei_affine(s->router->kernels, s->n, s->experts, width, in, moei_tensor(s, weight), NULL, s->m.student_logits);
+    moei_affine(s->router->kernels, s->n, s->experts, width, in, moei_tensor(s, weight),
+                s->competes ? moei_tensor(s, MOE_ROUTER_BIAS) : NULL, s->m.student_logits);
     if (s->c->predictor) s->r->predicted = s->m.student_logits;
     return moei_expect_finite(s, s->m.student_logits, s->experts,
                               s->c->student ? "a logit of the student" : "a logit of the predictor");
@@ -5334,17 +5391,31 @@ static moe_real moei_sparsemixer_best(size_t experts, const moe_real *z, const i
     return z[*at];
 }
 
+/* Lists the marked experts of a token as its choices, in the order of the selection score. */
+static void moei_order_marked(moei_pass *s, size_t t) {
+    const unsigned char *marked = s->r->selected + t * s->experts;
+    const moe_real *score = moei_selection_score(s, t);
+    moe_real *masked = s->m.row + s->experts;
+    size_t e, count = 0;
+    for (e = 0; e < s->experts; e++) {
+        count += marked[e];
+        masked[e] = marked[e] ? score[e] : -MOEI_INFINITY;
+    }
+    s->r->n_choices[t] = (int32_t)moei_top_k(s, s->experts, masked, count, s->r->choices + t * s->r->max_choices);
+}
+
 /* Whether this call draws the picks of sparsemixer. */
 #define MOEI_IS_SAMPLED(s) ((s)->c->sparsemixer_sample && (s)->call->training && (s)->call->given == NULL)
 
-/* Each pick is the largest z + Gumbel noise of its candidates. base_weights receives the factor of
-   its weight: 1 if it is the best one, else 1 with probability 1/4 and 1/3 otherwise. */
+/* Each pick is the largest z + Gumbel noise of its candidates. pick_factors receives the factor of
+   its weight: 1 if it is the best one, else 1 with probability 1/4 and 1/3 otherwise. The order of
+   picks is that of weights alone: choices are in the order of scores. */
 static moe_status moei_select_sampled(moei_pass *s) {
     const size_t k = (size_t)s->c->top_k, most = s->r->max_choices;
     size_t t, j, e;
     for (t = 0; t < s->n; t++) {
         const moe_real *z = s->r->logits + t * s->experts;
-        int32_t *picks = s->r->choices + t * most, top;
+        int32_t *picks = s->m.picks + t * most, top;
         if (!moei_is_real(s->call, t)) continue;
         for (j = 0; j < k; j++) {
             const moe_real best = moei_sparsemixer_best(s->experts, z, picks, j, &top);
@@ -5358,10 +5429,12 @@ static moe_status moei_select_sampled(moei_pass *s) {
                 picks[j] = (int32_t)e;
             }
             sure = s->call->uniform != NULL ? s->call->uniform[t * most + j] : moe_rng_uniform(s->call->rng);
-            s->m.base_weights[t * most + j] =
+            s->m.pick_factors[t * most + j] =
                 picks[j] == top || sure > MOEI_R(0.75) ? MOEI_R(1.0) : MOEI_R(1.0) / MOEI_R(3.0);
         }
-        s->r->n_choices[t] = (int32_t)k;
+        memset(s->r->selected + t * s->experts, 0, s->experts);
+        for (j = 0; j < k; j++) s->r->selected[t * s->experts + (size_t)picks[j]] = 1;
+        moei_order_marked(s, t);
     }
     return MOE_OK;
 }
@@ -5387,19 +5460,6 @@ static void moei_biased(const moei_pass *s, size_t t, moe_real *out) {
     size_t e;
     for (e = 0; e < s->experts; e++)
         out[e] = s->r->probabilities[t * s->experts + e] + (bias != NULL ? bias[e] : MOEI_R(0.0));
-}
-
-/* Lists the marked experts of a token as its choices, in the order of the selection score. */
-static void moei_order_marked(moei_pass *s, size_t t) {
-    const unsigned char *marked = s->r->selected + t * s->experts;
-    const moe_real *score = moei_selection_score(s, t);
-    moe_real *masked = s->m.row + s->experts;
-    size_t e, count = 0;
-    for (e = 0; e < s->experts; e++) {
-        count += marked[e];
-        masked[e] = marked[e] ? score[e] : -MOEI_INFINITY;
-    }
-    s->r->n_choices[t] = (int32_t)moei_top_k(s, s->experts, masked, count, s->r->choices + t * s->r->max_choices);
 }
 
 /* Marks the K largest of a row of scores. */
@@ -5445,7 +5505,6 @@ static moe_status moei_select_grouped_top_k(moei_pass *s) {
     moe_real *score = s->m.row, *value = score + s->experts;
     moe_real *masked = value + s->experts;
     for (t = 0; t < s->n; t++) {
-        int32_t *index = s->r->choices + t * s->r->max_choices;
         if (!moei_is_real(s->call, t)) continue;
         moei_biased(s, t, score);
         for (g = 0; g < groups; g++) value[g] = moei_group_value(s, score + g * size, size);
@@ -5454,8 +5513,7 @@ static moe_status moei_select_grouped_top_k(moei_pass *s) {
         for (i = 0; i < found; i++)
             memcpy(masked + (size_t)s->m.order[i] * size, score + (size_t)s->m.order[i] * size,
                    size * sizeof(moe_real));
-        found = moei_top_k(s, s->experts, masked, (size_t)s->c->top_k, index);
-        for (i = 0; i < found; i++) s->r->selected[t * s->experts + (size_t)index[i]] = 1;
+        moei_mark_largest(s, t, masked);
     }
     return MOE_OK;
 }
@@ -5493,15 +5551,18 @@ static moe_status moei_select_top_p(moei_pass *s) {
     return MOE_OK;
 }
 
+/* theta; 0 for positive, which has no fallback. */
 static moe_real moei_threshold(const moei_pass *s, size_t e) {
     const moe_real *learned = moei_tensor(s, MOE_ROUTER_THRESHOLD);
+    if (s->c->select == MOE_SELECT_POSITIVE) return MOEI_R(0.0);
     if (learned == NULL) return s->c->threshold;
     return s->c->threshold_sigmoid ? moe_sigmoid(learned[e]) : learned[e];
 }
 
 static moe_status moei_select_threshold(moei_pass *s) {
-    int fallback = s->c->threshold_fallback == MOE_FALLBACK_ALWAYS ||
-                   (s->c->threshold_fallback == MOE_FALLBACK_EVALUATION && !s->call->training);
+    const int at = s->c->threshold_fallback;
+    const int fallback = s->c->select == MOE_SELECT_THRESHOLD &&
+                         (at == MOE_FALLBACK_ALWAYS || (at == MOE_FALLBACK_EVALUATION && !s->call->training));
     const moe_real *p = moei_selectable(s, s->r->probabilities);
     size_t t, e;
     int32_t best;
@@ -5519,17 +5580,10 @@ static moe_status moei_select_threshold(moei_pass *s) {
     return MOE_OK;
 }
 
-static moe_status moei_select_positive(moei_pass *s) {
-    const moe_real *p = moei_selectable(s, s->r->probabilities);
-    size_t i;
-    for (i = 0; i < s->n * s->experts; i++)
-        s->r->selected[i] = moei_is_real(s->call, i / s->experts) && p[i] > MOEI_R(0.0);
-    return MOE_OK;
-}
-
 /* round(factor n / E), n the number of real tokens, at least 1, at most n. */
 static size_t moei_expert_choice_capacity(const moei_pass *s, size_t n) {
-    moe_real even = s->c->capacity_factor * (moe_real)n / (moe_real)s->experts + MOEI_R(0.5);
+    const moe_real factor = s->c->capacity_factor > MOEI_R(0.0) ? s->c->capacity_factor : MOEI_R(1.0);
+    moe_real even = factor * (moe_real)n / (moe_real)s->experts + MOEI_R(0.5);
     size_t capacity = even >= (moe_real)n ? n : (size_t)even;
     return capacity < 1 ? 1 : capacity;
 }
@@ -6141,19 +6195,6 @@ typedef struct moei_token {
     int sampled; /* sparsemixer: the picks were drawn, and w holds their factors */
 } moei_token;
 
-static moe_real moei_chosen_sum(const moei_token *k) {
-    moe_real sum = MOEI_R(0.0);
-    size_t i;
-    for (i = 0; i < k->n; i++) sum += k->p[k->choice[i]];
-    return sum;
-}
-
-static void moei_weight_sum(const moei_token *k, moe_real *w) {
-    moe_real sum = moei_chosen_sum(k);
-    size_t i;
-    for (i = 0; i < k->n; i++) w[i] = moei_ratio(k->p[k->choice[i]], sum);
-}
-
 static void moei_weight_softmax(const moei_token *k, moe_real *w) {
     size_t i;
     for (i = 0; i < k->n; i++) w[i] = k->z[k->choice[i]];
@@ -6165,13 +6206,17 @@ static void moei_weight_raw(const moei_token *k, moe_real *w) {
     for (i = 0; i < k->n; i++) w[i] = k->p[k->choice[i]];
 }
 
-/* (sum p^P)^(1/P); P = 1 is the plain sum, so that gates with negative values keep their signs. */
+/* (sum p^P)^(1/P); P = 1, as always in the weight sum, is the plain sum, so that gates with
+   negative values keep their signs. */
 static moe_real moei_p_norm(const moei_token *k) {
     moe_real sum = MOEI_R(0.0), power = k->c->weight_p;
+    const int plain = !MOEI_KEPT(WEIGHTS, MOE_WEIGHT_P_NORM) || (!(power < MOEI_R(1.0)) && !(power > MOEI_R(1.0)));
     size_t i;
-    if (!(power < MOEI_R(1.0)) && !(power > MOEI_R(1.0))) return moei_chosen_sum(k);
-    for (i = 0; i < k->n; i++) sum += MOEI_F(pow)(MOEI_F(fabs)(k->p[k->choice[i]]), power);
-    return MOEI_F(pow)(sum, MOEI_R(1.0) / power);
+    for (i = 0; i < k->n; i++) {
+        const moe_real p = k->p[k->choice[i]];
+        sum += plain ? p : MOEI_F(pow)(MOEI_F(fabs)(p), power);
+    }
+    return plain ? sum : MOEI_F(pow)(sum, MOEI_R(1.0) / power);
 }
 
 static void moei_weight_p_norm(const moei_token *k, moe_real *w) {
@@ -6210,14 +6255,6 @@ static void moei_weight_sparsemixer(const moei_token *k, moe_real *w) {
 }
 
 #ifndef MOE_NO_TRAIN
-
-static void moei_weight_sum_backward(const moei_token *k, const moe_real *w, const moe_real *dw, moe_real *dz,
-                                     moe_real *dp) {
-    moe_real sum = moei_chosen_sum(k), dot = moe_dot(NULL, k->n, w, dw);
-    size_t i;
-    (void)dz;
-    for (i = 0; i < k->n; i++) dp[k->choice[i]] += moei_slope(dw[i] - dot, sum);
-}
 
 static void moei_weight_softmax_backward(const moei_token *k, const moe_real *w, const moe_real *dw, moe_real *dz,
                                          moe_real *dp) {
@@ -6296,11 +6333,19 @@ static moei_token moei_token_of(const moei_pass *s, size_t t) {
     k.kernels = s->router->kernels;
     k.experts = s->experts;
     k.n = (size_t)s->r->n_choices[t];
-    k.choice = s->r->choices + t * s->r->max_choices;
-    k.z = s->r->logits + t * s->experts;
-    k.p = s->r->probabilities + t * s->experts;
     k.sampled = MOEI_IS_SAMPLED(s);
+    k.choice = (k.sampled ? s->m.picks : s->r->choices) + t * s->r->max_choices;
+    k.z = s->r->logits + t * s->experts;
+    k.p = s->competes ? k.z : s->r->probabilities + t * s->experts;
     return k;
+}
+
+/* Moves one number per choice of a token to or from the order of its picks, in place. */
+static void moei_reorder(const moei_pass *s, size_t t, const int32_t *from, const int32_t *to, moe_real *values) {
+    moe_real *by_expert = s->m.row + s->experts;
+    size_t i, n = (size_t)s->r->n_choices[t];
+    for (i = 0; i < n; i++) by_expert[from[i]] = values[i];
+    for (i = 0; i < n; i++) values[i] = by_expert[to[i]];
 }
 
 /* Whether the weight of expert e is normalized. */
@@ -6337,11 +6382,15 @@ static void moei_route_weight(moei_pass *s) {
     moei_token k = moei_token_of(s, 0);
     size_t t, i, choices = s->r->max_choices;
     for (t = 0; t < s->n; t++, k.choice += choices, k.z += s->experts, k.p += s->experts) {
+        const int32_t *choice = s->r->choices + t * choices;
+        moe_real *w = s->m.base_weights + t * choices;
         k.n = (size_t)s->r->n_choices[t];
-        if (s->c->weight_over != MOE_WEIGHT_OVER_ALL) moei_weight_over(s, &k, s->m.base_weights + t * choices);
-        else if (k.n > 0) weight->forward(&k, s->m.base_weights + t * choices);
+        if (k.sampled && k.n > 0) memcpy(w, s->m.pick_factors + t * choices, k.n * sizeof *w);
+        if (s->c->weight_over != MOE_WEIGHT_OVER_ALL) moei_weight_over(s, &k, w);
+        else if (k.n > 0) weight->forward(&k, w);
+        if (k.sampled) moei_reorder(s, t, k.choice, choice, w);
         for (i = 0; i < k.n && factor != NULL; i++)
-            s->r->choice_weights[t * choices + i] = s->m.base_weights[t * choices + i] * factor[k.choice[i]];
+            s->r->choice_weights[t * choices + i] = w[i] * factor[choice[i]];
     }
 }
 
@@ -6390,21 +6439,25 @@ static void moei_route_weight_backward(moei_pass *s) {
     size_t t, i, e;
     for (t = 0; t < s->n; t++) {
         moei_token k = moei_token_of(s, t);
+        const int32_t *choice = s->r->choices + t * s->r->max_choices;
         const moe_real *base = s->m.base_weights + t * s->r->max_choices;
         if (k.n == 0) continue;
         for (i = 0; i < k.n; i++) {
-            e = (size_t)k.choice[i];
+            e = (size_t)choice[i];
             dw[i] = s->m.d_weights[t * s->experts + e];
             if (factor == NULL) continue;
             if (d_factor != NULL) d_factor[e] += dw[i] * base[i];
             dw[i] *= factor[e];
         }
+        if (k.sampled) moei_reorder(s, t, choice, k.choice, dw);
         for (i = 0; i < k.n; i++) d_p[k.choice[i]] = MOEI_R(0.0);
         if (s->c->weight_over == MOE_WEIGHT_OVER_ALL)
             moei_weights[s->c->weight].backward(&k, base, dw, s->m.d_logits + t * s->experts, d_p);
         else moei_weight_over_backward(s, &k, base, dw, s->m.d_logits + t * s->experts, d_p);
-        if (s->c->threshold_learned) moei_threshold_backward(s, &k, t, dw, d_p);
-        for (i = 0; i < k.n; i++) s->m.d_probabilities[t * s->experts + (size_t)k.choice[i]] += d_p[k.choice[i]];
+        if (s->c->threshold_learned && s->c->select == MOE_SELECT_THRESHOLD) moei_threshold_backward(s, &k, t, dw, d_p);
+        for (i = 0; i < k.n; i++)
+            (s->competes ? s->m.d_logits : s->m.d_probabilities)[t * s->experts + (size_t)k.choice[i]] +=
+                d_p[k.choice[i]];
     }
 }
 #endif
@@ -6597,7 +6650,9 @@ static int moei_route_capacity(moei_pass *s) {
     int finite = 1;
     moe_routing *r = s->r;
     const moe_real given = s->call->training ? s->c->capacity_factor : s->c->capacity_factor_eval;
-    const moe_real factor = given > MOEI_R(0.0) && moei_factor_drops(&s->router->config) ? given : MOEI_R(0.0);
+    const int drops = moei_factor_drops(&s->router->config) &&
+                      !(moei_select_flags[s->c->select] & MOEI_SELECT_OWN_FACTOR);
+    const moe_real factor = given > MOEI_R(0.0) && drops ? given : MOEI_R(0.0);
     const int limits = factor > MOEI_R(0.0) || s->c->drop_capacity > 0 || s->c->capacity_bound != MOE_BOUND_NONE;
     size_t choices = r->max_choices, dropped = 0, t, i;
     memset(r->kept, 1, s->n * r->max_choices);
@@ -7195,7 +7250,7 @@ static moe_real moei_loss_load(moei_pass *s, moe_real factor, int backward) {
 
 /* The gradient of router.weight, or NULL where it is not wanted. */
 static moe_real *moei_trained_weight(const moei_pass *s, int backward) {
-    const int trained = backward && (moei_score_flags[s->c->score] & MOEI_SCORE_TRAINED);
+    const int trained = backward && (moei_score_flags[s->router->config.score] & MOEI_SCORE_TRAINED);
     return trained ? moei_gradient(s, MOE_ROUTER_WEIGHT) : NULL;
 }
 
@@ -7526,7 +7581,8 @@ static void moei_routing_advance(moe_routing *r, size_t first) {
    own_r becomes its routing. */
 static void moei_own_pass(const moei_pass *s, const moe_call *call, moe_routing *own_r, moei_pass *own) {
     const size_t experts = s->experts, first = call->batch->first;
-    const size_t cell = first * experts, pair = first * s->r->max_choices;
+    const size_t choices = s->r->max_choices;
+    const size_t cell = first * experts, pair = first * choices;
     moei_scratch *m = &own->m;
     *own = *s;
     if (s->c == &s->effective) own->c = &own->effective;
@@ -7685,7 +7741,8 @@ static void moei_route_student_backward(moei_pass *s) {
     const int weight = moei_student_weight(s, &in, &width);
     if (s->c->student_dim > 0) memset(d_in, 0, s->n * width * sizeof *d_in);
     moei_affine_backward(s->router->kernels, s->n, s->experts, width, in, moei_tensor(s, weight), s->m.d_student,
-                         s->c->predictor ? NULL : d_in, moei_gradient(s, weight), NULL);
+                         s->c->predictor ? NULL : d_in, moei_gradient(s, weight),
+                         s->competes ? moei_gradient(s, MOE_ROUTER_BIAS) : NULL);
     for (t = 0; t < s->n && s->c->student_dim > 0 && d_table != NULL; t++)
         if (moei_is_real(s->call, t))
             moe_axpy(s->router->kernels, width, MOEI_R(1.0), d_in + t * width,
@@ -7702,7 +7759,7 @@ static moe_status moei_route_tokens_backward(moei_pass *s, moe_real *dx) {
     moei_route_noise_backward(s);
     moei_route_residual_backward(s);
     moei_scores[s->c->score].backward(s);
-    if (s->m.d_student != NULL && !s->frozen) moei_route_student_backward(s);
+    if (MOEI_TEACHES(s->c) && !s->frozen) moei_route_student_backward(s);
     moei_route_input_backward(s, dx);
     return s->status;
 }

@@ -118,7 +118,8 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
     M(s, unbiased) M(s, loss_entropy) M(s, loss_usage_entropy) M(s, loss_similarity_same) M(s, loss_similarity_diff) \
     M(s, loss_locality) M(s, nodes) M(s, loss_l1) M(s, loss_load) M(s, loss_orthogonal) M(s, loss_diversity) \
     M(s, loss_simplicity) M(s, loss_stable_balance) M(s, loss_selector_entropy) M(s, loss_selector_reach) \
-    M(s, loss_distill) M(s, distill) M(s, student) M(s, student_dim) M(s, loss_predictor) M(s, expert_temperature) \
+    M(s, loss_distill) M(s, distill) M(s, student) M(s, student_dim) M(s, loss_predictor) M(s, compete_rate) \
+    M(s, compete_from) M(s, compete) M(s, expert_temperature) \
     M(s, bias_rate) M(s, bias_rule) M(s, bias_real) M(s, bias_centre) M(s, bias_kappa) M(s, bias_beta) \
     M(s, l1_controller) M(s, schedule_steps) M(s, k_end) M(s, tau_schedule) M(s, tau_end) M(s, freeze_at) \
     M(s, switch_at) M(s, switch_share) M(s, switch_from) M(s, untrained) M(s, preset)

@@ -849,6 +849,7 @@ static moe_layer moei_local_layer(const moe_layer *layer) {
     local.config.router.top_k = 1;
     local.config.router.apply_to = MOE_APPLY_OUTPUT;
     local.config.router.score = MOE_SCORE_LINEAR;
+    local.config.router.compete_rate = MOEI_R(0.0);
     local.config.transport = NULL;
     local.config.n_shared = 0;
     return local;
@@ -895,7 +896,7 @@ static void moei_local_layout(const moe_layer *layer, moei_ranks *k, int trainin
    experts. */
 static void moei_scored_layout(const moe_layer *layer, moei_ranks *k, int training, moei_layout *l) {
     const moe_layer_config *c = &layer->config;
-    moei_expert_run run = moei_expert_run_begin(layer, c->expert);
+    moei_expert_run run = moei_layer_runs(layer, training);
     moe_layer_pass *p = &k->scored_pass;
     size_t total = 0, cells = 0;
     size_t own = 0, d = run.width[MOEI_X];
@@ -1022,7 +1023,7 @@ static moei_ranks *moei_ranks_layout(const moe_layer *layer, size_t max_tokens, 
                                             &p->route_size) != MOE_OK)
         l->overflow = 1;
     p->route_memory = moei_take(l, p->route_size, 1);
-    p->clean = moei_scored_activation(&layer->config) >= 0 ? moei_take_reals(l, max_tokens, d) : NULL;
+    p->clean = moei_layer_runs(layer, training).scored >= 0 ? moei_take_reals(l, max_tokens, d) : NULL;
     k->sent = moei_take_reals(l, rows, d);
     k->outputs = moei_take_reals(l, rows, o);
     if (training) k->d_outputs = moei_take_reals(l, rows, o);
@@ -1295,9 +1296,10 @@ static moe_status moei_ranks_score(const moe_layer *layer, moe_layer_pass *p, co
     moei_expert_run run;
     size_t e, width;
     moe_status status;
-    int scored = moei_scored_activation(&layer->config);
+    int scored;
+    run = moei_call_runs(&local, &p->call);
+    scored = run.scored;
     if (scored < 0) return MOE_OK;
-    run = moei_expert_run_begin(&local, local.config.expert);
     width = run.width[scored];
     moei_clean(&p->call, run.width[MOEI_X], p->inputs, p->clean);
     moei_map_all(k, &k->map[0]);
@@ -1441,6 +1443,8 @@ static moe_status moei_ranks_call_check(const moe_layer *layer, const moe_call *
     run = moei_expert_run_begin(layer, layer->config.expert);
     status = moei_layer_call_check(layer, &run, call);
     if (status != MOE_OK) return status;
+    if (moei_draws_competition(layer, call) && call->rng == NULL)
+        return moei_missing(call, "rng", "compete_rate");
     return call->n_past > 0 || call->decoding || call->batch != NULL ? MOE_ERR_UNSUPPORTED : MOE_OK;
 }
 
@@ -1467,6 +1471,7 @@ static moe_status moei_ranks_forward(const moe_layer *layer, const moe_call *cal
     if (status != MOE_OK) return status;
     p.call = *call;
     if (!layer->config.transport->local_routing) p.call.batch = &p.ranks->batch;
+    (void)moei_compete_begin(layer, &p.call); /* has its generator */
     moei_ranks_rng(layer, &p);
     p.x = call->x;
     team = moei_team(call);
@@ -1535,9 +1540,10 @@ static moe_status moei_ranks_score_backward(const moe_layer *layer, moe_layer_pa
     size_t ranks = (size_t)k->transport->n_ranks, own = p->call.n_tokens;
     size_t d = moei_width_in(layer), e, t, r;
     moe_status status = MOE_OK;
-    int scored = moei_scored_activation(&layer->config);
+    int scored;
+    run = moei_call_runs(&local, &p->call);
+    scored = run.scored;
     if (scored < 0) return MOE_OK;
-    run = moei_expert_run_begin(&local, local.config.expert);
     moei_scored_zero(&local, all, &run);
     for (e = 0; e < k->max_local && status == MOE_OK; e++) {
         moei_map_scored(layer, k, e, &k->map[0]);
@@ -1570,7 +1576,7 @@ static moe_status moei_ranks_backward(const moe_layer *layer, const moei_returne
     moei_trip trip;
     moe_status status = MOE_OK;
     size_t own = pass->call.n_tokens, experts = (size_t)layer->config.router.n_experts;
-    int scored = moei_scored_activation(&layer->config);
+    const int scored = moei_call_runs(layer, &pass->call).scored;
     if (pass->d_rows == NULL || !pass->call.training) status = MOE_ERR_STATE;
     else if (own > 0 && back.dy == NULL) status = MOE_ERR_ARGUMENT;
     status = moe_transport_status(k->transport, status);

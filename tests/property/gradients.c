@@ -612,8 +612,10 @@ static double student_logit(const layer_case *c, size_t t, size_t e) {
     const moe_router_config *r = &c->layer.config.router;
     const size_t width = (size_t)(r->student_dim > 0 ? r->student_dim : r->d_model);
     const double *in = (r->predictor ? c->u : c->pass.routing.u) + t * (size_t)r->d_model;
-    const double *row = c->layer.tensors[r->predictor ? MOE_ROUTER_PREDICTOR : MOE_ROUTER_STUDENT];
-    double v = 0.0;
+    const double *row = c->layer.tensors[r->predictor          ? MOE_ROUTER_PREDICTOR
+                                         : r->compete_rate > 0 ? MOE_ROUTER_WEIGHT
+                                                               : MOE_ROUTER_STUDENT];
+    double v = r->compete_rate > 0 && r->router_bias ? c->layer.tensors[MOE_ROUTER_BIAS][e] : 0.0;
     size_t q;
     if (r->student_dim > 0) {
         in = c->layer.tensors[MOE_ROUTER_STUDENT_EMBEDDING] + (size_t)c->token_ids[t] * width;
@@ -639,6 +641,13 @@ static double surprise_from_start(const layer_case *c) {
         }
     }
     return real > 0 ? c->layer.config.router.loss_predictor * sum / (double)real : 0.0;
+}
+
+/* Whether the logits of this router teach another one, or its own linear score: experts that
+   compete do. */
+static int teaches(const layer_case *c) {
+    const moe_router_config *r = &c->layer.config.router;
+    return !is_frozen(r) && (r->student || (r->compete_rate > 0 && c->pass.call.activation_width > 0));
 }
 
 /* The distance of a student from the teacher at the start, which is a constant for it: L must not
@@ -704,7 +713,7 @@ static double evaluate_layer(void *ctx) {
     else
         for (i = 0; i < c->call.n_tokens * (size_t)c->layer.config.d_out; i++) sum += c->y[i] * c->dy[i];
     for (loss = 0; loss < MOE_LOSS_COUNT; loss++)
-        sum += loss == MOE_LOSS_DISTILL && r->student && !is_frozen(r) && c->logits != NULL ? distance_from_start(c)
+        sum += loss == MOE_LOSS_DISTILL && teaches(c) && c->logits != NULL ? distance_from_start(c)
                : loss == MOE_LOSS_PREDICTOR && !is_frozen(r) && c->u != NULL ? surprise_from_start(c)
                                                                            : c->pass.routing.loss[loss];
     for (i = 0; c->on_logits != NULL && i < c->call.n_tokens * (size_t)r->n_experts; i++)
@@ -876,7 +885,7 @@ static void supply(layer_case *c, int with) {
     c->layer.router.custom.score_backward = own_score_backward;
     c->layer.router.custom.select = own_select;
     c->layer.router.custom.n_parameters = (size_t)r->custom_parameters;
-    if (r->select == MOE_SELECT_GIVEN || with & WITH_GIVEN)
+    if (r->select == MOE_SELECT_GIVEN || (r->switch_at > 0 && r->switch_from == MOE_SELECT_GIVEN) || with & WITH_GIVEN)
         c->call.given = c->given = draw_given(n, most_choices(r), experts);
     if (r->table_size > 0) c->call.token_ids = c->token_ids = draw_integers(n, r->table_size);
     if (r->noise != MOE_NOISE_NONE && chance(50)) c->call.noise = c->noise = normals(n * experts, 0.5);
@@ -897,7 +906,8 @@ static void supply(layer_case *c, int with) {
         c->call.d_clean_logits = c->on_logits = normals(n * experts, 0.5);
     }
     if (r->refine == MOE_REFINE_ATTENTION) supply_attention(c);
-    if (r->loss_distill > 0.0 && !r->student) c->call.teacher = c->teacher = normals(n * experts, 1.0);
+    if (r->loss_distill > 0.0 && !r->student && !(r->compete_rate > 0.0))
+        c->call.teacher = c->teacher = normals(n * experts, 1.0);
     if (r->loss_similarity_same > 0.0 ||
         r->loss_similarity_diff > 0.0) { /* distances of x are constants too, but differences would see them change */
         c->call.distances = c->distances = normals(n * n, 1.0);
@@ -1043,11 +1053,11 @@ static void layer_backward(layer_case *c) {
         if (!is_frozen(r) && !(fabs(surprise_from_start(c) - c->pass.routing.loss[MOE_LOSS_PREDICTOR]) < 1e-12))
             c->status = MOE_ERR_NONFINITE;
     }
-    if (!r->student) return;
+    if (!teaches(c)) return;
     free(c->logits);
     c->logits = normals(count, 0.0);
     memcpy(c->logits, c->pass.routing.logits, count * sizeof(double));
-    if (!is_frozen(r) && !(fabs(distance_from_start(c) - c->pass.routing.loss[MOE_LOSS_DISTILL]) < 1e-12))
+    if (!(fabs(distance_from_start(c) - c->pass.routing.loss[MOE_LOSS_DISTILL]) < 1e-12))
         c->status = MOE_ERR_NONFINITE;
 }
 
@@ -2217,6 +2227,11 @@ static const option_row option_rows[] = {
     {"distill", "ce_hard ce_soft mse", "loss_distill=0.6", 0},
     {"student", "1", "loss_distill=0.6 freeze_at=5", 0},
     {"student_dim", "3", "loss_distill=0.6 freeze_at=5 student=1 table_size=5", 0},
+    {"compete_rate", "1", "loss_distill=0.6", 0},
+    {"compete_rate", "1", "loss_distill=0.6 distill=mse router_bias=1", 0},
+    {"compete_rate", "1", "", 0},
+    {"compete_from", "1 2", "compete_rate=1 loss_distill=0.6", 0},
+    {"compete", "softplus norm", "compete_rate=1 loss_distill=0.6", 0},
     {"predictor", "1", "select=expert_choice loss_predictor=0.4", 0},
     {"loss_predictor", "0.3", "select=expert_choice predictor=1", 0},
     {"expert_choice_scope", "batch sequences", "select=expert_choice", 0},
@@ -2239,10 +2254,15 @@ static const option_row option_rows[] = {
     {"switch_share", "0.5 1", "schedule_steps=2 switch_from=dense", 0},
     {"switch_from", "dense top_p threshold positive affinity sinkhorn sample custom", "switch_at=2", 0},
     {"switch_from", "balanced", "switch_at=2 top_k=1", 0},
+    {"switch_from", "expert_choice expert_threshold", "switch_at=2", 0},
+    {"switch_from", "grouped_top_k", "switch_at=2 groups=2 groups_kept=1", 0},
+    {"switch_from", "grouped_each", "switch_at=2 groups=2", 0},
+    {"switch_from", "hash", "switch_at=2 table_size=5", 0},
+    {"switch_from", "given", "switch_at=2", WITH_GIVEN},
     {"d_out", "3", "", 0},
     {"expert", "swiglu mlp linear factorised glu", "", 0},
     {"d_low", "2", "expert=factorised", 0},
-    {"act", "relu silu gelu tanh sigmoid identity gelu_tanh relu2", "expert=glu", 0},
+    {"act", "default relu silu gelu tanh sigmoid identity gelu_tanh relu2", "expert=glu", 0},
     {"no_expert_bias", "1", "", 0},
     {"swiglu_alpha", "1.7", "expert=swiglu", 0},
     {"swiglu_limit", "0.5", "expert=swiglu", 0},
@@ -2427,9 +2447,7 @@ static void check_table(void) {
     static const char *const elsewhere = "threshold_sigmoid sparsemixer_sample";
     /* what every other pair stands on, and what switch_at always refuses */
     static const char *const beside =
-        "switch_from=top_k switch_from=given switch_from=grouped_top_k switch_from=expert_choice switch_from=hash "
-        "switch_from=soft switch_from=grouped_each switch_from=expert_threshold capacity_bound=none drop_rule=none "
-        "tau_schedule=none";
+        "switch_from=top_k switch_from=soft capacity_bound=none drop_rule=none tau_schedule=none";
     const moe_field *f;
     char name[2 * FIELD_ROOM];
     int i;
@@ -2525,15 +2543,20 @@ static void draw_selection(moe_router_config *r) {
         r->distill = below(MOE_DISTILL_COUNT);
         r->student = below(2);
     }
+    if (r->score == MOE_SCORE_LINEAR && r->select == MOE_SELECT_TOP_K && chance(20)) {
+        r->compete_rate = 1.0;
+        r->compete = below(MOE_COMPETE_COUNT);
+        r->compete_from = below(3);
+    }
     if (r->student) r->freeze_at = 1 + below(3);
     if (r->student && chance(40)) r->student_dim = 1 + below(4);
-    if (r->select == MOE_SELECT_HASH || r->student_dim > 0) r->table_size = 4;
+    draw_schedules(r);
+    if (r->select == MOE_SELECT_HASH || r->switch_from == MOE_SELECT_HASH || r->student_dim > 0) r->table_size = 4;
     if (r->select == MOE_SELECT_EXPERT_CHOICE) {
         r->expert_choice_scope = below(2);
         r->predictor = chance(50);
     }
     r->loss_predictor = r->predictor ? 0.4 : 0.0;
-    draw_schedules(r);
 }
 
 static void draw_refinement(moe_router_config *r) {

@@ -75,7 +75,8 @@ static const struct {
      " 0 1000000, loss_similarity_diff 0 1000000, loss_locality 0 1000000, nodes 1 65536, loss_l1 0 1000000, "
      "loss_load 0 1000000, loss_orthogonal 0 1000000, loss_diversity 0 1000000, loss_simplicity 0 1000000, "
      "loss_stable_balance 0 1000000, loss_selector_entropy 0 1000000, loss_selector_reach 0 1000000, "
-     "loss_distill 0 1000000, student_dim 1 16777216, loss_predictor 0 1000000, expert_temperature 1 1000000, "
+     "loss_distill 0 1000000, student_dim 1 16777216, loss_predictor 0 1000000, compete_rate 1e-06 1, "
+     "compete_from 1 16777216, expert_temperature 1 1000000, "
      "bias_rate 0 1000000, bias_real 1e-06 65536, bias_kappa 1e-06 1000000, bias_beta 1e-06 0.999999, "
      "schedule_steps 1 16777216, k_end -1 65536, tau_end 1e-06 1000000, freeze_at 1 16777216, "
      "switch_at 1 16777216, switch_share 1e-06 1, "},

@@ -1057,7 +1057,17 @@ static const config_row config_rows[] = {
     CONFIG("{}", MOE_ERR_FORMAT, "'format'"),
     CONFIG("{\"format\":1}", MOE_ERR_FORMAT, "'net' is missing"),
     CONFIG("{\"format\":1,\"layer\":{\"d_model\":3}}", MOE_ERR_FORMAT, "'net' is missing, 'layer' is there"),
-    CONFIG("{\"format\":2,\"net\":{}}", MOE_ERR_UNSUPPORTED, "format = 2: this version reads format 1"),
+    CONFIG("{\"format\":3,\"net\":{}}", MOE_ERR_UNSUPPORTED, "format = 3: this version reads formats 1 to 2"),
+    CONFIG("{\"format\":1.5,\"net\":{}}", MOE_ERR_UNSUPPORTED, "format = 1.5"),
+    CONFIG("{\"format\":0,\"net\":{}}", MOE_ERR_UNSUPPORTED, "format = 0"),
+    CONFIG("{\"format\":2,\"net\":{\"d_in\":3,\"modules\":[" LINEAR "," MIXTURE("") "]}}", MOE_OK, NULL),
+    /* of format 1, that of 0.1, it is reset */
+    CONFIG(MODULES(LINEAR "," MIXTURE(",\"jitter_eps\":0.5")), MOE_OK, NULL),
+    CONFIG("{\"format\":2,\"net\":{\"d_in\":3,\"modules\":[" LINEAR "," MIXTURE(",\"jitter_eps\":0.5") "]}}",
+           MOE_ERR_CONFIG, "jitter_eps = 0.5 needs input = jitter"),
+    /* act beside swiglu counts for nothing in a file */
+    CONFIG("{\"format\":2,\"net\":{\"d_in\":3,\"modules\":[" LINEAR "," MIXTURE(",\"act\":\"tanh\"") "]}}", MOE_OK,
+           NULL),
     CONFIG("{\"format\":\"1\",\"net\":{}}", MOE_ERR_FORMAT, "format must be a number"),
     CONFIG("{\"format\":1,\"net\":{}} x", MOE_ERR_FORMAT, "follow"),
     CONFIG("{\"format\":1,\"format\":1,\"net\":{}}", MOE_ERR_FORMAT, "'format' occurs twice"),

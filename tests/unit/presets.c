@@ -201,14 +201,17 @@ static void test_shared_l1(void) {
         moe_net net;
         moe_error error;
         moe_real *load[2], *l1[2];
+        moe_tensor found;
         int m;
         if (!CHECK(net_of(&net, "remoe", alone ? "n_experts=8 d_ff=4 l1_controller=layer" : "n_experts=8 d_ff=4", 2,
                           &error) == MOE_OK, error.message))
             return;
         load[0] = values(&net, "1.router.load");
         load[1] = values(&net, "3.router.load");
-        l1[0] = values(&net, "1.router.l1");
-        l1[1] = values(&net, "3.router.l1");
+        l1[0] = values(&net, alone ? "1.router.l1" : "net.l1");
+        l1[1] = values(&net, alone ? "3.router.l1" : "net.l1");
+        CHECK(alone == (moe_net_find(&net, "net.l1", &found) != MOE_OK), "one tensor or one for each layer");
+        CHECK(alone == (moe_net_find(&net, "3.router.l1", &found) == MOE_OK), "not both");
         for (i = 0; i < 3; i++) {
             for (m = 0; m < 2; m++) {
                 load[m][3] = (moe_real)steps[i].pairs[m];

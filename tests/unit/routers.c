@@ -362,7 +362,7 @@ static void test_clashes(void) {
         {"groups=2", "groups = 2", "select = top_k"},
         {"threshold_learned=1", "threshold_learned", "select = top_k"},
         {"threshold_learned=1 select=threshold weight=softmax", "threshold_learned", "weight = softmax"},
-        {"threshold_sigmoid=1 select=threshold", "threshold_sigmoid = 1", "threshold_learned = 1"},
+        {"threshold_sigmoid=1 select=threshold", "threshold_sigmoid = 1", "threshold_learned"},
         {"threshold_sigmoid=1 threshold_learned=1 threshold=1.5 select=threshold", "threshold = 1.5",
          "threshold_sigmoid = 1"},
         {"select=hash", "table_size = 0", "select = hash"},
@@ -410,7 +410,8 @@ static void test_clashes(void) {
         {"selection_bias=1 select=sinkhorn", "selection_bias = 1", "select = sinkhorn"},
         {"noise=gaussian select=hash table_size=3 weight=uniform", "noise = gaussian", "select = hash"},
         {"noise=gumbel select=dense weight=one", "noise = gumbel", "weight = one"},
-        {"switch_share=0.5 switch_from=hash", "switch_share = 0.5", "switch_from = hash"},
+        {"switch_share=0.5 switch_from=hash", "table_size = 0", "switch_from = hash"},
+        {"switch_share=0.5 switch_from=soft", "switch_share = 0.5", "switch_from = soft"},
         {"sample_at=always", "sample_at = always", "select = top_k"},
         {"sample_scope=call", "sample_scope", "select = top_k"},
         {"sample_seed=3 select=sample", "sample_seed = 3", "sample_at = always"},
@@ -428,11 +429,40 @@ static void test_clashes(void) {
          "refine = attention"},
         {"switch_from=dense", "switch_from = dense", "switch_at"},
         {"switch_from=soft switch_at=3", "switch_from = soft", "switch_at = 3"},
-        {"switch_from=given switch_at=3", "switch_from = given", "switch_at = 3"},
-        {"switch_from=hash switch_at=3", "switch_from = hash", "switch_at = 3"},
-        {"switch_from=expert_choice switch_at=3", "switch_from = expert_choice", "select = expert_threshold"},
-        {"switch_from=expert_threshold switch_at=3", "switch_from = expert_threshold", "switch_at = 3"},
-        {"switch_from=grouped_each switch_at=3", "switch_from = grouped_each", "switch_at = 3"},
+        {"switch_from=hash switch_at=3", "table_size = 0", "switch_from = hash"},
+        {"switch_from=grouped_each switch_at=3 groups=4", "top_k = 2", "switch_from = grouped_each"},
+        {"switch_from=hash switch_at=3 table_size=3 k_end=3 schedule_steps=9", "k_end = 3", "switch_from = hash"},
+        {"drop_order=random", "drop_order = random", "capacity_factor"},
+        {"drop_order=score select=expert_choice", "drop_order = score", "drop_capacity"},
+        {"drop_order=priority select=affinity", "drop_order = priority", "drop_capacity"},
+        {"renormalize=after", "renormalize = after", "capacity_factor"},
+        {"renormalize=after weight=p_norm select=expert_threshold", "renormalize = after", "drop_capacity"},
+        {"capacity_min=3", "capacity_min = 3", "capacity_factor"},
+        {"capacity_min=3 drop_capacity=5", "capacity_min = 3", "drop_capacity = 5"},
+        {"capacity_factor=2 drop_capacity=5", "capacity_factor = 2", "drop_capacity = 5"},
+        {"capacity_factor_eval=2 drop_capacity=5", "capacity_factor_eval = 2", "drop_capacity = 5"},
+        {"capacity_factor=2 select=affinity", "capacity_factor = 2", "select = affinity"},
+        {"capacity_factor_eval=2 select=expert_choice", "capacity_factor_eval = 2", "select = expert_choice"},
+        {"affinity_mass=0.5 affinity_sum=2 select=affinity", "affinity_mass = 0.5", "affinity_sum = 2"},
+        {"affinity_mass=0.5 affinity_sum_auto=2 select=affinity", "affinity_mass = 0.5", "affinity_sum_auto = 2"},
+        {"unbiased=1", "unbiased = 1", "loss_importance"},
+        {"drop_rule=gshard top_k=1", "drop_rule = gshard", "top_k = 1"},
+        {"drop_rule=st_moe select=affinity", "drop_rule = st_moe", "select = affinity"},
+        {"drop_rule=st_moe weight=one", "drop_rule = st_moe", "weight = one"},
+        {"drop_rule=gshard weight=uniform", "drop_rule = gshard", "weight = uniform"},
+        {"nodes=2", "nodes = 2", "loss_locality"},
+        {"compete_rate=1 score=cosine", "compete_rate = 1", "score = linear"},
+        {"compete_rate=1 select=dense", "compete_rate = 1", "select = top_k"},
+        {"compete_rate=1 refine=similarity", "compete_rate = 1", "refine = none"},
+        {"compete_rate=1 noise=gumbel", "compete_rate = 1", "noise = none"},
+        {"compete_rate=1 weight=sparsemixer", "compete_rate = 1", "weight = sparsemixer"},
+        {"compete_rate=1 selection_bias=1", "compete_rate = 1", "selection_bias = 1"},
+        {"compete_rate=1 router_residual=1", "compete_rate = 1", "router_residual = 1"},
+        {"compete_rate=1 logit_cap=3", "logit_cap = 3", "compete_rate = 1"},
+        {"compete_rate=1 student=1 freeze_at=3 loss_distill=1", "compete_rate = 1", "student = 1"},
+        {"compete_rate=1 n_copy=1", "compete_rate = 1", "n_copy = 1"},
+        {"compete_from=3", "compete_from = 3", "compete_rate"},
+        {"compete=norm", "compete = norm", "compete_rate"},
         {"select=grouped_each groups=4", "top_k = 2", "groups = 4"},
         {"select=grouped_each groups=3", "groups = 3", "n_experts = 4"},
         {"select=expert_threshold selection_bias=1", "selection_bias = 1", "select = expert_threshold"},
@@ -459,7 +489,7 @@ static void test_clashes(void) {
         {"bias_real=1 n_copy=1", "bias_real = 1", "bias_rate"},
         {"bias_kappa=3 bias_rate=1 selection_bias=1", "bias_kappa = 3", "bias_rule = smebu"},
         {"bias_beta=0.25 bias_rate=1 selection_bias=1", "bias_beta = 0.25", "bias_rule = smebu"},
-        {"switch_from=grouped_top_k switch_at=3", "switch_from = grouped_top_k", "switch_at = 3"},
+        {"switch_from=grouped_top_k switch_at=3 groups=2 top_k=3", "top_k = 3", "groups_kept = 1"},
         {"switch_from=balanced switch_at=3", "switch_from = balanced", "top_k = 2"},
         {"switch_at=3 select=soft", "switch_at = 3", "select = soft"},
         {"switch_at=3 weight=sparsemixer", "switch_at = 3", "weight = sparsemixer"},
@@ -502,7 +532,7 @@ static void test_clashes(void) {
         {"zero_average=1 n_zero=1", "zero_average = 1", "loss_balance"},
         {"zero_tau=0.5 loss_balance=1", "zero_tau", "n_zero"},
         {"zero_tau=0.5 n_zero=1", "zero_tau = 0.5", "loss_balance"},
-        {"zero_tau=0.5 n_zero=1 capacity_factor=1 drop_capacity=2", "zero_tau = 0.5", "capacity_factor"},
+        {"zero_tau=0.5 n_zero=1 drop_capacity=2", "zero_tau = 0.5", "capacity_factor"},
         {"zero_tau=0.5 n_zero=1 select=expert_choice", "zero_tau = 0.5", "capacity_factor"}};
     static const char *const fine[] = {"top_k=4",
                                        "n_experts=1 top_k=1",
@@ -1312,6 +1342,8 @@ static void draw_state(moe_router_config *c) {
     if (chance(15)) {
         c->switch_at = 1 + below(9);
         c->switch_from = below(MOE_SELECT_COUNT);
+        /* recorded choices would stand in all steps */
+        if (c->switch_from == MOE_SELECT_GIVEN) c->switch_from = MOE_SELECT_TOP_K;
     }
     if (chance(20)) c->freeze_at = 1 + below(9);
     if (chance(20)) {
@@ -1330,7 +1362,7 @@ static void draw_state(moe_router_config *c) {
 }
 
 static void draw_selection(moe_router_config *c) {
-    if (c->select == MOE_SELECT_HASH || c->student_dim > 0) c->table_size = 5;
+    if (c->select == MOE_SELECT_HASH || c->switch_from == MOE_SELECT_HASH || c->student_dim > 0) c->table_size = 5;
     c->top_p = (moe_real)(0.2 * (1 + below(4)));
     c->threshold = (moe_real)(0.2 * below(4));
     c->threshold_fallback = below(3);
@@ -1558,9 +1590,8 @@ static void check_expert_choice(const bench *b) {
     const moe_routing *r = &b->routing;
     const moe_router_config *c = &b->router.config;
     size_t n = r->n_tokens, experts = r->n_experts, e, t, u;
-    size_t capacity = (size_t)floor((double)(b->call.training ? c->capacity_factor : c->capacity_factor_eval) *
-                                        (double)r->n_real / (double)experts +
-                                    0.5);
+    double factor = c->capacity_factor > 0 ? (double)c->capacity_factor : 1.0;
+    size_t capacity = (size_t)floor(factor * (double)r->n_real / (double)experts + 0.5);
     const moe_real *score = c->expert_choice_score == MOE_EXPERT_CHOICE_Z ? r->logits : r->probabilities;
     if (capacity < 1) capacity = 1;
     for (e = 0; e < experts; e++)
@@ -1821,7 +1852,7 @@ static void test_capacity_factor(void) {
                 {"top_k=1 capacity_factor=0.01 capacity_min=3", 10, 3, 3},
                 {"top_k=1 capacity_factor=1 capacity_min=30", 10, 10, 10},
                 {"top_k=1 capacity_factor=100", 10, 10, 10},
-                {"top_k=1 drop_capacity=4 capacity_factor=1", 12, 4, 4},
+                {"top_k=1 drop_capacity=4", 12, 4, 4},
                 {"top_k=1 drop_capacity=400", 12, 12, 12}};
     size_t i;
     for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
@@ -2053,8 +2084,8 @@ static void test_drop_rule_and_capacity(void) {
         size_t over = 0, pair, e;
         unsigned char by_rule[3 * N];
         bench b;
-        c.drop_order = order;
         if (!CHECK(bench_start(&b, &c, NULL, N, 0.2), "routes")) return;
+        b.router.config.drop_order = order;
         CHECK(b.routing.max_choices == 3 && b.routing.n_dropped > 0 && b.routing.n_dropped < 2 * N, "the rule drops");
         memcpy(by_rule, b.routing.kept, sizeof by_rule);
         for (pair = 0; pair < 3 * N; pair++) left[b.routing.choices[pair]] += by_rule[pair];
