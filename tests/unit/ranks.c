@@ -1911,8 +1911,8 @@ static void with_capacity(int routes) {
                         turn++;
                         sprintf(text,
                                 "%s drop_order=%s drop_rule=%s renormalize=%s top_k=%d weight=%s loss_balance=0.1",
-                                limits[limit], orders[order], rules[rule], renormalize[which], 1 + turn % 3,
-                                turn % 2 ? "sum" : "raw");
+                                limits[limit], orders[order], rules[rule], renormalize[which],
+                                rule > 0 && turn % 3 == 0 ? 2 : 1 + turn % 3, turn % 2 ? "sum" : "raw");
                         if (!begin_scene(&s, text, 1 + (turn / 2) % 5, training, turn)) continue;
                         s.routes = routes;
                         (void)test_scene(&s);
@@ -1925,7 +1925,7 @@ static void with_rules(int routes) {
     static const char *const rows[] = {
         "select=given top_k=2 capacity_factor=0.5",
         "select=expert_choice capacity_factor=1.5 weight=raw",
-        "select=expert_choice expert_choice_score=z capacity_factor_eval=0.5 weight=raw",
+        "select=expert_choice expert_choice_score=z capacity_factor=0.5 weight=raw",
         "select=affinity affinity_mass=0.4 weight=raw top_k=1",
         "select=affinity affinity_sum=1 capacity=2 capacity_min=2 weight=raw top_k=1",
         "select=affinity capacity=3 weight=raw top_k=1 switch_at=1",
