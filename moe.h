@@ -6967,7 +6967,12 @@ static moe_status moei_net_allocate(moe_net *net, int trainable, moe_error *erro
     size_t count, numbers, all, bytes;
     moe_status status = trainable ? moei_net_check_training(net, error) : MOE_OK;
     if (status == MOE_OK) status = moei_net_count(net, &count, &numbers, error);
+    if (status == MOE_OK && net->external && (trainable || net->transport != NULL))
+        status = moei_error(error, MOE_ERR_UNSUPPORTED, "%s is incompatible with net.external = 1",
+                            trainable ? "trainable = 1" : "net.transport");
     if (status != MOE_OK) return status;
+    net->built = net->external;
+    if (net->external) return MOE_OK;
     if (!moei_mul(numbers, trainable ? 2 : 1, &all) || !moei_mul(all, sizeof(moe_real), &bytes))
         return moei_error(error, MOE_ERR_OVERFLOW, "the network's tensors do not fit this machine's memory");
     net->memory = (moe_real *)moei_alloc(&net->allocator, all, sizeof(moe_real));
@@ -7035,8 +7040,8 @@ moe_status moe_net_build(moe_net *net, int trainable, uint64_t seed, moe_error *
     status = moei_net_register(net, error);
     if (status == MOE_OK) status = moei_net_allocate(net, trainable, error);
     status = moei_vote(net->transport, status, error);
-    if (status == MOE_OK) moei_net_start(net, seed);
-    else moei_net_unbuild(net);
+    if (status != MOE_OK) moei_net_unbuild(net);
+    else if (!net->external) moei_net_start(net, seed);
     return status;
 }
 
@@ -7101,6 +7106,11 @@ struct moe_module_pass {
     moe_real *raw[3];      /* training: q, k and v before they are finished, where that is needed */
     /* MLA: [N,q_lora] twice, [N,heads d_head], [N,heads d_value] */
     moe_real *query_down, *query_normed, *query_heads, *values;
+    moe_real *parts; /* convolution: [N,3 d_in] B, C and X; mixed is in t: [N,d_in] C z */
+    /* decoding a convolution: after how many tokens each of two states is, and u of the L - 1
+       tokens before, [2,L - 1,d_in] */
+    size_t *counts;
+    moe_real *states;
     size_t *first;                 /* in a cache that keeps a window: the position of its first key; NULL: 0 */
     moe_real *d_weights;           /* [heads,N,past+N] of attention that a later router reads */
     moe_real *outputs, *d_outputs; /* [heads,past+N,d_out] and o */
@@ -7288,6 +7298,10 @@ static moe_status moei_module_layout(const moe_net *net, size_t i, const moei_ex
     if (m->kind == MOE_MODULE_LAYER_NORM || m->kind == MOE_MODULE_RMS_NORM) p->rstd = moei_take_reals(l, n, 1);
     if (m->kind == MOE_MODULE_DROPOUT && training) p->stays = (unsigned char *)moei_take(l, n, (size_t)m->d_in);
     if (m->kind == MOE_MODULE_ATTENTION) moei_attention_layout(net, i, e, l, p);
+    if (m->kind == MOE_MODULE_CONVOLUTION) {
+        p->parts = moei_take_reals(l, n, 3 * (size_t)m->d_in);
+        p->t.mixed = moei_take_reals(l, n, (size_t)m->d_in);
+    }
     if (m->kind == MOE_MODULE_MIXTURE &&
         (moe_router_traits(&m->layer.config.router) & MOE_TRAIT_NEEDS_PREVIOUS_LAYER)) {
         p->n_previous = moei_mixture_choices(net, moei_previous_mixture(net, i));
@@ -7670,62 +7684,26 @@ static void moei_rotations_fill(const moei_run *r, moe_real *rotations) {
     }
 }
 
-/* Queries or keys of a token: the heads of a row, and how they are finished after their product. */
-typedef struct moei_row_kind {
-    size_t heads, width; /* of the row */
-    size_t rotated;      /* where the rotated dimensions of a head begin */
-    int norm;            /* the parameter with the gain */
-    int is_query;
-} moei_row_kind;
-
 static moei_row_kind moei_row_kind_of(const moei_run *r, int is_query) {
     const moe_attention_config *c = &r->m->attention;
-    moei_heads s = r->p->t.s;
+    int gain = is_query ? MOE_MODULE_QUERY_NORM : MOE_MODULE_KEY_NORM;
     moei_row_kind kind;
-    kind.heads = is_query ? s.heads : s.kv;
-    kind.width = is_query || c->kv_lora == 0 ? (size_t)c->d_head : s.w;
-    kind.rotated = c->kv_lora > 0 ? kind.width - moei_rotary_dims(c) : 0;
-    kind.norm = is_query ? MOE_MODULE_QUERY_NORM : MOE_MODULE_KEY_NORM;
-    kind.is_query = is_query;
+    kind.k = r->net->kernels;
+    kind.heads = is_query ? r->p->t.s.heads : r->p->t.s.kv;
+    kind.width = is_query || c->kv_lora == 0 ? (size_t)c->d_head : r->p->t.s.w;
+    kind.pairs = c->rotary ? moei_rotary_dims(c) / 2 : 0;
+    kind.rotated = c->kv_lora > 0 ? kind.width - 2 * kind.pairs : 0;
+    kind.neighbours = c->rotary_neighbours;
+    kind.normed = c->qk_norm == MOE_QK_NORM_NONE ? 0 : c->norm_after ? 2 : 1;
+    kind.norms = c->qk_norm == MOE_QK_NORM_WHOLE ? 1 : kind.heads;
+    kind.eps = moei_eps_of(c->eps);
+    kind.clamp = c->clamp;
+    kind.growth = c->query_growth > MOEI_R(0.0) ? (double)c->query_growth : 0.1;
+    kind.floor = is_query ? (size_t)c->query_floor : 0;
+    kind.gain = r->m->tensors[gain];
+    kind.d_gain = r->m->gradients[gain];
+    kind.room = moei_run_room(r).row;
     return kind;
-}
-
-static void moei_row_rotate(const moei_run *r, const moei_row_kind *kind, const moe_real *rotation, moe_real way,
-                            moe_real *row) {
-    const moe_attention_config *c = &r->m->attention;
-    size_t h;
-    for (h = 0; h < kind->heads && c->rotary; h++)
-        moei_rotate_row(moei_rotary_dims(c) / 2, c->rotary_neighbours, rotation, way,
-                        row + h * kind->width + kind->rotated);
-}
-
-/* qk_norm; x may be y. */
-static void moei_row_norm(const moei_run *r, const moei_row_kind *kind, const moe_real *x, moe_real *y) {
-    size_t parts = r->m->attention.qk_norm == MOE_QK_NORM_WHOLE ? 1 : kind->heads, h;
-    size_t width = kind->heads * kind->width / parts;
-    for (h = 0; h < parts; h++)
-        moei_rms_norm_row(r->net->kernels, width, x + h * width, r->m->tensors[kind->norm],
-                          moei_eps_of(r->m->attention.eps), y + h * width, NULL);
-}
-
-/* The factor of a query by its position. */
-static moe_real moei_query_factor(const moe_attention_config *c, size_t position) {
-    double growth = c->query_growth > MOEI_R(0.0) ? (double)c->query_growth : 0.1;
-    size_t steps = c->query_floor > 0 ? (position + 1) / (size_t)c->query_floor : 0;
-    return steps > 0 ? (moe_real)(1.0 + growth * MOEI_D(log)((double)steps + 1.0)) : MOEI_R(1.0);
-}
-
-/* A row after its product. */
-static void moei_row_finish(const moei_run *r, const moei_row_kind *kind, const moe_real *rotation, size_t position,
-                            moe_real *row) {
-    const moe_attention_config *c = &r->m->attention;
-    size_t n = kind->heads * kind->width, i;
-    if (c->qk_norm != MOE_QK_NORM_NONE && !c->norm_after) moei_row_norm(r, kind, row, row);
-    moei_row_clamp(c->clamp, n, row);
-    moei_row_rotate(r, kind, rotation, MOEI_R(1.0), row);
-    if (c->norm_after) moei_row_norm(r, kind, row, row);
-    if (!kind->is_query || c->query_floor == 0) return;
-    for (i = 0; i < n; i++) row[i] *= moei_query_factor(c, position);
 }
 
 /* Those of place t among the call's. */
@@ -7741,7 +7719,7 @@ static void moei_rows_finish(const moei_run *r, int is_query, size_t at, size_t 
     for (i = 0; i < moei_sequence_count(&r->pass->call); i++) {
         moei_sequence(&r->pass->call, i, &from, &to);
         for (t = from > at ? from : at; t < to && t < at + count; t++)
-            moei_row_finish(r, &kind, moei_rotation_at(r, rotations, t - from), r->pass->past + t - from,
+            moei_row_finish(&kind, moei_rotation_at(r, rotations, t - from), r->pass->past + t - from,
                             rows + (t - at) * kind.heads * kind.width);
     }
 }
@@ -7942,6 +7920,57 @@ static moe_status moei_attention_forward(const moei_run *r) {
     }
     moei_attention_output(r);
     return status;
+}
+
+/* ---- convolution ----------------------------------------------------------------------------- */
+
+static moei_convolve moei_convolve_of(const moei_run *r, size_t from, const moe_real *state) {
+    moei_convolve v;
+    v.d = r->d_in;
+    v.length = (size_t)r->m->length;
+    v.past = r->pass->past;
+    v.taps = r->m->tensors[MOE_MODULE_TAPS];
+    v.parts = r->p->parts + from * 3 * r->d_in;
+    v.state = state;
+    return v;
+}
+
+/* Decoding: *now is the state before the call, *next gets that after it, in the place of an older
+   one, so a call that fails changes nothing. */
+static moe_status moei_convolution_states(const moei_run *r, const moe_real **now, moe_real **next) {
+    size_t size = (size_t)(r->m->length - 1) * r->d_in, past = r->pass->past;
+    size_t i = 0;
+    *now = NULL;
+    *next = NULL;
+    if (r->p->counts == NULL) return MOE_OK;
+    if (past == 0) r->p->counts[0] = 0;
+    else
+        while (i < 2 && r->p->counts[i] != past) i++;
+    if (i == 2)
+        return moei_error(r->pass->call.error, MOE_ERR_STATE,
+                          "cache.n_tokens = %z: the tokens before it are gone; 0 begins a new sequence", past);
+    *now = r->p->states + i * size;
+    *next = r->p->states + (1 - i) * size;
+    r->p->counts[1 - i] = past + r->n;
+    return MOE_OK;
+}
+
+static moe_status moei_convolution_forward(const moei_run *r) {
+    size_t d = r->d_in, i, from, to;
+    const moe_real *state;
+    moe_real *next;
+    moei_convolve v;
+    moe_status status = moei_convolution_states(r, &state, &next);
+    if (status != MOE_OK) return status;
+    moei_project(r, MOE_MODULE_IN, 0, 0, r->n, d, 3 * d, r->p->x, r->p->parts);
+    for (i = 0; i < moei_sequence_count(&r->pass->call); i++) {
+        moei_sequence(&r->pass->call, i, &from, &to);
+        v = moei_convolve_of(r, from, state);
+        moei_convolve_forward(&v, to - from, r->p->t.mixed + from * d);
+        if (next != NULL) moei_convolve_state(&v, to, next);
+    }
+    moei_project(r, MOE_MODULE_OUT, 0, 0, r->n, d, d, r->p->t.mixed, r->p->y);
+    return MOE_OK;
 }
 
 /* ---- modules that are layers ----------------------------------------------------------------- */
@@ -8189,46 +8218,6 @@ static void moei_attention_outputs_backward(const moei_run *r, moe_real *d_v) {
     }
 }
 
-/* d := the gradient of x, the input of qk_norm, from that of its output. */
-static void moei_row_norm_backward(const moei_run *r, const moei_row_kind *kind, const moe_real *x, moe_real *d) {
-    size_t parts = r->m->attention.qk_norm == MOE_QK_NORM_WHOLE ? 1 : kind->heads, h;
-    size_t width = kind->heads * kind->width / parts;
-    moe_real *room = moei_run_room(r).row, rrms;
-    for (h = 0; h < parts; h++) {
-        moei_rms_norm_row(r->net->kernels, width, x + h * width, NULL, moei_eps_of(r->m->attention.eps), room, &rrms);
-        memset(room, 0, width * sizeof(moe_real));
-        moei_rms_norm_row_backward(r->net->kernels, width, x + h * width, r->m->tensors[kind->norm], rrms,
-                                   d + h * width, room, r->m->gradients[kind->norm]);
-        memcpy(d + h * width, room, width * sizeof(moe_real));
-    }
-}
-
-/* The backward pass of moei_row_finish: d becomes the gradient of raw, which is made into what each
-   step read. */
-static void moei_row_finish_backward(const moei_run *r, const moei_row_kind *kind, const moe_real *rotation,
-                                     size_t position, const moe_real *raw, moe_real *d) {
-    const moe_attention_config *c = &r->m->attention;
-    size_t n = kind->heads * kind->width, i;
-    int before = c->qk_norm != MOE_QK_NORM_NONE && !c->norm_after;
-    moe_real *row = moei_run_room(r).row + n;
-    if (kind->is_query && c->query_floor > 0)
-        for (i = 0; i < n; i++) d[i] *= moei_query_factor(c, position);
-    if (c->norm_after) {
-        memcpy(row, raw, n * sizeof(moe_real));
-        moei_row_clamp(c->clamp, n, row);
-        moei_row_rotate(r, kind, rotation, MOEI_R(1.0), row);
-        moei_row_norm_backward(r, kind, row, d);
-    }
-    moei_row_rotate(r, kind, rotation, MOEI_R(-1.0), d);
-    if (c->clamp > MOEI_R(0.0)) {
-        memcpy(row, raw, n * sizeof(moe_real));
-        if (before) moei_row_norm(r, kind, row, row);
-        for (i = 0; i < n; i++)
-            if (row[i] > c->clamp || row[i] < -c->clamp) d[i] = MOEI_R(0.0);
-    }
-    if (before) moei_row_norm_backward(r, kind, raw, d);
-}
-
 static void moei_rows_finish_backward(const moei_run *r, int is_query, moe_real *rows) {
     moei_row_kind kind = moei_row_kind_of(r, is_query);
     size_t width = kind.heads * kind.width, i, t, from, to;
@@ -8236,24 +8225,19 @@ static void moei_rows_finish_backward(const moei_run *r, int is_query, moe_real 
     for (i = 0; i < moei_sequence_count(&r->pass->call); i++) {
         moei_sequence(&r->pass->call, i, &from, &to);
         for (t = from; t < to; t++)
-            moei_row_finish_backward(r, &kind, moei_rotation_at(r, rotations, t - from), t - from,
+            moei_row_finish_backward(&kind, moei_rotation_at(r, rotations, t - from), t - from,
                                      moei_from_row(r->p->raw[!is_query], t * width), rows + t * width);
     }
 }
 
-/* rows := the gradients of x [n,ldx], the inputs of a norm of `width` at the beginning of each row,
+/* rows := the gradients of x [n,ld], the inputs of a norm of `width` at the beginning of each row,
    from those of its outputs. */
 static void moei_norm_rows_backward(const moei_run *r, int gain, size_t width, const moe_real *x, size_t ld,
                                     moe_real *rows) {
-    moe_real *room = moei_run_room(r).row, rrms;
     size_t t;
-    for (t = 0; t < r->n; t++, rows += ld, x += ld) {
-        moei_rms_norm_row(r->net->kernels, width, x, NULL, moei_eps_of(r->m->attention.eps), room, &rrms);
-        memset(room, 0, width * sizeof(moe_real));
-        moei_rms_norm_row_backward(r->net->kernels, width, x, r->m->tensors[gain], rrms, rows, room,
-                                   r->m->gradients[gain]);
-        memcpy(rows, room, width * sizeof(moe_real));
-    }
+    for (t = 0; t < r->n; t++)
+        moei_norm_gradient(r->net->kernels, width, x + t * ld, r->m->tensors[gain], moei_eps_of(r->m->attention.eps),
+                           rows + t * ld, r->m->gradients[gain], moei_run_room(r).row);
 }
 
 /* MLA: the gradients of the heads' values, of V_h, and of mixed from those of the values. */
@@ -8350,6 +8334,22 @@ static moe_status moei_attention_backward(const moei_run *r) {
     return MOE_OK;
 }
 
+static moe_status moei_convolution_backward(const moei_run *r) {
+    size_t d = r->d_in, i, from, to;
+    moe_real *d_mixed = moei_run_room(r).d_rows, *d_parts = d_mixed + r->n * d;
+    moei_convolve v;
+    memset(d_mixed, 0, r->n * 4 * d * sizeof(moe_real));
+    moei_project_backward(r, MOE_MODULE_OUT, 0, d, d, r->p->t.mixed, r->dy, d_mixed);
+    for (i = 0; i < moei_sequence_count(&r->pass->call); i++) {
+        moei_sequence(&r->pass->call, i, &from, &to);
+        v = moei_convolve_of(r, from, NULL);
+        moei_convolve_backward(&v, to - from, d_mixed + from * d, d_parts + from * 3 * d,
+                               r->m->gradients[MOE_MODULE_TAPS]);
+    }
+    moei_project_backward(r, MOE_MODULE_IN, 0, d, 3 * d, r->p->x, d_parts, r->dx);
+    return MOE_OK;
+}
+
 static moe_status moei_feed_forward_backward(const moei_run *r) {
     return moe_layer_backward(&r->m->layer, r->dy, r->dx, NULL, r->p->layer);
 }
@@ -8383,30 +8383,31 @@ typedef struct moei_module_kind {
 
 static const moei_module_kind moei_module_kinds[MOE_MODULE_COUNT] = {
     /* linear       */ {MOEI_KEEP(MODULES, MOE_MODULE_LINEAR, moei_linear_forward),
-        MOEI_BACKWARD(moei_linear_backward)},
-    /* activation   */ {MOEI_KEEP(MODULES, MOE_MODULE_ACTIVATION, moei_activation_forward),
-        MOEI_BACKWARD(moei_activation_backward)},
-    /* layer_norm   */ {MOEI_KEEP(MODULES, MOE_MODULE_LAYER_NORM, moei_layer_norm_forward),
-        MOEI_BACKWARD(moei_layer_norm_backward)},
-    /* mixture      */ {MOEI_KEEP(MODULES, MOE_MODULE_MIXTURE, moei_mixture_forward),
-        MOEI_BACKWARD(moei_mixture_backward)},
-    /* residual     */ {MOEI_KEEP(MODULES, MOE_MODULE_RESIDUAL, moei_residual_forward),
-        MOEI_BACKWARD(moei_residual_backward)},
-    /* embedding    */ {MOEI_KEEP(MODULES, MOE_MODULE_EMBEDDING, moei_embedding_forward),
-        MOEI_BACKWARD(moei_embedding_backward)},
-    /* positions    */ {MOEI_KEEP(MODULES, MOE_MODULE_POSITIONS, moei_positions_forward),
-        MOEI_BACKWARD(moei_positions_backward)},
-    /* attention    */ {MOEI_KEEP(MODULES, MOE_MODULE_ATTENTION, moei_attention_forward),
-        MOEI_BACKWARD(moei_attention_backward)},
-    /* rms_norm     */ {MOEI_KEEP(MODULES, MOE_MODULE_RMS_NORM, moei_rms_norm_forward),
-        MOEI_BACKWARD(moei_rms_norm_backward)},
-    /* dropout      */ {MOEI_KEEP(MODULES, MOE_MODULE_DROPOUT, moei_dropout_forward),
-        MOEI_BACKWARD(moei_dropout_backward)},
-    /* feed_forward */ {MOEI_KEEP(MODULES, MOE_MODULE_FEED_FORWARD, moei_feed_forward_forward),
-        MOEI_BACKWARD(moei_feed_forward_backward)},
+                        MOEI_BACKWARD(moei_linear_backward)},
+    /* activation   */
+    {MOEI_KEEP(MODULES, MOE_MODULE_ACTIVATION, moei_activation_forward), MOEI_BACKWARD(moei_activation_backward)},
+    /* layer_norm   */
+    {MOEI_KEEP(MODULES, MOE_MODULE_LAYER_NORM, moei_layer_norm_forward), MOEI_BACKWARD(moei_layer_norm_backward)},
+    /* mixture      */
+    {MOEI_KEEP(MODULES, MOE_MODULE_MIXTURE, moei_mixture_forward), MOEI_BACKWARD(moei_mixture_backward)},
+    /* residual     */
+    {MOEI_KEEP(MODULES, MOE_MODULE_RESIDUAL, moei_residual_forward), MOEI_BACKWARD(moei_residual_backward)},
+    /* embedding    */
+    {MOEI_KEEP(MODULES, MOE_MODULE_EMBEDDING, moei_embedding_forward), MOEI_BACKWARD(moei_embedding_backward)},
+    /* positions    */
+    {MOEI_KEEP(MODULES, MOE_MODULE_POSITIONS, moei_positions_forward), MOEI_BACKWARD(moei_positions_backward)},
+    /* attention    */
+    {MOEI_KEEP(MODULES, MOE_MODULE_ATTENTION, moei_attention_forward), MOEI_BACKWARD(moei_attention_backward)},
+    /* rms_norm     */
+    {MOEI_KEEP(MODULES, MOE_MODULE_RMS_NORM, moei_rms_norm_forward), MOEI_BACKWARD(moei_rms_norm_backward)},
+    /* dropout      */
+    {MOEI_KEEP(MODULES, MOE_MODULE_DROPOUT, moei_dropout_forward), MOEI_BACKWARD(moei_dropout_backward)},
+    /* feed_forward */
+    {MOEI_KEEP(MODULES, MOE_MODULE_FEED_FORWARD, moei_feed_forward_forward), MOEI_BACKWARD(moei_feed_forward_backward)},
     /* tied         */ {MOEI_KEEP(MODULES, MOE_MODULE_TIED, moei_linear_forward), MOEI_BACKWARD(moei_linear_backward)},
     /* scale        */ {MOEI_KEEP(MODULES, MOE_MODULE_SCALE, moei_scale_forward), MOEI_BACKWARD(moei_scale_backward)},
-    /* convolution  */ {NULL, NULL}};
+    /* convolution  */
+    {MOEI_KEEP(MODULES, MOE_MODULE_CONVOLUTION, moei_convolution_forward), MOEI_BACKWARD(moei_convolution_backward)}};
 
 /* Whether the sequences are as moe_call requires. */
 static int moei_sequences_fit(const moe_call *call) {
@@ -8451,6 +8452,19 @@ static int moei_supplied_fit(const moe_net *net, const moe_call *call) {
            (call->attention_weights == NULL && call->attention_outputs == NULL && call->attention_output == NULL);
 }
 
+/* Checks that the caller has set all tensors of a module; a layer checks its own. */
+static moe_status moei_module_is_set(const moe_net *net, size_t i, moe_error *error) {
+    const moe_module *m = &net->modules[i];
+    int place;
+    for (place = 0; place < MOE_MODULE_SLOTS && !moei_is_layer(m); place++) {
+        const char *name = moei_module_tensor_of(m, place).name;
+        if (name != NULL && m->tensors[place] == NULL && moei_external_of(m, place) == NULL)
+            return moei_error(error, MOE_ERR_STATE, "module %z (%s): net.external = 1, and %s is not set", i,
+                              moei_module_names[m->kind], name);
+    }
+    return MOE_OK;
+}
+
 /* Checks what one module requires of a call. */
 static moe_status moei_module_call_check(const moe_net *net, const moe_call *call, size_t i, size_t past) {
     const moe_module *m = &net->modules[i];
@@ -8490,6 +8504,11 @@ static moe_status moei_net_call_check(const moe_net *net, const moe_call *call, 
     if (!moei_sequences_fit(call))
         return moei_error(call->error, MOE_ERR_ARGUMENT,
                           "call.sequences must begin with 0, not fall and end with n_tokens = %z", call->n_tokens);
+    if (net->external && call->training)
+        return moei_error(call->error, MOE_ERR_UNSUPPORTED, "call.training = 1 is incompatible with net.external = 1");
+    for (i = 0; i < net->n_modules && net->external && status == MOE_OK; i++)
+        status = moei_module_is_set(net, i, call->error);
+    if (status != MOE_OK) return status;
     if (!moei_supplied_fit(net, call))
         return moei_error(call->error, MOE_ERR_ARGUMENT,
                           "call.attention_* is set, but each router that reads it follows an attention module");
@@ -8531,8 +8550,9 @@ static void moei_nonfinite_source(const moe_net *net, const moe_net_pass *p, siz
         return;
     }
     for (t = net->modules[i].first_tensor; t < moei_last_tensor(net, i) && name == NULL; t++)
-        if (!moei_all_finite(net->tensors[t].count, net->tensors[t].data)) name = net->tensors[t].name;
-    if (name == NULL && net->modules[i].kind == MOE_MODULE_TIED &&
+        if (net->tensors[t].data != NULL && !moei_all_finite(net->tensors[t].count, net->tensors[t].data))
+            name = net->tensors[t].name;
+    if (name == NULL && net->tensors[0].data != NULL && net->modules[i].kind == MOE_MODULE_TIED &&
         !moei_all_finite(net->tensors[0].count, net->tensors[0].data))
         name = net->tensors[0].name;
     (void)moei_error(error, why.code, "%s; it arose in module %z (%s), %s%s", why.message, i,
@@ -8672,6 +8692,10 @@ static void moei_cache_layout(const moe_net *net, size_t most, moei_layout *l, s
             moei_attention_cache(net, m, most, l, p);
             if (!moei_mul(most, (size_t)m->attention.heads, &rows)) l->overflow = 1;
             if (moei_is_read(net, i)) p->past_outputs = moei_take_reals(l, rows, (size_t)m->d_out);
+        }
+        if (m->kind == MOE_MODULE_CONVOLUTION) {
+            p->counts = (size_t *)moei_take(l, 2, sizeof *p->counts);
+            p->states = moei_take_reals(l, 2 * (size_t)(m->length - 1), (size_t)m->d_in);
         }
         if (!moei_refines(m)) continue;
         p->past_u = moei_take_reals(l, most, (size_t)m->d_in);
@@ -10654,7 +10678,9 @@ moe_status moe_net_write(const moe_net *net, moe_stream *stream, moe_error *erro
     c.buffer.allocator = net->allocator;
     if (stream == NULL && moei_writes(net->transport))
         status = moei_error(error, MOE_ERR_ARGUMENT, "net and stream must not be NULL");
-    else if (!net->built) status = moei_error(error, MOE_ERR_STATE, "the network is not built");
+    else if (!net->built || net->external)
+        status = moei_error(error, MOE_ERR_STATE, "the network %s",
+                            net->built ? "has tensors of the caller (net.external = 1)" : "is not built");
     else if (moei_writes(net->transport)) {
         moei_config_put_net(&c, net);
         status = moei_config_end(&c, error);

@@ -6926,10 +6926,164 @@ MOEI_TOOL void moei_rotate_row(size_t half, int neighbours, const moe_real *rota
     }
 }
 
+/* Queries or keys of a token: the heads of a row, and how they are finished after their product. */
+typedef struct moei_row_kind {
+    const moe_kernels *k;
+    size_t heads, width;   /* of the row */
+    size_t rotated, pairs; /* where the rotated dimensions of a head begin, and half of them */
+    int neighbours;
+    int normed;   /* 1: before, 2: after the rotation */
+    size_t norms; /* as how many parts: 1, or the heads */
+    moe_real eps, clamp;
+    double growth;
+    size_t floor;
+    const moe_real *gain;
+    moe_real *d_gain;
+    moe_real *room; /* backward: two rows */
+} moei_row_kind;
+
+static void moei_row_rotate(const moei_row_kind *kind, const moe_real *rotation, moe_real way, moe_real *row) {
+    size_t h;
+    for (h = 0; h < kind->heads && kind->pairs > 0; h++)
+        moei_rotate_row(kind->pairs, kind->neighbours, rotation, way, row + h * kind->width + kind->rotated);
+}
+
+static void moei_row_norm(const moei_row_kind *kind, moe_real *row) {
+    size_t width = kind->heads * kind->width / kind->norms, h;
+    for (h = 0; h < kind->norms; h++, row += width)
+        moei_rms_norm_row(kind->k, width, row, kind->gain, kind->eps, row, NULL);
+}
+
 MOEI_TOOL void moei_row_clamp(moe_real most, size_t n, moe_real *row) {
     size_t i;
     for (i = 0; i < n && most > MOEI_R(0.0); i++) row[i] = row[i] > most ? most : row[i] < -most ? -most : row[i];
 }
+
+/* The factor of a query by its position. */
+static void moei_row_grow(const moei_row_kind *kind, size_t position, moe_real *row) {
+    size_t steps = kind->floor > 0 ? (position + 1) / kind->floor : 0, i;
+    moe_real factor;
+    if (steps == 0) return;
+    factor = (moe_real)(1.0 + kind->growth * MOEI_D(log)((double)steps + 1.0));
+    for (i = 0; i < kind->heads * kind->width; i++) row[i] *= factor;
+}
+
+/* A row after its product. */
+MOEI_TOOL void moei_row_finish(const moei_row_kind *kind, const moe_real *rotation, size_t position, moe_real *row) {
+    if (kind->normed == 1) moei_row_norm(kind, row);
+    moei_row_clamp(kind->clamp, kind->heads * kind->width, row);
+    moei_row_rotate(kind, rotation, MOEI_R(1.0), row);
+    if (kind->normed == 2) moei_row_norm(kind, row);
+    moei_row_grow(kind, position, row);
+}
+
+#ifndef MOE_NO_TRAIN
+/* d := the gradient of x, the input of a norm [n], from that of its output. */
+MOEI_TOOL void moei_norm_gradient(const moe_kernels *k, size_t n, const moe_real *x, const moe_real *gain, moe_real eps,
+                                  moe_real *d, moe_real *d_gain, moe_real *room) {
+    moe_real rrms;
+    moei_rms_norm_row(k, n, x, NULL, eps, room, &rrms);
+    memset(room, 0, n * sizeof(moe_real));
+    moei_rms_norm_row_backward(k, n, x, gain, rrms, d, room, d_gain);
+    memcpy(d, room, n * sizeof(moe_real));
+}
+
+static void moei_row_norm_backward(const moei_row_kind *kind, const moe_real *x, moe_real *d) {
+    size_t width = kind->heads * kind->width / kind->norms, h;
+    for (h = 0; h < kind->norms; h++)
+        moei_norm_gradient(kind->k, width, x + h * width, kind->gain, kind->eps, d + h * width, kind->d_gain,
+                           kind->room);
+}
+
+/* The backward pass of moei_row_finish: d becomes the gradient of raw, which is made into what each
+   step read. */
+MOEI_TOOL void moei_row_finish_backward(const moei_row_kind *kind, const moe_real *rotation, size_t position,
+                                        const moe_real *raw, moe_real *d) {
+    size_t n = kind->heads * kind->width, i;
+    moe_real *row = kind->room + n;
+    moei_row_grow(kind, position, d);
+    if (kind->normed == 2) {
+        memcpy(row, raw, n * sizeof(moe_real));
+        moei_row_clamp(kind->clamp, n, row);
+        moei_row_rotate(kind, rotation, MOEI_R(1.0), row);
+        moei_row_norm_backward(kind, row, d);
+    }
+    moei_row_rotate(kind, rotation, MOEI_R(-1.0), d);
+    if (kind->clamp > MOEI_R(0.0)) {
+        memcpy(row, raw, n * sizeof(moe_real));
+        if (kind->normed == 1) moei_row_norm(kind, row);
+        for (i = 0; i < n; i++)
+            if (row[i] > kind->clamp || row[i] < -kind->clamp) d[i] = MOEI_R(0.0);
+    }
+    if (kind->normed == 1) moei_row_norm_backward(kind, raw, d);
+}
+#endif
+
+/* ==== convolution ============================================================================= */
+
+/* Rows parts [n,3 d], B, C and X, of tokens in a sequence whose past is in state [length - 1,d],
+   which is u of the tokens before (NULL: there are none). */
+typedef struct moei_convolve {
+    size_t d, length, past;
+    const moe_real *taps, *parts, *state; /* taps [d,length] */
+} moei_convolve;
+
+/* u = B X of a channel, `back` tokens before token t; 0 before the sequence. */
+static moe_real moei_convolve_input(const moei_convolve *v, size_t t, size_t back, size_t channel) {
+    if (back <= t) {
+        const moe_real *part = v->parts + (t - back) * 3 * v->d + channel;
+        return part[0] * part[2 * v->d];
+    }
+    if (v->state == NULL || back > t + v->past) return MOEI_R(0.0);
+    return v->state[(v->length - 1 + t - back) * v->d + channel];
+}
+
+/* z */
+static moe_real moei_convolve_sum(const moei_convolve *v, size_t t, size_t channel) {
+    moe_real sum = MOEI_R(0.0);
+    size_t i;
+    for (i = 0; i < v->length; i++)
+        sum += v->taps[channel * v->length + i] * moei_convolve_input(v, t, v->length - 1 - i, channel);
+    return sum;
+}
+
+/* mixed [n,d] = C z */
+MOEI_TOOL void moei_convolve_forward(const moei_convolve *v, size_t n, moe_real *mixed) {
+    size_t t, c;
+    for (t = 0; t < n; t++)
+        for (c = 0; c < v->d; c++) mixed[t * v->d + c] = v->parts[(3 * t + 1) * v->d + c] * moei_convolve_sum(v, t, c);
+}
+
+/* next := the state after n tokens. */
+MOEI_TOOL void moei_convolve_state(const moei_convolve *v, size_t n, moe_real *next) {
+    size_t i, c;
+    for (i = 0; i + 1 < v->length; i++)
+        for (c = 0; c < v->d; c++) next[i * v->d + c] = moei_convolve_input(v, n, v->length - 1 - i, c);
+}
+
+#ifndef MOE_NO_TRAIN
+/* d_parts [n,3 d], zeros, receives the gradients of the parts (B has that of u at first), d_taps is
+   added to. */
+MOEI_TOOL void moei_convolve_backward(const moei_convolve *v, size_t n, const moe_real *d_mixed, moe_real *d_parts,
+                                      moe_real *d_taps) {
+    size_t t, c, i, d = v->d;
+    for (t = 0; t < n; t++)
+        for (c = 0; c < d; c++) {
+            moe_real d_z = d_mixed[t * d + c] * v->parts[(3 * t + 1) * d + c];
+            d_parts[(3 * t + 1) * d + c] = d_mixed[t * d + c] * moei_convolve_sum(v, t, c);
+            for (i = 0; i < v->length && i <= t; i++) {
+                size_t tap = c * v->length + v->length - 1 - i;
+                d_parts[3 * (t - i) * d + c] += v->taps[tap] * d_z;
+                d_taps[tap] += d_z * moei_convolve_input(v, t, i, c);
+            }
+        }
+    for (t = 0; t < n; t++, d_parts += 3 * d)
+        for (c = 0; c < d; c++) {
+            d_parts[2 * d + c] = d_parts[c] * v->parts[3 * t * d + c];
+            d_parts[c] *= v->parts[(3 * t + 2) * d + c];
+        }
+}
+#endif
 
 #endif /* MOE_NO_FLOAT */
 

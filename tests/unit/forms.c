@@ -387,6 +387,359 @@ static void test_forms(void) {
     }
 }
 
+/* ---- the other modules ---- */
+
+static moe_module module_of(int kind) {
+    moe_module m;
+    memset(&m, 0, sizeof m);
+    m.kind = kind;
+    return m;
+}
+
+/* scale, rms_norm with bias, convolution, residual, layer_norm, linear, cap. */
+static int make_stack(moe_net *net, int length, int trainable) {
+    moe_error error;
+    moe_module m = module_of(MOE_MODULE_SCALE);
+    moe_net_init(net, D, MOE_KERNELS_AUTO, NULL);
+    m.scale = (moe_real)1.5;
+    moe_net_append(net, &m);
+    m = module_of(MOE_MODULE_RMS_NORM);
+    m.eps = (moe_real)0.25;
+    m.bias = 1;
+    moe_net_append(net, &m);
+    m = module_of(MOE_MODULE_CONVOLUTION);
+    m.length = length;
+    moe_net_append(net, &m);
+    moe_net_residual(net, 2);
+    m = module_of(MOE_MODULE_LAYER_NORM);
+    m.eps = (moe_real)0.5;
+    m.no_bias = 1;
+    moe_net_append(net, &m);
+    m = module_of(MOE_MODULE_LINEAR);
+    m.d_out = 7;
+    m.no_bias = 1;
+    moe_net_append(net, &m);
+    m = module_of(MOE_MODULE_SCALE);
+    m.scale = (moe_real)-0.8;
+    m.cap = (moe_real)1.25;
+    moe_net_append(net, &m);
+    if (!CHECK_STATUS(moe_net_build(net, trainable, 9, &error), MOE_OK, error.message)) return 0;
+    shake(net);
+    return 1;
+}
+
+/* The definition, for one sequence. */
+static double *stack(const moe_net *net, size_t n, const moe_real *x) {
+    const moe_module *m = net->modules;
+    size_t L = (size_t)m[2].length, t, c, i;
+    double *u = widened(NULL, n * D), *y = widened(NULL, n * 7);
+    for (t = 0; t < n; t++) {
+        double row[D], parts[3 * D], mixed[D], out[D], scaled[D], mean = 0, var = 0;
+        for (c = 0; c < D; c++) row[c] = scaled[c] = 1.5 * (double)x[t * D + c];
+        rms(D, 0.25, m[1].tensors[MOE_MODULE_WEIGHT], row);
+        for (c = 0; c < D; c++) row[c] += (double)m[1].tensors[MOE_MODULE_BIAS][c];
+        affine(3 * D, D, m[2].tensors[MOE_MODULE_IN], NULL, row, parts);
+        for (c = 0; c < D; c++) {
+            u[t * D + c] = parts[c] * parts[2 * D + c];
+            for (mixed[c] = 0, i = 0; i < L; i++)
+                if (t + i + 1 >= L)
+                    mixed[c] += (double)m[2].tensors[MOE_MODULE_TAPS][c * L + i] * u[(t + i + 1 - L) * D + c];
+            mixed[c] *= parts[D + c];
+        }
+        affine(D, D, m[2].tensors[MOE_MODULE_OUT], NULL, mixed, out);
+        for (c = 0; c < D; c++) mean += (out[c] += scaled[c]) / D;
+        for (c = 0; c < D; c++) var += (out[c] - mean) * (out[c] - mean) / D;
+        for (c = 0; c < D; c++) out[c] = (out[c] - mean) / sqrt(var + 0.5) * (double)m[4].tensors[MOE_MODULE_WEIGHT][c];
+        affine(7, D, m[5].tensors[MOE_MODULE_WEIGHT], NULL, out, y + t * 7);
+        for (c = 0; c < 7; c++) y[t * 7 + c] = 1.25 * tanh(-0.8 * y[t * 7 + c] / 1.25);
+    }
+    free(u);
+    return y;
+}
+
+static void test_stack(int length, size_t n) {
+    moe_net net;
+    moe_call call;
+    moe_real *x = normals_of(&rng, n * D, 1), *y;
+    double *wanted;
+    memset(&call, 0, sizeof call);
+    if (!make_stack(&net, length, 0)) return;
+    call.n_tokens = n;
+    call.x = x;
+    y = run(&net, &call);
+    wanted = stack(&net, n, x);
+    check_rows(y, wanted, n * 7, NEAR);
+    check_decoding(&net, n, 1, MOE_TYPE_REAL, x, y, 0);
+    check_decoding(&net, n, 2, MOE_TYPE_F16, x, y, 0);
+    check_decoding(&net, n, 0, MOE_TYPE_REAL, x, y, 0);
+    check_file(&net, &call, y);
+    free(x);
+    free(y);
+    free(wanted);
+    moe_net_free(&net);
+}
+
+/* ---- tensors of the caller ---- */
+
+static void unpack(const moe_kernels *k, const moe_external *w, size_t row, size_t from, size_t count,
+                   moe_real *values) {
+    (void)k;
+    memcpy(values, w->data + row * w->row + from * sizeof(moe_real), count * sizeof(moe_real));
+}
+
+static moe_external matrix_of(const moe_real *values, size_t columns) {
+    static const moe_external_type type = {"test", 1, (int)sizeof(moe_real), unpack};
+    moe_external w;
+    memset(&w, 0, sizeof w);
+    w.type = &type;
+    w.data = (const unsigned char *)values;
+    w.row = columns * sizeof(moe_real);
+    w.column = sizeof(moe_real);
+    w.exact = 1;
+    return w;
+}
+
+/* The tensors of *from for a network of the caller's tensors; way 1: matrices are external, 2: and
+   those of MLA are two, of which the keys are transposed. */
+static void lend(moe_net *to, const moe_net *from, int way, moe_external *places, moe_real **memory) {
+    moe_module *m = &to->modules[0];
+    const moe_attention_config *c = &m->attention;
+    size_t n = (size_t)(c->d_head - c->rotary_dims), l = (size_t)c->kv_lora, h, i, j;
+    size_t u = (size_t)(c->d_value > 0 ? c->d_value : c->d_head);
+    const moe_real *joint = from->modules[0].tensors[MOE_MODULE_KEY];
+    int place;
+    *memory = NULL;
+    memset(places, 0, MOE_MODULE_SLOTS * sizeof *places);
+    for (place = 0, i = 0; place < MOE_MODULE_SLOTS; place++) {
+        if (from->modules[0].tensors[place] == NULL) continue;
+        if (way > 0 && from->tensors[i].n_dims == 2)
+            places[place] = matrix_of(from->tensors[i].data, from->tensors[i].shape[1]);
+        else m->tensors[place] = from->tensors[i].data;
+        i++;
+    }
+    if (way > 0) m->external = places;
+    if (way < 2 || l == 0) return;
+    *memory = reals((size_t)c->heads * (n + u) * l);
+    for (h = 0; h < (size_t)c->heads; h++) {
+        moe_real *keys = *memory + h * n * l, *values = *memory + ((size_t)c->heads * n + h * u) * l;
+        for (i = 0; i < n; i++)
+            for (j = 0; j < l; j++) keys[j * n + i] = joint[(h * (n + u) + i) * l + j];
+        memcpy(values, joint + (h * (n + u) + n) * l, u * l * sizeof *values);
+    }
+    places[MOE_MODULE_KEY] = matrix_of(*memory, n);
+    places[MOE_MODULE_VALUE] = matrix_of(*memory + (size_t)c->heads * n * l, l);
+}
+
+static void test_lent(const char *form, int way) {
+    moe_external places[MOE_MODULE_SLOTS];
+    moe_real *x = normals_of(&rng, 30 * D, 1), *memory = NULL, *y, *again;
+    double *wanted = widened(NULL, 30 * D);
+    moe_net net, lent;
+    moe_call call;
+    moe_error error;
+    size_t i, bytes = 0;
+    memset(&call, 0, sizeof call);
+    call.n_tokens = 30;
+    call.x = x;
+    call.error = &error;
+    if (!make(&net, form, 0)) return;
+    y = run(&net, &call);
+    moe_net_init(&lent, D, MOE_KERNELS_AUTO, NULL);
+    lent.external = 1;
+    moe_net_attention(&lent, &net.modules[0].attention);
+    CHECK_STATUS(moe_net_build(&lent, 1, 0, &error), MOE_ERR_UNSUPPORTED);
+    if (CHECK_STATUS(moe_net_build(&lent, 0, 0, &error), MOE_OK, error.message)) {
+        moe_net_pass pass;
+        moe_buffer buffer;
+        moe_stream stream;
+        memset(&buffer, 0, sizeof buffer);
+        stream = moe_buffer_stream(&buffer);
+        CHECK(lent.memory == NULL);
+        CHECK_STATUS(moe_net_work_size(&lent, 30, 0, &bytes), MOE_OK);
+        CHECK_STATUS(moe_net_forward(&lent, &call, x, bytes, &pass), MOE_ERR_STATE);
+        CHECK(strstr(error.message, "query is not set") != NULL, error.message);
+        lend(&lent, &net, way, places, &memory);
+        again = run(&lent, &call);
+        for (i = 0; i < 30 * D; i++) wanted[i] = (double)y[i];
+        check_rows(again, wanted, 30 * D, way < 2 ? 0 : NEAR);
+        if (!lent.modules[0].attention.full) check_decoding(&lent, 30, 4, MOE_TYPE_REAL, x, again, 0);
+        CHECK_STATUS(moe_net_write(&lent, &stream, &error), MOE_ERR_STATE);
+        call.training = 1;
+        CHECK_STATUS(moe_net_forward(&lent, &call, x, bytes, &pass), MOE_ERR_UNSUPPORTED);
+        free(again);
+        moe_buffer_free(&buffer);
+    }
+    free(x);
+    free(y);
+    free(wanted);
+    free(memory);
+    moe_net_free(&net);
+    moe_net_free(&lent);
+}
+
+/* An embedding and logits from one matrix of the caller's. */
+static void test_lent_words(void) {
+    moe_external place[2][MOE_MODULE_SLOTS];
+    moe_real *y, *again;
+    int32_t ids[6] = {3, 0, 10, 3, 7, 1};
+    moe_net net, lent;
+    moe_call call;
+    moe_error error;
+    int i;
+    memset(&call, 0, sizeof call);
+    memset(place, 0, sizeof place);
+    call.n_tokens = 6;
+    call.token_ids = ids;
+    for (i = 0; i < 2; i++) {
+        moe_net *made = i ? &lent : &net;
+        moe_module m = module_of(MOE_MODULE_TIED);
+        moe_net_init(made, 0, MOE_KERNELS_AUTO, NULL);
+        made->external = i;
+        moe_net_embedding(made, V, 8);
+        moe_net_linear(made, 8);
+        m.no_bias = 1;
+        moe_net_append(made, &m);
+        CHECK_STATUS(moe_net_build(made, 0, 3, &error), MOE_OK, error.message);
+    }
+    y = run(&net, &call);
+    place[0][MOE_MODULE_WEIGHT] = matrix_of(net.tensors[0].data, 8);
+    place[1][MOE_MODULE_WEIGHT] = matrix_of(net.tensors[1].data, 8);
+    lent.modules[0].external = place[0];
+    lent.modules[1].external = place[1];
+    lent.modules[1].tensors[MOE_MODULE_BIAS] = net.tensors[2].data;
+    again = run(&lent, &call);
+    CHECK(same_reals(y, again, 6 * V));
+    free(y);
+    free(again);
+    moe_net_free(&net);
+    moe_net_free(&lent);
+}
+
+/* ---- what is refused ---- */
+
+static void check_refused(const char *form, const char *word) {
+    moe_attention_config c;
+    moe_net net;
+    moe_error error;
+    memset(&c, 0, sizeof c);
+    if (!set_fields(moei_attention_fields, &c, form)) return;
+    moe_net_init(&net, D, MOE_KERNELS_AUTO, NULL);
+    moe_net_attention(&net, &c);
+    CHECK_STATUS(moe_net_build(&net, 0, 1, &error), MOE_ERR_CONFIG);
+    CHECK(strstr(error.message, word) != NULL, error.message);
+    moe_net_free(&net);
+}
+
+static void test_refused(void) {
+    static const char *const rows[][2] = {
+        {"heads=4 kv_heads=3", "kv_heads = 3: must divide heads = 4"},
+        {"heads=4 rotary_dims=4", "rotary_dims = 4 is incompatible with rotary = 0"},
+        {"heads=4 rotary=1 rotary_dims=5", "rotary_dims = 5"},
+        {"heads=4 rotary=1 rotary_dims=8", "rotary_dims = 8"},
+        {"heads=4 rotary=1 rotary_factor=2", "rotary_factor = 2 is incompatible with rotary_scaling = none"},
+        {"heads=4 rotary=1 rotary_scaling=yarn", "rotary_length = 0"},
+        {"heads=4 rotary=1 rotary_scaling=llama3", "rotary_length = 0"},
+        {"heads=4 norm_after=1", "norm_after = 1 is incompatible with qk_norm = none"},
+        {"heads=4 window=3 full=1", "window = 3 is incompatible with full = 1"},
+        {"heads=4 chunk=3 full=1", "chunk = 3 is incompatible with full = 1"},
+        {"heads=4 query_growth=3", "query_growth = 3 is incompatible with query_floor = 0"},
+        {"heads=4 q_lora=3", "q_lora = 3 is incompatible with kv_lora = 0"},
+        {"heads=4 kv_lora=3", "kv_lora = 3 is incompatible with rotary = 0"},
+        {"heads=4 kv_lora=3 rotary=1", "kv_lora = 3 is incompatible with rotary_dims = 0"},
+        {"heads=4 d_head=4 kv_lora=3 rotary=1 rotary_dims=4", "rotary_dims = 4"},
+        {"heads=4 kv_lora=3 rotary=1 rotary_dims=2 bias=1", "kv_lora = 3 is incompatible with bias = 1"},
+        {"heads=4 kv_lora=3 rotary=1 rotary_dims=2 qk_norm=head", "incompatible with qk_norm = head"},
+        {"heads=4000 d_head=16 rotary=1 rotary_dims=2 kv_lora=5000", "kv_lora = 5000"},
+        {"heads=4000 d_head=1 d_value=5000", "d_value = 5000"},
+        {"heads=4 window=-1", "window = -1"}};
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof *rows; i++) check_refused(rows[i][0], rows[i][1]);
+}
+
+/* Modules that append refuses. */
+static void test_refused_modules(void) {
+    static const struct {
+        int kind, length, no_bias;
+        double eps;
+        const char *word;
+    } rows[] = {{MOE_MODULE_CONVOLUTION, 0, 0, 0, "length = 0: must be 1 to 64"},
+                {MOE_MODULE_CONVOLUTION, 65, 0, 0, "length = 65"},
+                {MOE_MODULE_RMS_NORM, 0, 0, 2, "eps = 2"},
+                {MOE_MODULE_LAYER_NORM, 0, 3, 0, "no_bias = 3"}};
+    moe_error error;
+    moe_net net;
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof *rows; i++) {
+        moe_module m = module_of(rows[i].kind);
+        m.length = rows[i].length;
+        m.no_bias = rows[i].no_bias;
+        m.eps = (moe_real)rows[i].eps;
+        moe_net_init(&net, D, MOE_KERNELS_AUTO, NULL);
+        moe_net_append(&net, &m);
+        CHECK_STATUS(moe_net_build(&net, 0, 1, &error), MOE_ERR_CONFIG);
+        CHECK(strstr(error.message, rows[i].word) != NULL, error.message);
+        CHECK_STATUS(moe_net_append(&net, NULL), MOE_ERR_ARGUMENT);
+        m.kind = MOE_MODULE_COUNT;
+        CHECK_STATUS(moe_net_append(&net, &m), MOE_ERR_ARGUMENT);
+        m.kind = -1;
+        CHECK_STATUS(moe_net_append(&net, &m), MOE_ERR_ARGUMENT);
+        moe_net_free(&net);
+    }
+}
+
+/* A window keeps no more than it needs, and says so to who goes back too far. */
+static void test_window_cache(void) {
+    enum { LONG = 900 };
+    moe_real *x = normals_of(&rng, LONG * D, 1);
+    size_t sizes[2] = {0, 0}, bytes = 0;
+    moe_net net;
+    moe_cache cache;
+    moe_call call;
+    moe_net_pass pass;
+    moe_error error;
+    void *memory, *work;
+    if (!make(&net, "heads=4 window=10", 0)) return;
+    CHECK_STATUS(moe_net_decode_size(&net, LONG, LONG, &sizes[0], &bytes, &error), MOE_OK);
+    CHECK_STATUS(moe_net_decode_size(&net, 8 * LONG, LONG, &sizes[1], NULL, &error), MOE_OK);
+    CHECK(sizes[0] == sizes[1] && sizes[0] < 400 * 2 * D * sizeof(moe_real));
+    memory = grab(sizes[0], 1);
+    work = grab(bytes, 1);
+    memset(&call, 0, sizeof call);
+    call.x = x;
+    call.n_tokens = LONG;
+    call.error = &error;
+    CHECK_STATUS(moe_net_cache_init(&cache, &net, LONG, memory, sizes[0], &error), MOE_OK);
+    CHECK_STATUS(moe_net_decode(&net, &cache, &call, work, bytes, &pass), MOE_OK);
+    cache.n_tokens = 400;
+    call.n_tokens = 1;
+    CHECK_STATUS(moe_net_decode(&net, &cache, &call, work, bytes, &pass), MOE_ERR_STATE);
+    CHECK(strstr(error.message, "cache.n_tokens = 400") != NULL, error.message);
+    cache.n_tokens = LONG - 1;
+    CHECK_STATUS(moe_net_decode(&net, &cache, &call, work, bytes, &pass), MOE_OK);
+    cache.n_tokens = 0;
+    call.n_tokens = 7;
+    CHECK_STATUS(moe_net_decode(&net, &cache, &call, work, bytes, &pass), MOE_OK);
+    free(memory);
+    free(work);
+    moe_net_free(&net);
+    if (!make_stack(&net, 3, 0)) return;
+    CHECK_STATUS(moe_net_decode_size(&net, LONG, 7, &sizes[0], &bytes, &error), MOE_OK);
+    memory = grab(sizes[0], 1);
+    work = grab(bytes, 1);
+    CHECK_STATUS(moe_net_cache_init(&cache, &net, LONG, memory, sizes[0], &error), MOE_OK);
+    CHECK_STATUS(moe_net_decode(&net, &cache, &call, work, bytes, &pass), MOE_OK);
+    CHECK_STATUS(moe_net_decode(&net, &cache, &call, work, bytes, &pass), MOE_OK);
+    cache.n_tokens = 7;
+    CHECK_STATUS(moe_net_decode(&net, &cache, &call, work, bytes, &pass), MOE_OK);
+    cache.n_tokens = 3;
+    CHECK_STATUS(moe_net_decode(&net, &cache, &call, work, bytes, &pass), MOE_ERR_STATE);
+    CHECK(strstr(error.message, "cache.n_tokens = 3") != NULL, error.message);
+    free(memory);
+    free(work);
+    free(x);
+    moe_net_free(&net);
+}
+
 #if MOE_REAL_IS_DOUBLE
 /* ---- gradients, by central differences along every number ---- */
 
@@ -461,14 +814,30 @@ static void test_gradients(void) {
             }
             if (make(&net, forms[i], 1)) check_gradients(&net, &call);
             moe_net_free(&net);
+            test_case("stack");
+            if (i < 3 && make_stack(&net, (int)(2 * i + 1), 1)) {
+                check_gradients(&net, &call);
+                moe_net_free(&net);
+            }
             free(x);
         }
 }
 #endif
 
 int main(void) {
+    size_t i;
+    int way;
     moe_rng_seed(&rng, 5);
     test_forms();
+    CASE(test_stack(1, 9));
+    CASE(test_stack(3, 40));
+    CASE(test_stack(8, 100));
+    for (i = 0; forms[i] != NULL; i++)
+        for (way = 0; way < 3; way++) CASE(test_lent(forms[i], way));
+    CASE(test_lent_words());
+    CASE(test_refused());
+    CASE(test_refused_modules());
+    CASE(test_window_cache());
 #if MOE_REAL_IS_DOUBLE
     test_gradients();
 #endif
