@@ -9,6 +9,7 @@
      >>layer       moe_import_layer, moe_import_read, moe_import_source, moe_import_memory
      >>save        moe_import_save, moe_import_write
      >>tokenizer   moe_import_tokenizer, moe_tokenizer_encode, moe_tokenizer_decode
+     >>chat        moe_chat_find, moe_chat_put
      >>blocks      moe_import_pack_blocks, moe_import_unpack_blocks
      >>code        the implementation, in the order of the data flow:
                    >>names >>sources >>gguf >>json >>walk >>prefix >>collect >>family >>shapes
@@ -144,6 +145,8 @@
 
 #ifndef MOE_NO_FLOAT
 #if MOE_REAL_IS_DOUBLE
+#define moe_chat_find moe_chat_find_f64
+#define moe_chat_put moe_chat_put_f64
 #define moe_import_free moe_import_free_f64
 #define moe_import_layer moe_import_layer_f64
 #define moe_import_memory moe_import_memory_f64
@@ -414,7 +417,7 @@ MOE_API moe_status moe_tokenizer_encode(const moe_tokenizer *t, const char *text
 typedef struct moe_decoder {
     const moe_tokenizer *tokenizer;
     int flags;              /* 0 or MOE_TOKENIZER_SPECIAL */
-    int begun;              /* private: some text was decoded */
+    int begun;              /* 1: a text goes on, so a space at its beginning stays; set by decode */
     int n_held;             /* bytes held back, 0 to 3 */
     unsigned char held[4];
 } moe_decoder;
@@ -432,6 +435,32 @@ MOE_API size_t moe_tokenizer_room(const moe_tokenizer *t);
 MOE_API int32_t moe_tokenizer_find(const moe_tokenizer *t, const char *text);
 /* 1 if generation ends at this id: eos, eot, and tokens whose text says so (<|endoftext|>, ...). */
 MOE_API int moe_tokenizer_is_end(const moe_tokenizer *t, int32_t id);
+
+/* ---- >>chat: the texts around messages ---- */
+
+enum { MOE_CHAT_SYSTEM, MOE_CHAT_USER, MOE_CHAT_ASSISTANT, MOE_CHAT_ROLES };
+
+/* How a family of models writes a conversation. */
+typedef struct moe_chat {
+    const char *name;
+    const char *marks[2];       /* texts that a chat template of this form contains; NULL: any */
+    const char *architectures;  /* those that use it, for files without a template */
+    const char *begin;          /* stands before the first message */
+    const char *before[MOE_CHAT_ROLES], *after[MOE_CHAT_ROLES]; /* stand around a message */
+    const char *reply;          /* opens the model's turn */
+    int joined;                 /* 1: a system message and the user's behind it share before[] and after[] */
+} moe_chat;
+
+/* The form of a tokenizer's chat: by what its chat_template contains, else by its architecture;
+   NULL: unknown. The result is constant. */
+MOE_API const moe_chat *moe_chat_find(const moe_tokenizer *t);
+/* Appends a message to a conversation; encode it with MOE_TOKENIZER_SPECIAL, the first one also
+   with MOE_TOKENIZER_BOUNDS. Control tokens that occur in text count as such.
+     role      MOE_CHAT_
+     previous  role of the message before this one; -1: this is the first
+     text      NULL, for MOE_CHAT_ASSISTANT: opens the model's turn instead
+   MOE_ERR_ARGUMENT: NULL, a role; MOE_ERR_MEMORY. */
+MOE_API moe_status moe_chat_put(const moe_chat *c, int role, int previous, const char *text, moe_buffer *to);
 
 #ifdef __cplusplus
 }
@@ -5945,7 +5974,7 @@ static moe_status moei_vocab_special(moei_vocab *v) {
 }
 
 /* Of DeepSeek; the bar is U+FF5C, the space U+2581. */
-#define MOEI_SENTENCE_END "<\xEF\xBD\x9C" "end\xE2\x96\x81of\xE2\x96\x81sentence\xEF\xBD\x9C>"
+#define MOEI_SENTENCE_END "<\357\275\234end\342\226\201of\342\226\201sentence\357\275\234>"
 
 /* Texts of tokens that end a turn or a text, whatever the file says. */
 static const char *const moei_ends[] = {
@@ -7233,9 +7262,12 @@ static moe_status moei_vocab_folder(moei_import_disk *d, const char *path, const
     d->length = text.length;
     moei_put(&text, *name, moei_strlen(*name));
     if (!moei_import_ends(path, ".gguf") && !moei_import_ends(path, ".json")) f = moei_file_open(d->path, &reason);
-    if (f != NULL) (void)fclose(f);
-    else if (!moei_import_is_absence(reason)) return moei_file_failed(error, "cannot open", path, reason);
-    else *name = moei_import_disk_split(d, path);
+    if (f != NULL) {
+        (void)fclose(f);
+        return MOE_OK;
+    }
+    if (!moei_import_is_absence(reason)) return moei_file_failed(error, "cannot open", path, reason);
+    *name = moei_import_disk_split(d, path);
     return MOE_OK;
 }
 
@@ -7261,6 +7293,97 @@ moe_status moe_import_tokenizer(moe_tokenizer *t, const char *path, const moe_al
     return moei_vocab_run(t, &folder, name, allocator, error);
 }
 #endif
+
+/* ---- chat ---- */
+
+#define MOEI_DEEP(word) "<\357\275\234" word "\357\275\234>" /* DeepSeek's bars are U+FF5C, its space U+2581 */
+#define MOEI_CHATML "<|im_start|>"
+
+/* Forms, those with more particular marks first; system, user, assistant. From the authors'
+   templates. */
+static const moe_chat moei_chats[] = {
+    {"kimi", {"<|im_middle|>", NULL}, "kimi-k2", "",
+     {"<|im_system|>system<|im_middle|>", "<|im_user|>user<|im_middle|>", "<|im_assistant|>assistant<|im_middle|>"},
+     {"<|im_end|>", "<|im_end|>", "<|im_end|>"}, "<|im_assistant|>assistant<|im_middle|>", 0},
+    {"chatml", {MOEI_CHATML, NULL}, "qwen2moe qwen2_moe qwen3moe qwen3_moe dbrx lfm2moe lfm2_moe", "",
+     {MOEI_CHATML "system\n", MOEI_CHATML "user\n", MOEI_CHATML "assistant\n"},
+     {"<|im_end|>\n", "<|im_end|>\n", "<|im_end|>\n"}, MOEI_CHATML "assistant\n", 0},
+    {"mistral", {"[INST]", NULL}, "llama mixtral", "", {"[INST] ", "[INST] ", ""}, {"\n\n", " [/INST]", "</s>"}, "", 1},
+    {"granite", {"<|start_of_role|>", NULL}, "granitemoe granitemoeshared", "",
+     {"<|start_of_role|>system<|end_of_role|>", "<|start_of_role|>user<|end_of_role|>",
+      "<|start_of_role|>assistant<|end_of_role|>"},
+     {"<|end_of_text|>\n", "<|end_of_text|>\n", "<|end_of_text|>\n"}, "<|start_of_role|>assistant<|end_of_role|>", 0},
+    {"gpt-oss", {"<|channel|>", NULL}, "gpt-oss gpt_oss", "",
+     {"<|start|>system<|message|>", "<|start|>user<|message|>", "<|start|>assistant<|channel|>final<|message|>"},
+     {"<|end|>", "<|end|>", "<|end|>"}, "<|start|>assistant", 0},
+    {"llama4", {"<|header_start|>", NULL}, "llama4 llama4_text", "",
+     {"<|header_start|>system<|header_end|>\n\n", "<|header_start|>user<|header_end|>\n\n",
+      "<|header_start|>assistant<|header_end|>\n\n"},
+     {"<|eot|>", "<|eot|>", "<|eot|>"}, "<|header_start|>assistant<|header_end|>\n\n", 0},
+    {"dots1", {"<|userprompt|>", NULL}, "dots1", "", {"<|system|>", "<|userprompt|>", "<|response|>"},
+     {"<|endofsystem|>", "<|endofuserprompt|>", "<|endofresponse|>"}, "<|response|>", 0},
+    {"minimax-m2", {"]~b]", NULL}, "minimax-m2 minimax_m2 minimax", "]~!b[", {"]~b]system\n", "]~b]user\n", "]~b]ai\n"},
+     {"[e~[\n", "[e~[\n", "[e~[\n"}, "]~b]ai\n", 0},
+    {"bailing2", {"<role>", "<|role_end|>"}, "bailingmoe2 bailing_moe_v2", "",
+     {"<role>SYSTEM</role>", "<role>HUMAN</role>", "<role>ASSISTANT</role>"},
+     {"<|role_end|>", "<|role_end|>", "<|role_end|>"}, "<role>ASSISTANT</role>", 0},
+    {"bailing", {"<role>", NULL}, "bailingmoe bailing_moe", "",
+     {"<role>SYSTEM</role>", "<role>HUMAN</role>", "<role>ASSISTANT</role>"}, {"", "", ""},
+     "<role>ASSISTANT</role>", 0},
+    {"hunyuan", {"<|extra_0|>", NULL}, "hunyuan-moe hunyuan_v1_moe", "", {"<|startoftext|>", "<|startoftext|>", ""},
+     {"<|extra_4|>", "<|extra_0|>", "<|eos|>"}, "", 0},
+    {"grok-2", {"<|separator|>", NULL}, "grok", "", {"System: ", "Human: ", "Assistant: "},
+     {"<|separator|>\n\n", "<|separator|>\n\n", "<|separator|>\n\n"}, "Assistant:", 0},
+    {"glm4", {"[gMASK]<sop>", NULL}, "glm4moe glm4_moe", "[gMASK]<sop>",
+     {"<|system|>\n", "<|user|>\n", "<|assistant|>\n"}, {"", "", ""}, "<|assistant|>\n", 0},
+    {"phi3", {"<|assistant|>", "<|end|>"}, "phimoe", "", {"<|system|>\n", "<|user|>\n", "<|assistant|>\n"},
+     {"<|end|>\n", "<|end|>\n", "<|end|>\n"}, "<|assistant|>\n", 0},
+    {"olmoe", {"<|assistant|>", "<|user|>"}, "olmoe", "", {"<|system|>\n", "<|user|>\n", "<|assistant|>\n"},
+     {"\n", "\n", "<|endoftext|>\n"}, "<|assistant|>\n", 0},
+    {"deepseek3", {MOEI_DEEP("Assistant"), NULL}, "deepseek_v3 deepseek3", "",
+     {"", MOEI_DEEP("User"), MOEI_DEEP("Assistant")}, {"\n\n", "", MOEI_SENTENCE_END}, MOEI_DEEP("Assistant"), 0},
+    {"ernie", {"<|begin_of_sentence|>", NULL}, "ernie4_5-moe ernie4_5_moe", "", {"", "User: ", "Assistant: "},
+     {"\n", "\n", "<|end_of_sentence|>"}, "Assistant: ", 0},
+    {"deepseek2", {"User: ", "Assistant: "}, "deepseek deepseek2 deepseek_v2", "", {"", "User: ", "Assistant: "},
+     {"\n\n", "\n\n", MOEI_SENTENCE_END}, "Assistant:", 0}};
+enum { MOEI_CHATS = (int)(sizeof moei_chats / sizeof *moei_chats) };
+
+static int moei_contains(const char *text, const char *part) {
+    const size_t n = moei_strlen(part), all = moei_strlen(text);
+    size_t i;
+    for (i = 0; i + n <= all; i++)
+        if (moei_memcmp(text + i, part, n) == 0) return 1;
+    return 0;
+}
+
+const moe_chat *moe_chat_find(const moe_tokenizer *t) {
+    int i;
+    for (i = 0; i < MOEI_CHATS && t != NULL; i++) {
+        const moe_chat *c = moei_chats + i;
+        if (t->chat_template == NULL ? moei_list_has(c->architectures, t->architecture)
+                                     : moei_contains(t->chat_template, c->marks[0]) &&
+                                           (c->marks[1] == NULL || moei_contains(t->chat_template, c->marks[1])))
+            return c;
+    }
+    return NULL;
+}
+
+moe_status moe_chat_put(const moe_chat *c, int role, int previous, const char *text, moe_buffer *to) {
+    const char *parts[4] = {"", "", "", ""};
+    size_t i, size;
+    moe_status status = MOE_OK;
+    if (c == NULL || to == NULL || role < 0 || role >= MOE_CHAT_ROLES) return MOE_ERR_ARGUMENT;
+    if (text == NULL && role != MOE_CHAT_ASSISTANT) return MOE_ERR_ARGUMENT;
+    if (previous < 0) parts[0] = c->begin;
+    if (!c->joined || previous != MOE_CHAT_SYSTEM) parts[1] = text != NULL ? c->before[role] : c->reply;
+    parts[2] = text != NULL ? text : "";
+    parts[3] = text != NULL ? c->after[role] : "";
+    for (i = 0; i < 4 && status == MOE_OK; i++) {
+        size = moei_strlen(parts[i]);
+        status = moei_buffer_write(to, parts[i], size);
+    }
+    return status;
+}
 
 #ifdef __cplusplus
 }

@@ -230,12 +230,18 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
 #define MOEI_OF_moe_built_model(M, s) M(s, model) M(s, weights) M(s, experts) M(s, ops) M(s, mixtures) \
     M(s, attentions) M(s, external) M(s, net) M(s, allocator)
 #define MOEI_OF_moe_import_source(M, s) M(s, name) M(s, size) M(s, ctx) M(s, read_at)
+#define MOEI_OF_moe_import_options(M, s) M(s, exact) M(s, context) M(s, top_k) M(s, kernels) M(s, cache_type) \
+    M(s, memory)
+#define MOEI_OF_moe_imported(M, s) M(s, net) M(s, architecture) M(s, vocabulary) M(s, context) M(s, n_blocks) \
+    M(s, file_bytes) M(s, owned)
 #define MOEI_OF_moe_tokenizer(M, s) M(s, n_tokens) M(s, bos) M(s, eos) M(s, eot) M(s, unknown) M(s, padding) \
     M(s, kind) M(s, add_bos) M(s, add_eos) M(s, wants_nfc) M(s, chat_template) M(s, architecture) M(s, space) \
     M(s, strip) M(s, whole) M(s, n_passes) M(s, passes) M(s, n_symbols) M(s, longest) M(s, lowest) M(s, n_special) \
     M(s, bytes) M(s, allocator) M(s, texts) M(s, symbols) M(s, lookup) M(s, merges) M(s, pairs) M(s, special) \
     M(s, chat)
 #define MOEI_OF_moe_decoder(M, s) M(s, tokenizer) M(s, flags) M(s, begun) M(s, n_held) M(s, held)
+#define MOEI_OF_moe_chat(M, s) M(s, name) M(s, marks) M(s, architectures) M(s, begin) M(s, before) M(s, after) \
+    M(s, reply) M(s, joined)
 #define MOEI_OF_moe_exchange(M, s) M(s, row_bytes) M(s, send) M(s, send_counts) M(s, send_at) M(s, receive) \
     M(s, receive_counts) M(s, receive_at) M(s, channel)
 #define MOEI_OF_moe_traffic(M, s) M(s, rows) M(s, bytes) M(s, tokens) M(s, assignments) M(s, assignments_remote) \
@@ -267,7 +273,8 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
 #define MOEI_STRUCTS_EXPORT(S)
 #endif
 #ifdef MOE_IMPORT_H
-#define MOEI_STRUCTS_IMPORT(S) S(moe_import_source) S(moe_tokenizer) S(moe_decoder)
+#define MOEI_STRUCTS_IMPORT(S) S(moe_import_source) S(moe_import_options) S(moe_imported) S(moe_tokenizer) \
+    S(moe_decoder) S(moe_chat)
 #else
 #define MOEI_STRUCTS_IMPORT(S)
 #endif

@@ -796,8 +796,73 @@ static int use_published(const uint8_t *data, size_t size) {
     return status == MOE_OK;
 }
 
+/* ---- tokenizers ---- */
+
+/* An input for these begins with MOET; then pieces follow as above: a text, nothing, the vocabulary
+   (GGUF, tokenizer.json), config.json, tokenizer_config.json. */
+static int is_vocabulary(const uint8_t *data, size_t size) { return size >= 4 && memcmp(data, "MOET", 4) == 0; }
+
+/* Encodes a text and decodes it: whole characters, and no byte that a token does not have. */
+static void use_tokenizer(const moe_tokenizer *t, const pieces *of) {
+    const char *text = (const char *)of->p[0];
+    const size_t size = of->n[0], room = 3 * size + 8;
+    int32_t *ids = (int32_t *)grab(room * sizeof *ids);
+    char *out = (char *)grab(moe_tokenizer_room(t));
+    moe_decoder d;
+    moe_buffer chat;
+    size_t n, i;
+    memset(&d, 0, sizeof d);
+    memset(&chat, 0, sizeof chat);
+    d.tokenizer = t;
+    d.flags = MOE_TOKENIZER_SPECIAL;
+    want(moe_tokenizer_encode(t, text, size, MOE_TOKENIZER_SPECIAL | MOE_TOKENIZER_BOUNDS, ids, room, &n) == MOE_OK);
+    for (i = 0; i <= n; i++) {
+        want(i == n || (ids[i] >= 0 && ids[i] < t->n_tokens));
+        want(moe_tokenizer_decode(&d, i < n ? ids[i] : -1, out, moe_tokenizer_room(t)) <= moe_tokenizer_room(t));
+        if (i < n) (void)moe_tokenizer_is_end(t, ids[i]);
+    }
+    if (moe_chat_find(t) != NULL) want(moe_chat_put(moe_chat_find(t), MOE_CHAT_USER, -1, "x", &chat) == MOE_OK);
+    moe_buffer_free(&chat);
+    free(ids);
+    free(out);
+}
+
+static int use_vocabulary(const uint8_t *data, size_t size) {
+    static const char *const names[3] = {"vocabulary", "config.json", "tokenizer_config.json"};
+    heap h;
+    moe_allocator a = allocator_of(&h);
+    moe_import_source sources[3];
+    moe_tokenizer t, before;
+    moe_error error;
+    moe_status status;
+    pieces of;
+    size_t n = 1, k;
+    take_pieces(data, size, &of);
+    for (k = 0; k < 3; k++)
+        if (k == 0 || of.n[k + 2] > 0)
+            sources[k == 0 ? 0 : n++] = moe_import_memory(names[k], of.p[k + 2], of.n[k + 2]);
+    h.now = 0;
+    h.most = 160 * size + ((size_t)1 << 22); /* ids may be as large as twice their number and 65536 */
+    memset(&t, 0x5a, sizeof t);
+    before = t;
+    error.message[0] = '\0';
+    status = moe_import_read_tokenizer(&t, sources, n, &a, &error);
+    want(status != MOE_ERR_MEMORY);
+    if (status != MOE_OK) {
+        want(h.now == 0 && memcmp(&before, &t, sizeof t) == 0);
+        want(error.code == status && error.message[0] != '\0' && is_shown(error.message));
+        return 0;
+    }
+    h.most = SIZE_MAX / 2;
+    use_tokenizer(&t, &of);
+    moe_tokenizer_free(&t);
+    want(h.now == 0);
+    return 1;
+}
+
 static const char *fuzz_outcome(const uint8_t *data, size_t size) {
     int net;
+    if (is_vocabulary(data, size)) return use_vocabulary(data, size) ? "words" : "nowords";
     if (is_published(data, size)) return use_published(data, size) ? "published" : "unpublished";
     if (!use_file(data, size)) return "refused";
     if ((net = use_net(data, size)) > 0) return net > 1 ? "checkpoint" : "net";
@@ -1613,7 +1678,8 @@ static void put_part_gguf(maker *m, const parts *p) {
     for (i = 0; i < p->n; i++) {
         const part *t = &p->of[i];
         const size_t count = elements_of(t);
-        const int blocks = q->bytes > 0 && t->n_dims > 0 && t->shape[t->n_dims - 1] % q->elements == 0;
+        const size_t block = (size_t)q->external.block;
+        const int blocks = q->external.bytes > 0 && t->n_dims > 0 && t->shape[t->n_dims - 1] % block == 0;
         const moei_block_type *type = blocks ? q : &moei_gguf_types[0];
         maker name = *m;
         put_little(m, 0, 8);
@@ -1623,7 +1689,7 @@ static void put_part_gguf(maker *m, const parts *p) {
         for (k = t->n_dims; k > 0; k--) put_little(m, t->shape[k - 1], 8);
         put_little(m, (uint64_t)type->code, 4);
         put_little(m, at, 8);
-        at += (count / type->elements * type->bytes + 31) / 32 * 32;
+        at += (count / (size_t)type->external.block * (size_t)type->external.bytes + 31) / 32 * 32;
     }
     while ((m->size - start) % 32 != 0 && m->size < m->room) put_little(m, 0, 1);
     for (at /= 4; at > 0 && m->size < m->room; at--) put_value(m, MOE_DTYPE_F32, 0);
@@ -1730,6 +1796,10 @@ size_t LLVMFuzzerCustomMutator(uint8_t *data, size_t size, size_t max_size, unsi
     if (max_size >= 1024 && (is_published(data, size) ? way < 60 : way >= 95)) return make_published(&m);
     if (max_size >= 16 && is_published(data, size) && way < 97) return change_piece(&m, data, size, max_size);
     if (max_size < 16 || way < 4) return LLVMFuzzerMutate(data, size, max_size);
+    if (is_vocabulary(data, size) && way < 97) {
+        for (k = 1 + below(&m, 3); k > 0; k--) size = LLVMFuzzerMutate(data, size, max_size);
+        return size;
+    }
     if (way < 10) return change_header(&m, size, max_size);
     if (way < 18) {
         make_plain(&m);

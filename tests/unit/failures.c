@@ -1065,6 +1065,17 @@ static moe_status run_encode(world *w, moe_error *error) {
     if (w->allocator != NULL) t.allocator = *w->allocator;
     return moe_tokenizer_encode(&t, text, sizeof text - 1, 0, ids, 64, &n);
 }
+static moe_status run_chat(world *w, moe_error *error) {
+    moe_tokenizer t = tokenizer;
+    moe_buffer text;
+    moe_status status;
+    (void)error;
+    memset(&text, 0, sizeof text);
+    if (w->allocator != NULL) text.allocator = *w->allocator;
+    status = moe_chat_put(moe_chat_find(&t), MOE_CHAT_USER, -1, "a question", &text);
+    moe_buffer_free(&text);
+    return status;
+}
 static moe_status run_layer_read(world *w, moe_error *error) {
     return moe_layer_read(&w->layer, layer_file.data, layer_file.size, w->parameter, MOE_KERNELS_AUTO, w->allocator,
                           error);
@@ -1350,6 +1361,7 @@ static const row rows[] = {
     {"moe_import_layer", FILES, 0, LAYER, 0, DISK_GGUF, 1, AROUND, STDIO(run_load_published)},
     {"moe_import_read_tokenizer", OP_MEMORY, 0, 0, 0, 0, 0, AROUND | CONSTANT, run_vocabulary_read},
     {"moe_tokenizer_encode", OP_MEMORY, 0, 0, 0, 0, 0, SILENT | AROUND | CONSTANT, run_encode},
+    {"moe_chat_put", OP_MEMORY, 0, 0, 0, 0, 0, SILENT | AROUND | CONSTANT, run_chat},
     {"moe_import_tokenizer", OP_MEMORY, 0, 0, 0, DISK_VOCABULARY, 0, AROUND | CONSTANT, STDIO(run_vocabulary_load)},
     {"moe_import_tokenizer", FILES, 0, 0, 0, DISK_VOCABULARY, 0, AROUND | CONSTANT, STDIO(run_vocabulary_load)},
     {"moe_import_write", OP_MEMORY, LAYER, 0, 0, 0, 0, AROUND | CONSTANT, TRAINING(run_publish)},

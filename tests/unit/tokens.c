@@ -716,7 +716,66 @@ static void test_expressions(void) {
     }
 }
 
+/* ---- chat ---- */
+
+static void test_chat(void) {
+    static const char *const rows[][3] = { /* template, architecture, a conversation */
+        {"{{'<|im_start|>' + role}}", "",
+         "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n"
+         "<|im_start|>user\nV<|im_end|>\n<|im_start|>assistant\n"},
+        {"[INST] ", "", "[INST] S\n\nU [/INST]A</s>[INST] V [/INST]"},
+        {NULL, "olmoe", "<|system|>\nS\n<|user|>\nU\n<|assistant|>\nA<|endoftext|>\n<|user|>\nV\n<|assistant|>\n"},
+        {"[gMASK]<sop> <|user|>", "",
+         "[gMASK]<sop><|system|>\nS<|user|>\nU<|assistant|>\nA<|user|>\nV<|assistant|>\n"},
+        {"<|user|><|assistant|><|end|>", "olmoe",
+         "<|system|>\nS<|end|>\n<|user|>\nU<|end|>\n<|assistant|>\nA<|end|>\n<|user|>\nV<|end|>\n<|assistant|>\n"},
+        {NULL, "bailingmoe2",
+         "<role>SYSTEM</role>S<|role_end|><role>HUMAN</role>U<|role_end|><role>ASSISTANT</role>A<|role_end|><role>HUMAN"
+         "</role>V<|role_end|><role>ASSISTANT</role>"}};
+    static const int roles[] = {MOE_CHAT_SYSTEM, MOE_CHAT_USER, MOE_CHAT_ASSISTANT, MOE_CHAT_USER, MOE_CHAT_ASSISTANT};
+    static const char *const texts[] = {"S", "U", "A", "V", NULL};
+    moe_tokenizer t;
+    moe_buffer b;
+    size_t i, k;
+    memset(&t, 0, sizeof t);
+    memset(&b, 0, sizeof b);
+    for (i = 0; i < sizeof rows / sizeof *rows; i++) {
+        const moe_chat *c;
+        t.chat_template = rows[i][0];
+        strcpy(t.architecture, rows[i][1]);
+        c = moe_chat_find(&t);
+        if (!CHECKF(c != NULL, "%d", (int)i)) continue;
+        for (k = 0; k < 5; k++)
+            CHECK_STATUS(moe_chat_put(c, roles[k], k > 0 ? roles[k - 1] : -1, texts[k], &b), MOE_OK);
+        CHECKF(b.size == strlen(rows[i][2]) && memcmp(b.data, rows[i][2], b.size) == 0, "%s: \"%.*s\"", c->name,
+               (int)b.size, (const char *)b.data);
+        b.size = 0;
+        CHECK_STATUS(moe_chat_put(c, MOE_CHAT_USER, -1, NULL, &b), MOE_ERR_ARGUMENT);
+        CHECK_STATUS(moe_chat_put(c, MOE_CHAT_ROLES, -1, "x", &b), MOE_ERR_ARGUMENT);
+        CHECK_STATUS(moe_chat_put(c, -1, -1, "x", &b), MOE_ERR_ARGUMENT);
+        CHECK_STATUS(moe_chat_put(c, MOE_CHAT_USER, -1, "x", NULL), MOE_ERR_ARGUMENT);
+    }
+    t.chat_template = "{{ unknown }}";
+    CHECK(moe_chat_find(&t) == NULL && moe_chat_find(NULL) == NULL);
+    CHECK_STATUS(moe_chat_put(NULL, MOE_CHAT_USER, -1, "x", &b), MOE_ERR_ARGUMENT);
+    t.chat_template = NULL;
+    t.architecture[0] = '\0';
+    CHECK(moe_chat_find(&t) == NULL);
+    for (i = 0; i < MOEI_CHATS; i++) { /* each is found by its own marks, and by its architectures */
+        char marks[100];
+        const moe_chat *c = moei_chats + i;
+        sprintf(marks, "x%s y%s", c->marks[0], c->marks[1] != NULL ? c->marks[1] : "");
+        t.chat_template = marks;
+        CHECKF(moe_chat_find(&t) == c, "%s", c->name);
+        t.chat_template = NULL;
+        sprintf(t.architecture, "%.*s", (int)strcspn(c->architectures, " "), c->architectures);
+        CHECKF(moe_chat_find(&t) == c, "%s", c->name);
+    }
+    moe_buffer_free(&b);
+}
+
 int main(void) {
+    CASE(test_chat());
     CASE(test_merges());
     CASE(test_unigram());
     CASE(test_cuts());
