@@ -3625,7 +3625,7 @@ static void moei_print_layer(moei_printer *p, const moe_net *net, size_t i) {
     moei_print_item(p, ", ");
     if (moei_is_layer(&net->modules[i])) moei_print_parameters(p, net, i, MOE_LAYER_PARAMETER_COUNT, "");
     else moei_print_item(p, "{NULL}");
-    moei_print_item(p, ", {NULL}, {NULL}, 0, 0, NULL, 0, {NULL, NULL}}");
+    moei_print_item(p, ", {NULL}, {NULL}, 0, {NULL}, 0, NULL, 0, {NULL, NULL}}");
 }
 
 /* The members of a moe_module. */
