@@ -2397,65 +2397,6 @@ static moe_status moei_json_take(moei_json *j, char wanted) {
                             text);
 }
 
-static int moei_hex_digit(int c) {
-    if (c >= '0' && c <= '9') return c - '0';
-    if (c >= 'a' && c <= 'f') return c - 'a' + 10;
-    return c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1;
-}
-
-/* u and four hexadecimal digits. */
-static int moei_hex4(const unsigned char **at, const unsigned char *end, uint32_t *value) {
-    int i;
-    if (end - *at < 5 || **at != 'u') return 0;
-    *value = 0;
-    for (i = 1; i <= 4; i++) {
-        int digit = moei_hex_digit((*at)[i]);
-        if (digit < 0) return 0;
-        *value = *value << 4 | (uint32_t)digit;
-    }
-    *at += 5;
-    return 1;
-}
-
-/* The bytes of an escape whose backslash is just before *at, into out[4]; their number, or 0 if it
-   is malformed. U+0000 is malformed, as strings end there; so is half a surrogate pair. */
-static int moei_unescape(const unsigned char **at, const unsigned char *end, unsigned char *out) {
-    static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
-    uint32_t code, low;
-    int i;
-    for (i = 0; *at < end && from[i] != '\0'; i++)
-        if (**at == (unsigned char)from[i]) {
-            (*at)++;
-            out[0] = (unsigned char)to[i];
-            return 1;
-        }
-    if (!moei_hex4(at, end, &code) || code == 0 || (code >= 0xDC00u && code <= 0xDFFFu)) return 0;
-    if (code >= 0xD800u && code <= 0xDBFFu) {
-        if (*at >= end || *(*at)++ != '\\' || !moei_hex4(at, end, &low) || low < 0xDC00u || low > 0xDFFFu) return 0;
-        code = 0x10000u + ((code - 0xD800u) << 10) + (low - 0xDC00u);
-    }
-    if (code < 0x80u) {
-        out[0] = (unsigned char)code;
-        return 1;
-    }
-    if (code < 0x800u) {
-        out[0] = (unsigned char)(0xC0u | code >> 6);
-        out[1] = (unsigned char)(0x80u | (code & 63u));
-        return 2;
-    }
-    if (code < 0x10000u) {
-        out[0] = (unsigned char)(0xE0u | code >> 12);
-        out[1] = (unsigned char)(0x80u | (code >> 6 & 63u));
-        out[2] = (unsigned char)(0x80u | (code & 63u));
-        return 3;
-    }
-    out[0] = (unsigned char)(0xF0u | code >> 18);
-    out[1] = (unsigned char)(0x80u | (code >> 12 & 63u));
-    out[2] = (unsigned char)(0x80u | (code >> 6 & 63u));
-    out[3] = (unsigned char)(0x80u | (code & 63u));
-    return 4;
-}
-
 /* The unescaped bytes of a string, one after another. */
 typedef struct moei_chars {
     const unsigned char *p, *end;
@@ -2496,32 +2437,6 @@ static int moei_span_same(moei_span s, moei_span t) {
         y = moei_chars_next(&b);
     } while (x == y && x >= 0);
     return x == y;
-}
-
-/* The character at *text, which advances past it; 0 for invalid UTF-8: a stray or missing
-   continuation, an overlong form, a surrogate, a value above U+10FFFF. *text then advances by a
-   byte. end, beyond *text, may be NULL if the text is terminated. */
-static int moei_next_utf8(const char **text, const char *end, uint32_t *code) {
-    const unsigned char *p = (const unsigned char *)*text, *last = (const unsigned char *)end;
-    uint32_t c = *p++, least = 0;
-    int more = c < 0x80u                 ? 0
-               : c >= 0xC0u && c < 0xE0u ? 1
-               : c >= 0xE0u && c < 0xF0u ? 2
-               : c >= 0xF0u && c < 0xF8u ? 3
-                                         : -1,
-        left = more;
-    ++*text;
-    if (more < 0) return 0;
-    if (more > 0) {
-        c &= 63u >> more;
-        least = more == 1 ? 0x80u : more == 2 ? 0x800u : 0x10000u;
-    }
-    for (; left > 0; left--, c = c << 6 | (*p++ & 63u))
-        if ((end != NULL && p >= last) || (*p & 0xC0u) != 0x80u) return 0;
-    if (c < least || c > 0x10FFFFu || (c >= 0xD800u && c <= 0xDFFFu)) return 0;
-    *text = (const char *)p;
-    *code = c;
-    return 1;
 }
 
 static moe_status moei_json_string(moei_json *j, moei_span *s) {
@@ -3184,37 +3099,6 @@ moe_status moe_file_limit(const moe_file *file, const moe_limits *limits, moe_er
 }
 
 /* ---- safetensors: values --------------------------------------------------------------------- */
-
-static uint64_t moei_load(const unsigned char *p, int bytes) {
-    uint64_t v = 0;
-    int i;
-    for (i = 0; i < bytes; i++) v |= (uint64_t)p[i] << 8 * i;
-    return v;
-}
-
-/* Two's complement of the given number of bytes, without implementation-defined conversions. */
-static int64_t moei_load_signed(const unsigned char *p, int bytes) {
-    uint64_t v = moei_load(p, bytes), sign = (uint64_t)1 << (8 * bytes - 1);
-    return (v & sign) == 0 ? (int64_t)v : -(int64_t)(sign - 1 - (v & (sign - 1))) - 1;
-}
-
-/* The nearest moe_real. C leaves a double beyond the range of float undefined: it becomes
-   infinite here, as in IEEE 754. */
-static moe_real moei_real_of_bits(uint64_t bits) {
-    double x;
-    memcpy(&x, &bits, sizeof x);
-#if !MOE_REAL_IS_DOUBLE
-    {
-        uint64_t size = bits & UINT64_C(0x7fffffffffffffff), infinite = UINT64_C(0x7ff0000000000000);
-        /* from the largest float on */
-        if (size >= UINT64_C(0x47efffffe0000000) && size < infinite) {
-            int round_up = size >= UINT64_C(0x47effffff0000000);
-            return moei_binary32((uint32_t)(bits >> 63) << 31 | (round_up ? 0x7f800000u : 0x7f7fffffu));
-        }
-    }
-#endif
-    return (moe_real)x;
-}
 
 static int moei_dtype_is_float(int dtype) { return dtype <= MOE_DTYPE_BF16; }
 
@@ -7726,20 +7610,6 @@ static void moei_rows_finish(const moei_run *r, int is_query, size_t at, size_t 
 
 /* ---- attention: keys and values, in the workspace or in a cache ---- */
 
-/* Keys k and values v of tokens [at, at + count) into the cells. */
-static void moei_keys_keep(const moei_run *r, size_t at, size_t count, const moe_real *k, const moe_real *v) {
-    moei_heads s = r->p->t.s;
-    int type = r->net->cache_type;
-    size_t first = r->pass->past + at - (r->p->first != NULL ? *r->p->first : 0), t, h;
-    for (t = 0; t < count; t++)
-        for (h = 0; h < s.kv; h++) {
-            size_t cell = h * r->p->t.capacity + first + t;
-            moei_kept_store(type, s.w, k + t * s.k + h * s.w, r->p->t.cells[0] + cell * moei_kept_size(type, s.w));
-            if (r->p->t.cells[1] != NULL)
-                moei_kept_store(type, s.u, v + t * s.v + h * s.u, r->p->t.cells[1] + cell * moei_kept_size(type, s.u));
-        }
-}
-
 /* How many tokens a cache for `most` keeps of an attention. */
 static size_t moei_cache_capacity(const moe_attention_config *c, size_t most) {
     size_t window = (size_t)c->window + MOEI_WINDOW_STEP + MOEI_WINDOW_PIECE;
@@ -7748,37 +7618,16 @@ static size_t moei_cache_capacity(const moe_attention_config *c, size_t most) {
     return c->chunk > 0 && chunk < most ? chunk : most;
 }
 
-/* Moves rows [from, from + count) of `bytes` to the beginning. */
-static void moei_rows_move(void *rows, size_t from, size_t count, size_t bytes) {
-    if (rows != NULL) memmove(rows, (unsigned char *)rows + from * bytes, count * bytes);
-}
-
 /* Makes room for tokens [at, at + count) of the call in a cache that keeps a window: what no later
    token sees gives way. */
 static moe_status moei_cache_slide(const moei_run *r, size_t at, size_t count) {
-    moei_heads s = r->p->t.s;
-    size_t position = r->pass->past + at, needed = moei_first_key(r->p->t.window, r->p->t.chunk, position, 1);
-    size_t first = position > 0 ? *r->p->first : 0, kept = position - needed, h;
-    int type = r->net->cache_type;
-    if (first > needed || position - first > r->p->t.capacity)
+    size_t position = r->pass->past + at;
+    r->p->t.first = position > 0 ? *r->p->first : 0;
+    if (!moei_keys_slide(&r->p->t, position, count))
         return moei_error(r->pass->call.error, MOE_ERR_STATE,
                           "cache.n_tokens = %z: the window's earlier tokens are gone; 0 begins a new sequence",
                           r->pass->past);
-    *r->p->first = first;
-    if (position - first + count <= r->p->t.capacity) return MOE_OK;
-    *r->p->first = needed;
-    needed -= first;
-    if (type == MOE_TYPE_REAL) {
-        moei_rows_move(r->p->t.keys, needed, kept, s.k * sizeof(moe_real));
-        if (r->p->t.values != r->p->t.keys) moei_rows_move(r->p->t.values, needed, kept, s.v * sizeof(moe_real));
-        return MOE_OK;
-    }
-    for (h = 0; h < s.kv; h++) {
-        size_t cell = h * r->p->t.capacity, w = moei_kept_size(type, s.w);
-        size_t u = moei_kept_size(type, s.u);
-        moei_rows_move(r->p->t.cells[0] + cell * w, needed, kept, w);
-        if (r->p->t.cells[1] != NULL) moei_rows_move(r->p->t.cells[1] + cell * u, needed, kept, u);
-    }
+    *r->p->first = r->p->t.first;
     return MOE_OK;
 }
 
@@ -7914,7 +7763,8 @@ static moe_status moei_attention_forward(const moei_run *r) {
         if (r->p->t.cells[0] == NULL) place += r->pass->past - (r->p->first != NULL ? *r->p->first : 0);
         moei_keys_make(r, at, count, r->p->t.keys + place * s.k, r->p->t.values + place * s.v);
         if (r->p->t.cells[0] != NULL)
-            moei_keys_keep(r, at, count, r->p->t.keys + place * s.k, r->p->t.values + place * s.v);
+            moei_keys_keep(&r->p->t, r->pass->past + at, count, r->p->t.keys + place * s.k,
+                           r->p->t.values + place * s.v);
         moei_attention_blocks(r, at, count, moei_block_forward);
         if (r->p->outputs != NULL) moei_attention_outputs(r, at, count, r->p->t.values + place * s.v);
     }
@@ -10362,54 +10212,6 @@ enum { MOEI_CONFIG_FORMAT = 2 };
    file, as eight hexadecimal digits, in the order of the network's parameters, then the trainer's
    tensors. */
 #define MOEI_SUMS_KEY "moe.crc32"
-
-typedef struct moei_crc {
-    uint32_t table[4][256], sum;
-} moei_crc;
-
-static void moei_crc_begin(moei_crc *c) {
-    uint32_t i;
-    int k;
-    for (i = 0; i < 256; i++)
-        for (c->table[0][i] = i, k = 0; k < 8; k++)
-            c->table[0][i] = c->table[0][i] >> 1 ^ (UINT32_C(0xedb88320) & (0u - (c->table[0][i] & 1u)));
-    for (i = 0; i < 256; i++)
-        for (k = 1; k < 4; k++)
-            c->table[k][i] = c->table[k - 1][i] >> 8 ^ c->table[0][c->table[k - 1][i] & 255u];
-    c->sum = UINT32_C(0xffffffff);
-}
-
-static void moei_crc_add(moei_crc *c, const unsigned char *p, size_t n) {
-    uint32_t x = c->sum;
-    for (; n >= 4; p += 4, n -= 4) {
-        x ^= (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
-        x = c->table[3][x & 255u] ^ c->table[2][x >> 8 & 255u] ^ c->table[1][x >> 16 & 255u] ^ c->table[0][x >> 24];
-    }
-    for (; n > 0; p++, n--) x = c->table[0][(x ^ *p) & 255u] ^ x >> 8;
-    c->sum = x;
-}
-
-/* a b modulo the polynomial of the sum; bit 31 is the power 0. */
-static uint32_t moei_crc_times(uint32_t a, uint32_t b) {
-    uint32_t product = 0;
-    int i;
-    for (i = 31; i >= 0; i--) {
-        product ^= b & (0u - (a >> i & 1u));
-        b = b >> 1 ^ (UINT32_C(0xedb88320) & (0u - (b & 1u)));
-    }
-    return product;
-}
-
-/* A sum after n more bytes that are 0. Sums are linear: that of a whole is the sum (by ^) of those
-   of its parts, each with zeros in place of what follows. */
-static uint32_t moei_crc_zeros(uint32_t sum, uint64_t n) {
-    uint32_t power = UINT32_C(1) << 23; /* the 8th: one byte */
-    for (; n > 0; n >>= 1) {
-        if ((n & 1u) != 0) sum = moei_crc_times(sum, power);
-        power = moei_crc_times(power, power);
-    }
-    return sum;
-}
 
 /* Fields that say how a model runs, not what it is: never in files. */
 static int moei_is_saved(const moe_field *field) { return moei_strcmp(field->name, "kernels") != 0; }
