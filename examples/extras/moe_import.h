@@ -94,6 +94,14 @@
      Back.  moe_import_save writes the weights under a family's names. Other programs need a
      config.json as well, which is not written.
 
+     Text.  The vocabulary of a model comes from its GGUF file or from tokenizer.json in its folder:
+       moe_import_tokenizer(&t, "olmoe-q4_k.gguf", NULL, &error);
+       moe_tokenizer_encode(&t, text, size, MOE_TOKENIZER_BOUNDS, ids, room, &n);
+       size = moe_tokenizer_decode(&decoder, id, piece, sizeof piece);   as tokens come
+     Byte-level BPE with the cuts of every family above, SentencePiece BPE, and unigram (only from
+     tokenizer.json). moe_chat_find knows what these families write around the messages of a
+     conversation. examples/chat.c is a whole program.
+
    >>families: tensor names after the prefix. % is the expert index, E n_experts, d d_model, f d_ff.
      mixtral, phi35_moe, minimax_m2
        gate.weight, experts.%.w1.weight (gate), .w3 (up), .w2 (down)
@@ -135,6 +143,13 @@
        expert_gating_func. llama.cpp also takes 6.1e-5 for a smaller sum of weights.
      - Tested with small stand-ins of every family, whose outputs tests/unit/published.py computes
        independently. No published weights were available.
+     - Tokenizers: expressions that cut text are known by their text, others are refused by name, as
+       are WordPiece, tokenizer.model and tiktoken files, and normalizers other than SentencePiece's
+       spaces; NFC is not applied (moe_tokenizer.wants_nfc). Classes are those of Unicode 14. At
+       most 4,194,304 tokens; tokenizer.json up to 128 MiB; of unigram, tokens up to 256 bytes.
+     - Token ids agree with llama.cpp's on its own vocabularies and texts (gpt-2, refact, starcoder,
+       deepseek-coder, deepseek-llm, falcon, mpt, llama-spm, phi-3). Where it reads an expression
+       otherwise than written (letters with marks in gpt-4o's, ~ in deepseek-v3's), the text counts.
 */
 #ifndef MOE_H
 #error "moe_import.h: include moe.h before it"

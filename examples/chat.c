@@ -1,0 +1,704 @@
+/* Talks with a mixture-of-experts model of another program: a GGUF file or a Hugging Face folder.
+     cc -std=c99 -O2 -I. examples/chat.c -o chat -lm -pthread && ./chat MODEL
+     (or: sh examples/run chat MODEL) */
+
+#ifndef _WIN32
+#define _POSIX_C_SOURCE 200809L /* clock_gettime, sigaction, sysconf */
+#endif
+#define MOE_IMPLEMENTATION
+#include "moe.h"
+#include "examples/extras/moe_import.h"
+#include <signal.h>
+#include <time.h>
+#ifndef _WIN32
+#include <pthread.h>
+#include <unistd.h>
+#endif
+#include "report.h"
+
+enum { BATCH = 64 /* tokens of a prompt at once */, LINE_MOST = 1 << 16, SHOWN_MOST = 1000 };
+
+/* ---- what can be set ---- */
+
+static struct {
+    const char *model, *prompt, *system, *kernels;
+    double temperature, top_p;
+    long seed, top_k, greedy, tokens, threads, experts, context, exact, plain, from_disk;
+} set = {.kernels = "auto", .temperature = 0.7, .top_p = 0.95, .seed = 1, .top_k = 40, .tokens = 512};
+
+enum { FLAG, WHOLE, REAL, TEXT };
+static const struct option {
+    const char *name, *value;
+    int kind;
+    void *at;
+    double least, most;
+    const char *help;
+} options[] = {
+    {"--prompt", "TEXT", TEXT, &set.prompt, 0, 0, "answers this and ends; of a model without a vocabulary: token ids"},
+    {"--system", "TEXT", TEXT, &set.system, 0, 0, "what the model is told before the first message"},
+    {"--plain", "", FLAG, &set.plain, 0, 0, "continues the text as it is, without the texts around messages"},
+    {"--tokens", "N", WHOLE, &set.tokens, 1, 1e9, "the most tokens of a reply"},
+    {"--seed", "N", WHOLE, &set.seed, 0, 1e9, "start of all random choices"},
+    {"--temperature", "X", REAL, &set.temperature, 1e-6, 1e6, "less: more probable tokens"},
+    {"--top-k", "N", WHOLE, &set.top_k, 0, 1e6, "draws from the N most probable tokens; 0: all"},
+    {"--top-p", "X", REAL, &set.top_p, 1e-6, 1, "and only from the most probable ones with this sum"},
+    {"--greedy", "", FLAG, &set.greedy, 0, 0, "always takes the most probable token"},
+    {"--experts", "N", WHOLE, &set.experts, 0, 1024, "at most N experts per token; 0: as many as the model says"},
+    {"--context", "N", WHOLE, &set.context, 0, 1e7, "tokens of a conversation; 0: the model's, at most 4096"},
+    {"--exact", "", FLAG, &set.exact, 0, 0, "does not quantize activations: slower, closer to the model's program"},
+    {"--threads", "N", WHOLE, &set.threads, 0, 256, "threads; 0: one per processor"},
+    {"--kernels", "NAME", TEXT, &set.kernels, 0, 0, "instruction set: auto, c, avx2, ..."},
+    {"--from-disk", "", FLAG, &set.from_disk, 0, 0, "also runs a model that is larger than the memory"},
+    {"--report", "FILE", TEXT, &report_path, 0, 0,
+     "what the experts did: a page (FILE.html), a picture (.svg) or text; -: on the screen"}};
+enum { OPTIONS = sizeof options / sizeof *options };
+
+static int fail(const char *what, const char *why) {
+    fflush(stdout);
+    fprintf(stderr, "chat: %s%s%s\n", what, why[0] != '\0' ? ": " : "", why);
+    return 1;
+}
+
+static int show_help(void) {
+    printf("chat [options] MODEL   talks with a model: a .gguf file (of a split one, any part) or a folder with\n"
+           "                       config.json, safetensors and tokenizer.json\n");
+    for (const struct option *o = options; o < options + OPTIONS; o++) {
+        printf("  %-14s %-5s  %s", o->name, o->value, o->help);
+        if (o->kind == WHOLE) printf(" (%ld)", *(const long *)o->at);
+        if (o->kind == REAL) printf(" (%g)", *(const double *)o->at);
+        printf("\n");
+    }
+    return printf("Ctrl-C ends a reply, Ctrl-D the program. Exit status: 0 done, 1 failed, 2 wrong options.\n") < 0;
+}
+
+static int set_option(const struct option *o, const char *value) {
+    char *end;
+    double number;
+    if (o->kind == TEXT) {
+        *(const char **)o->at = value;
+        return 0;
+    }
+    number = strtod(value, &end);
+    if (*value == '\0' || *end != '\0' || !(number >= o->least && number <= o->most) ||
+        (o->kind == WHOLE && number != (double)(long)number)) {
+        fprintf(stderr, "chat: %s %s: must be %s from %g to %g\n", o->name, value,
+                o->kind == WHOLE ? "an integer" : "a number", o->least, o->most);
+        return EXIT_USAGE;
+    }
+    if (o->kind == WHOLE) *(long *)o->at = (long)number;
+    else *(double *)o->at = number;
+    return 0;
+}
+
+static int read_options(int count, char **words) {
+    for (int i = 1; i < count; i++) {
+        const struct option *o = options;
+        while (o < options + OPTIONS && strcmp(o->name, words[i]) != 0) o++;
+        if (o < options + OPTIONS && o->kind == FLAG) *(long *)o->at = 1;
+        else if (o < options + OPTIONS && i + 1 < count) {
+            const int wrong = set_option(o, words[++i]);
+            if (wrong) return wrong;
+        } else if (o < options + OPTIONS) {
+            fail(o->name, "needs a value; -h explains");
+            return EXIT_USAGE;
+        } else if (words[i][0] == '-' || set.model != NULL) {
+            fail(words[i], "is no option; -h lists them");
+            return EXIT_USAGE;
+        } else set.model = words[i];
+    }
+    if (set.model != NULL) return 0;
+    fail("which model? chat [options] MODEL", "-h explains");
+    return EXIT_USAGE;
+}
+
+/* ---- the machine ---- */
+
+static volatile sig_atomic_t interrupted;
+
+static void interrupt(int signal_number) {
+    interrupted = signal_number;
+#ifdef _WIN32
+    signal(signal_number, interrupt);
+#endif
+}
+
+static void catch_interrupts(void) {
+#ifdef _WIN32
+    signal(SIGINT, interrupt);
+#else
+    struct sigaction action;
+    memset(&action, 0, sizeof action); /* no SA_RESTART: reading a line ends */
+    action.sa_handler = interrupt;
+    sigaction(SIGINT, &action, NULL);
+#endif
+}
+
+static double seconds(void) {
+#ifdef _WIN32
+    return (double)clock() / CLOCKS_PER_SEC;
+#else
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+#endif
+}
+
+/* Bytes of the machine's memory; 0: unknown. */
+static uint64_t machine_memory(void) {
+#if defined(_SC_PHYS_PAGES) && defined(_SC_PAGESIZE)
+    const long pages = sysconf(_SC_PHYS_PAGES), size = sysconf(_SC_PAGESIZE);
+    return pages > 0 && size > 0 ? (uint64_t)pages * (uint64_t)size : 0;
+#else
+    return 0;
+#endif
+}
+
+/* Bytes that the program has in memory of its own, and of mapped files; 0: unknown. */
+static double memory_used(double *mapped) {
+    char line[200];
+    double own = 0;
+    FILE *f = fopen("/proc/self/status", "r");
+    *mapped = 0;
+    while (f != NULL && fgets(line, sizeof line, f) != NULL) {
+        if (strncmp(line, "RssAnon:", 8) == 0) own = 1024 * strtod(line + 8, NULL);
+        if (strncmp(line, "RssFile:", 8) == 0) *mapped = 1024 * strtod(line + 8, NULL);
+    }
+    if (f != NULL) fclose(f);
+    return own;
+}
+
+#ifndef _WIN32
+/* Threads that wait for work. */
+static struct {
+    pthread_mutex_t lock;
+    pthread_cond_t come, gone;
+    void (*task)(void *work, int index);
+    void *work;
+    int next, count, running;
+} pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .come = PTHREAD_COND_INITIALIZER, .gone = PTHREAD_COND_INITIALIZER};
+
+/* Runs tasks until none is left; the lock is held before and after. */
+static void work_off(void) {
+    while (pool.next < pool.count) {
+        const int index = pool.next++;
+        pool.running++;
+        pthread_mutex_unlock(&pool.lock);
+        pool.task(pool.work, index);
+        pthread_mutex_lock(&pool.lock);
+        pool.running--;
+    }
+}
+
+static void *serve(void *unused) {
+    (void)unused;
+    pthread_mutex_lock(&pool.lock);
+    for (;;) {
+        work_off();
+        if (pool.running == 0) pthread_cond_signal(&pool.gone);
+        pthread_cond_wait(&pool.come, &pool.lock);
+    }
+    return NULL;
+}
+
+static void run_tasks(void *unused, void (*task)(void *work, int index), void *work, int count) {
+    (void)unused;
+    pthread_mutex_lock(&pool.lock);
+    pool.task = task;
+    pool.work = work;
+    pool.next = 0;
+    pool.count = count;
+    pthread_cond_broadcast(&pool.come);
+    work_off();
+    while (pool.running > 0) pthread_cond_wait(&pool.gone, &pool.lock);
+    pool.count = pool.next = 0;
+    pthread_mutex_unlock(&pool.lock);
+}
+#endif
+
+/* Starts threads; fewer if the system has no more. */
+static moe_parallel start_threads(void) {
+    moe_parallel parallel;
+    memset(&parallel, 0, sizeof parallel);
+#ifndef _WIN32
+    long wanted = set.threads > 0 ? set.threads : sysconf(_SC_NPROCESSORS_ONLN);
+    parallel.threads = 1;
+    for (; wanted > 1; wanted--) {
+        pthread_t thread;
+        if (pthread_create(&thread, NULL, serve, NULL) != 0) break;
+        pthread_detach(thread);
+        parallel.threads++;
+    }
+    parallel.run = run_tasks;
+#endif
+    return parallel;
+}
+
+/* ---- what the experts do, for the report ---- */
+
+typedef struct layer_record {
+    size_t module;
+    moe_metrics metrics;
+    int32_t first[SHOWN_MOST]; /* the first expert of each token, */
+    float weight[SHOWN_MOST];  /* and its weight */
+} layer_record;
+
+static struct {
+    layer_record *layers;
+    size_t n_layers;
+    int32_t ids[SHOWN_MOST]; /* the first tokens */
+    size_t n;
+} record;
+
+static void *grab(size_t count, size_t size) {
+    void *p = size == 0 || count < SIZE_MAX / size ? calloc(count > 0 ? count : 1, size > 0 ? size : 1) : NULL;
+    if (p == NULL) exit(fail("there is not enough memory", ""));
+    return p;
+}
+
+static void record_begin(const moe_net *net) {
+    size_t i, bytes;
+    record.layers = (layer_record *)grab(net->n_modules, sizeof *record.layers);
+    for (i = 0; i < net->n_modules; i++) {
+        layer_record *r = record.layers + record.n_layers;
+        const size_t n_experts = (size_t)net->modules[i].layer.config.router.n_experts;
+        if (net->modules[i].kind != MOE_MODULE_MIXTURE || moe_metrics_size(n_experts, 0, &bytes) != MOE_OK) continue;
+        r->module = i;
+        if (moe_metrics_init(&r->metrics, n_experts, 0, grab(bytes, 1), bytes) == MOE_OK) record.n_layers++;
+    }
+}
+
+static void record_pass(const moe_net *net, const moe_net_pass *pass, const int32_t *ids) {
+    for (size_t i = 0; i < record.n_layers; i++) {
+        layer_record *r = record.layers + i;
+        const moe_routing *routing = moe_net_routing(net, pass, r->module);
+        if (routing == NULL) continue;
+        (void)moe_metrics_add(&r->metrics, routing, NULL, NULL);
+        for (size_t t = 0; t < routing->n_tokens && record.n + t < SHOWN_MOST; t++) {
+            const int32_t e = routing->n_choices[t] > 0 ? routing->choices[t * routing->max_choices] : -1;
+            r->first[record.n + t] = e;
+            r->weight[record.n + t] = e >= 0 ? (float)routing->weights[t * routing->n_experts + (size_t)e] : 0;
+        }
+    }
+    for (size_t t = 0; t < pass->n_tokens && record.n < SHOWN_MOST; t++) record.ids[record.n++] = ids[t];
+}
+
+/* ---- a conversation ---- */
+
+typedef struct session {
+    moe_imported model;
+    moe_tokenizer tokenizer;
+    int has_words;            /* 0: there is no vocabulary */
+    const moe_chat *chat;     /* NULL: text is continued */
+    moe_cache cache;
+    moe_parallel parallel;
+    void *work;
+    size_t work_size;
+    const moe_real *logits;   /* after the last token */
+    moe_real *p;
+    int32_t *order;
+    moe_rng rng;
+    int previous;             /* role of the last message; -1: none */
+    moe_buffer text;          /* of the next turn */
+} session;
+
+/* Runs tokens; 0: stopped by Ctrl-C or by an error, which was told. */
+static int feed(session *s, const int32_t *ids, size_t n) {
+    moe_net_pass pass;
+    moe_status status = MOE_OK;
+    for (size_t at = 0; at < n && status == MOE_OK && !interrupted; at += BATCH) {
+        moe_call call;
+        memset(&call, 0, sizeof call);
+        call.n_tokens = n - at < BATCH ? n - at : BATCH;
+        call.token_ids = ids + at;
+        call.parallel = &s->parallel;
+        status = moe_net_decode(&s->model.net, &s->cache, &call, s->work, s->work_size, &pass);
+        if (status != MOE_OK) break;
+        s->logits = pass.y + (call.n_tokens - 1) * (size_t)s->model.net.d_out;
+        if (report_path != NULL) record_pass(&s->model.net, &pass, ids + at);
+    }
+    if (status == MOE_ERR_SPACE) fail("the context is full", "--context N makes it larger");
+    else if (status != MOE_OK) fail("the model", moe_status_text(status));
+    return status == MOE_OK && !interrupted;
+}
+
+/* The ids of the next turn: of text, or of numbers where there is no vocabulary. */
+static int32_t *read_tokens(session *s, const char *text, size_t size, int flags, size_t *n) {
+    const size_t room = 3 * size + 8;
+    int32_t *ids = (int32_t *)grab(room, sizeof *ids);
+    *n = 0;
+    if (s->has_words) {
+        const moe_status status = moe_tokenizer_encode(&s->tokenizer, text, size, flags, ids, room, n);
+        size_t i = 0;
+        while (status == MOE_OK && i < *n && ids[i] < s->model.vocabulary) i++;
+        if (status != MOE_OK || i < *n) {
+            fail("the message", status != MOE_OK ? moe_status_text(status) : "has tokens that the model lacks");
+            *n = 0;
+        }
+        return ids;
+    }
+    for (text += strspn(text, " \t,"); *text != '\0'; text += strspn(text, " \t,")) {
+        char *end;
+        const long id = strtol(text, &end, 10);
+        if (end == text || id < 0 || id >= s->model.vocabulary) {
+            fprintf(stderr, "chat: this model has no vocabulary: write token ids, 0 to %d\n", s->model.vocabulary - 1);
+            *n = 0;
+            return ids;
+        }
+        ids[(*n)++] = (int32_t)id;
+        text = end;
+    }
+    return ids;
+}
+
+static void show_numbers(const session *s, size_t read, double reading, size_t wrote, double writing) {
+    double mapped, own = memory_used(&mapped);
+    printf("[");
+    if (read > 0) printf("read %d tokens at %.1f per second, ", (int)read, (double)read / (reading + 1e-9));
+    printf("wrote %d at %.1f per second", (int)wrote, (double)wrote / (writing + 1e-9));
+    if (own <= 0) own = (double)(s->cache.size + s->work_size);
+    printf("; memory %.1f MB", own / 1e6);
+    if (mapped > 0) printf(" and %.1f MB of files of %.1f MB", mapped / 1e6, (double)s->model.file_bytes / 1e6);
+    printf("; context %d of %d]\n", (int)s->cache.n_tokens, (int)s->cache.most);
+}
+
+/* Writes text; control characters, which could change the terminal, show as ?. */
+static void write_text(const char *text, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        const unsigned char c = (unsigned char)text[i];
+        putchar((c < ' ' && c != '\n' && c != '\t') || c == 127 ? '?' : c);
+    }
+    fflush(stdout);
+}
+
+/* Writes a reply. 0: an error, which was told. */
+static int reply(session *s, size_t n_read, double reading) {
+    const moe_sampling how = {(int)set.greedy, (moe_real)set.temperature, (int)set.top_k, (moe_real)set.top_p};
+    const size_t room = s->has_words ? moe_tokenizer_room(&s->tokenizer) : 1;
+    char *text = (char *)grab(room, 1);
+    moe_decoder decoder;
+    double began = seconds();
+    size_t n = 0;
+    int good = 1;
+    memset(&decoder, 0, sizeof decoder);
+    decoder.tokenizer = &s->tokenizer;
+    decoder.begun = s->chat == NULL; /* text that goes on keeps its space */
+    while (good && n < (size_t)set.tokens && !interrupted) {
+        int32_t id;
+        moe_error error;
+        if (moe_sample(&how, (size_t)s->model.net.d_out, s->logits, &s->rng, s->p, s->order, &id, &error) != MOE_OK) {
+            good = !fail("the next token", error.message);
+            break;
+        }
+        if (s->has_words && moe_tokenizer_is_end(&s->tokenizer, id)) break;
+        n++;
+        if (s->has_words) write_text(text, moe_tokenizer_decode(&decoder, id, text, room));
+        else printf("%s%d", n > 1 ? " " : "", (int)id);
+        fflush(stdout);
+        if (s->cache.n_tokens == s->cache.most) break;
+        good = feed(s, &id, 1) || interrupted;
+    }
+    if (s->has_words) write_text(text, moe_tokenizer_decode(&decoder, -1, text, room));
+    printf("\n");
+    show_numbers(s, n_read, reading, n, seconds() - began);
+    free(text);
+    return good;
+}
+
+/* Adds a message and the opening of the reply to the text of the turn. */
+static moe_status put_message(session *s, const char *message) {
+    moe_status status = MOE_OK;
+    if (s->previous < 0 && set.system != NULL) {
+        status = moe_chat_put(s->chat, MOE_CHAT_SYSTEM, -1, set.system, &s->text);
+        s->previous = MOE_CHAT_SYSTEM;
+    }
+    if (status == MOE_OK) status = moe_chat_put(s->chat, MOE_CHAT_USER, s->previous, message, &s->text);
+    if (status == MOE_OK) status = moe_chat_put(s->chat, MOE_CHAT_ASSISTANT, MOE_CHAT_USER, NULL, &s->text);
+    s->previous = MOE_CHAT_ASSISTANT;
+    return status;
+}
+
+/* The tokens of a message; n = 0: none, and why was told. */
+static int32_t *message_tokens(session *s, const char *message, size_t *n) {
+    int flags = s->cache.n_tokens == 0 ? MOE_TOKENIZER_BOUNDS : 0;
+    const char *text = message;
+    size_t size = strlen(message);
+    if (s->chat != NULL) {
+        const moe_status status = put_message(s, message);
+        if (status != MOE_OK) fail("the message", moe_status_text(status));
+        text = (const char *)s->text.data;
+        size = status == MOE_OK ? s->text.size : 0;
+        flags |= MOE_TOKENIZER_SPECIAL;
+        s->text.size = 0;
+    }
+    return read_tokens(s, text, size, flags, n);
+}
+
+/* One message and its reply. 0: an error, which was told. */
+static int turn(session *s, const char *message) {
+    size_t n;
+    int32_t *ids = message_tokens(s, message, &n);
+    const double began = seconds();
+    int good;
+    interrupted = 0;
+    if (n > s->cache.most - s->cache.n_tokens && s->cache.n_tokens > 0) {
+        printf("(the context is full: the conversation begins anew)\n");
+        free(ids);
+        s->cache.n_tokens = 0;
+        s->previous = -1;
+        ids = message_tokens(s, message, &n);
+    }
+    good = n > 0 && feed(s, ids, n);
+    free(ids);
+    if (n == 0) return 0;
+    if (good) good = reply(s, n, seconds() - began);
+    else if (interrupted) good = 1;
+    /* what closes the reply comes with the next message */
+    if (s->chat != NULL) {
+        moe_stream stream = moe_buffer_stream(&s->text);
+        const char *after = s->chat->after[MOE_CHAT_ASSISTANT];
+        (void)stream.write(stream.ctx, after, strlen(after));
+    }
+    return good;
+}
+
+/* Reads a line; NULL: the input ended. Ctrl-C gives an empty line. */
+static char *read_line(char *line) {
+    size_t n;
+    interrupted = 0;
+    if (isatty(0)) printf("> ");
+    fflush(stdout);
+    errno = 0;
+    if (fgets(line, LINE_MOST, stdin) == NULL) {
+        if (!interrupted) return NULL;
+        clearerr(stdin);
+        printf("\n(Ctrl-D ends the program)\n");
+        line[0] = '\0';
+        return line;
+    }
+    n = strlen(line);
+    while (n > 0 && (line[n - 1] == '\n' || line[n - 1] == '\r')) line[--n] = '\0';
+    return line;
+}
+
+static int talk(session *s) {
+    static char line[LINE_MOST];
+    if (set.prompt != NULL) {
+        const int good = turn(s, set.prompt);
+        return !good;
+    }
+    while (read_line(line) != NULL)
+        if (line[0] != '\0') (void)turn(s, line);
+    printf("\n");
+    return 0;
+}
+
+/* ---- the report ---- */
+
+static const char **layer_names(void) {
+    const char **names = (const char **)report_grab(record.n_layers + 1, sizeof *names);
+    for (size_t i = 0; i < record.n_layers; i++) {
+        char name[32];
+        sprintf(name, "layer %d", (int)i + 1);
+        names[i] = report_text(name);
+    }
+    return names;
+}
+
+/* The text of a token by itself. */
+static const char *token_text(const session *s, int32_t id) {
+    const size_t room = s->has_words ? moe_tokenizer_room(&s->tokenizer) + 1 : 16;
+    char *text = (char *)report_grab(room, 1);
+    moe_decoder decoder;
+    size_t n;
+    if (!s->has_words) {
+        sprintf(text, "%d ", (int)id);
+        return text;
+    }
+    memset(&decoder, 0, sizeof decoder);
+    decoder.tokenizer = &s->tokenizer;
+    decoder.flags = MOE_TOKENIZER_SPECIAL;
+    decoder.begun = 1;
+    n = moe_tokenizer_decode(&decoder, id, text, room - 1);
+    (void)moe_tokenizer_decode(&decoder, -1, text + n, room - 1 - n);
+    return text;
+}
+
+static void report_text_by_expert(const session *s) {
+    moe_figure *f = report_add(MOE_FIGURE_TOKENS, "The text by expert", record.n_layers, record.n);
+    int32_t *experts = (int32_t *)report_grab(record.n_layers * record.n + 1, sizeof *experts);
+    double *weights = (double *)report_grab(record.n_layers * record.n + 1, sizeof *weights);
+    const char **names = (const char **)report_grab(record.n + 1, sizeof *names);
+    for (size_t i = 0; i < record.n_layers; i++)
+        for (size_t t = 0; t < record.n; t++) {
+            experts[i * record.n + t] = record.layers[i].first[t];
+            weights[i * record.n + t] = (double)record.layers[i].weight[t];
+        }
+    for (size_t t = 0; t < record.n; t++) names[t] = token_text(s, record.ids[t]);
+    f->experts = experts;
+    f->values = weights;
+    f->column_names = names;
+    f->row_names = layer_names();
+    f->caption = "Under each token the expert that it goes to first, in every layer.";
+}
+
+/* Entropies and balance of every layer. */
+static void report_entropies(void) {
+    static const char *const columns[] = {"experts",  "per token", "H_b (nats)", "H_e (nats)", "H_load (nats)",
+                                          "most (nats)", "max load / mean"};
+    enum { COLUMNS = sizeof columns / sizeof *columns };
+    double *values = (double *)report_grab(record.n_layers * COLUMNS + 1, sizeof *values), *v = values;
+    moe_figure *f = report_add(MOE_FIGURE_TABLE, "Entropies of every layer", record.n_layers, COLUMNS);
+    for (size_t i = 0; i < record.n_layers; i++, v += COLUMNS) {
+        moe_report r;
+        if (moe_metrics_report(&record.layers[i].metrics, &r) != MOE_OK) continue;
+        v[0] = (double)r.n_experts;
+        v[1] = r.experts_per_token;
+        v[2] = r.confidence_entropy;
+        v[3] = r.usage_entropy;
+        v[4] = r.load_entropy;
+        v[5] = log((double)r.n_experts);
+        v[6] = r.load_max_over_mean;
+    }
+    f->values = values;
+    f->column_names = columns;
+    f->row_names = layer_names();
+    f->decimals = 3;
+    f->caption = "H_b: how undecided the router is about a token; H_e and H_load: how evenly gate and load use the "
+                 "experts; most: the entropy of an even load.";
+}
+
+static void report_load(void) {
+    size_t widest = 0;
+    double *shares;
+    moe_figure *f;
+    for (size_t i = 0; i < record.n_layers; i++)
+        if (record.layers[i].metrics.n_experts > widest) widest = record.layers[i].metrics.n_experts;
+    shares = (double *)report_grab(record.n_layers * widest + 1, sizeof *shares);
+    f = report_add(MOE_FIGURE_HEAT, "Load by layer and expert", record.n_layers, widest);
+    for (size_t i = 0; i < record.n_layers; i++) {
+        const moe_metrics *m = &record.layers[i].metrics;
+        for (size_t e = 0; e < m->n_experts && m->n_tokens > 0; e++)
+            shares[i * widest + e] = 100 * m->load[e] / m->n_tokens;
+    }
+    f->values = shares;
+    f->row_names = layer_names();
+    f->column_label = "expert";
+    f->value_label = "% of tokens";
+    for (size_t i = 0; i < record.n_layers && report_n < REPORT_MOST; i++) {
+        moe_report r;
+        char title[64];
+        if (moe_metrics_report(&record.layers[i].metrics, &r) != MOE_OK) continue;
+        sprintf(title, "Layer %d: load", (int)i + 1);
+        (void)report_take(moe_figure_load(&r), title);
+    }
+}
+
+static int write_report(const session *s) {
+    if (report_path == NULL) return 0;
+    if (record.n == 0) return fail("--report", "no token was read");
+    report_text_by_expert(s);
+    report_entropies();
+    report_load();
+    return report_write_added("chat", "What the experts of a model did");
+}
+
+/* ---- opening a model ---- */
+
+/* Whether the model is a folder without tokenizer.json. */
+static int lacks_words(void) {
+    char path[1100];
+    FILE *f;
+    if (strlen(set.model) > 1000) return 0;
+    sprintf(path, "%s/config.json", set.model);
+    f = fopen(path, "rb");
+    if (f == NULL) return 0;
+    fclose(f);
+    sprintf(path, "%s/tokenizer.json", set.model);
+    f = fopen(path, "rb");
+    if (f != NULL) fclose(f);
+    return f == NULL;
+}
+
+static int open_words(session *s) {
+    moe_error error;
+    const moe_status status = moe_import_tokenizer(&s->tokenizer, set.model, NULL, &error);
+    s->has_words = status == MOE_OK;
+    if (status == MOE_ERR_NOT_FOUND || (status != MOE_OK && lacks_words())) {
+        printf("(the model has no vocabulary: token ids are read and written)\n");
+        return 0;
+    }
+    if (status != MOE_OK) return fail("the vocabulary", error.message);
+    s->chat = set.plain ? NULL : moe_chat_find(&s->tokenizer);
+    if (s->chat == NULL && !set.plain)
+        printf("(the model has %s: its text is continued)\n",
+               s->tokenizer.chat_template != NULL ? "an unknown chat template" : "no chat template");
+    return 0;
+}
+
+static int open_model(session *s) {
+    static const char *const names[MOE_KERNELS_COUNT] = {"auto", "c", "avx2", "avx512", "neon", "wasm"};
+    moe_import_options o;
+    moe_error error;
+    size_t bytes;
+    void *memory;
+    size_t context;
+    memset(&o, 0, sizeof o);
+    o.exact = (int)set.exact;
+    o.context = (int)set.context;
+    o.top_k = (int)set.experts;
+    while (o.kernels < MOE_KERNELS_COUNT && strcmp(names[o.kernels], set.kernels) != 0) o.kernels++;
+    if (o.kernels == MOE_KERNELS_COUNT) return fail(set.kernels, "--kernels takes auto, c, avx2, avx512, neon, wasm");
+    if (!set.from_disk) o.memory = machine_memory();
+    if (moe_import_model(&s->model, set.model, &o, NULL, &error) != MOE_OK) {
+        fail(error.message, error.code == MOE_ERR_MEMORY && o.memory > 0 ? "--from-disk runs it nevertheless" : "");
+        return 1;
+    }
+    if (open_words(s)) return 1;
+    context = set.context > 0 ? (size_t)set.context : s->model.context > 0 ? (size_t)s->model.context : 4096;
+    if (set.context == 0 && context > 4096) context = 4096;
+    if (moe_net_decode_size(&s->model.net, context, BATCH, &bytes, &s->work_size, &error) != MOE_OK)
+        return fail(set.model, error.message);
+    memory = malloc(bytes);
+    s->work = malloc(s->work_size);
+    if (memory == NULL || s->work == NULL) return fail("there is not enough memory", "--context N takes less");
+    if (moe_net_cache_init(&s->cache, &s->model.net, context, memory, bytes, &error) != MOE_OK)
+        return fail(set.model, error.message);
+    s->p = (moe_real *)grab((size_t)s->model.net.d_out, sizeof *s->p);
+    s->order = (int32_t *)grab((size_t)s->model.net.d_out, sizeof *s->order);
+    if (report_path != NULL) record_begin(&s->model.net);
+    return 0;
+}
+
+static void close_model(session *s) {
+    for (size_t i = 0; i < record.n_layers; i++) free(record.layers[i].metrics.load);
+    free(record.layers);
+    free(s->cache.memory);
+    free(s->work);
+    free(s->p);
+    free(s->order);
+    moe_buffer_free(&s->text);
+    moe_tokenizer_free(&s->tokenizer);
+    moe_import_free(&s->model);
+}
+
+int main(int count, char **words) {
+    static session s;
+    int failed;
+    if (count > 1 && (strcmp(words[1], "-h") == 0 || strcmp(words[1], "--help") == 0)) return show_help();
+    failed = read_options(count, words);
+    if (failed) return failed;
+    if (report_refused() != NULL) return fail(report_path, report_refused());
+    s.previous = -1;
+    moe_rng_seed(&s.rng, (uint64_t)set.seed);
+    s.parallel = start_threads();
+    failed = open_model(&s);
+    if (!failed) {
+        printf("%s: %s, %d blocks, %d tokens of vocabulary, %.1f MB\n", set.model, s.model.architecture,
+               s.model.n_blocks, s.model.vocabulary, (double)s.model.file_bytes / 1e6);
+        catch_interrupts();
+        failed = talk(&s);
+        if (!failed) failed = write_report(&s);
+    }
+    close_model(&s);
+    return failed;
+}

@@ -1,0 +1,120 @@
+#!/bin/sh
+# Tests examples/chat.c on a small model with a vocabulary, and without: replies, options, the
+# report, Ctrl-C, and what is wrong with arguments and files is said. sh
+# tests/examples/examples_chat.sh [-v] [WORD], as tests/port/headers.sh.
+
+LC_ALL=C
+export LC_ALL
+unset CDPATH
+caller=$PWD
+cd -- "$(dirname -- "$0")/../.." || exit 1
+root=$PWD
+. tests/setup.sh
+. tests/checks.sh
+
+prepare() {
+    # CC may hold several words.
+    # shellcheck disable=SC2086
+    $CC $(strict_flags "$CC") -O1 -DMOE_NO_SIMD -I"$root" examples/chat.c -o "$prepared/chat" -lm -pthread || return 1
+    python3 tests/examples/chat_model.py "$prepared/model.gguf" || return 1
+    python3 tests/examples/chat_model.py "$prepared/plain.gguf" --no-words || return 1
+    head -c 30000 "$prepared/model.gguf" >"$prepared/short.gguf"
+    mkdir -p "$prepared/empty"
+}
+
+plan() {
+    cat <<'TEXT'
+prompt
+repeats
+conversation
+numbers
+report
+fewer
+interrupt
+help
+refused -h_lists --fast
+refused needs_a_value model.gguf --seed
+refused must_be model.gguf --top-p 2
+refused which_model
+refused cannot_open none.gguf --prompt x
+refused short.gguf short.gguf --prompt x
+refused cannot_open empty --prompt x
+refused write_token_ids plain.gguf --prompt words
+refused context_is_full model.gguf --prompt abcdefghijkl --context 8
+refused --kernels model.gguf --kernels fast
+TEXT
+}
+
+chat() { "$prepared/chat" "$@"; }
+
+prompt() {
+    run chat "$prepared/model.gguf" --prompt hello --tokens 12 --system kind >said || return 1
+    grep -q 'llama, 2 blocks, 261 tokens of vocabulary' said && grep -q '^\[read .* wrote .* memory .*\]$' said
+}
+
+# The same seed writes the same, another one does not; threads change no bit.
+repeats() {
+    for way in '--seed 5' '--seed 5 --threads 3' '--seed 6' '--greedy' '--greedy --seed 6'; do
+        # shellcheck disable=SC2086
+        run chat "$prepared/model.gguf" --prompt hello --tokens 20 $way | sed '/^\[read/d' >said || return 1
+        cksum <said >>sums
+    done
+    awk '{ sum[NR] = $1 } END { exit !(sum[1] == sum[2] && sum[1] != sum[3] && sum[4] == sum[5]) }' sums
+}
+
+# A second message continues; a full context begins anew.
+conversation() {
+    printf 'hello\n\nand more\nagain\nonce more\n' >lines
+    run chat "$prepared/model.gguf" --tokens 30 --context 120 --seed 3 <lines >said || return 1
+    [ "$(grep -c '^\[read' said)" -eq 4 ] && grep -q 'begins anew' said
+}
+
+numbers() {
+    run chat "$prepared/plain.gguf" --prompt '1, 2 260' --tokens 5 --greedy >said || return 1
+    grep -q 'no vocabulary' said && grep -qx '[0-9]* [0-9]* [0-9]* [0-9]* [0-9]*' said
+}
+
+report() {
+    run chat "$prepared/model.gguf" --prompt 'hello there' --tokens 12 --report page.html >said || return 1
+    for part in 'The text by expert' 'Entropies of every layer' 'Load by layer and expert' 'Layer 2: load'; do
+        grep -q "$part" page.html || return 1
+    done
+}
+
+fewer() {
+    run chat "$prepared/model.gguf" --prompt hello --tokens 4 --experts 1 --exact --report - >said || return 1
+    grep -q '^layer 2 *4.000 *1.000' said || grep -q 'layer 2.* 1.000' said
+}
+
+# The first interrupt ends the reply, the next message still gets one.
+interrupt() {
+    mkfifo lines
+    "$prepared/chat" "$prepared/model.gguf" --tokens 200 --context 2000 --seed 3 <lines >said 2>&1 &
+    pid=$!
+    exec 3>lines
+    echo first >&3
+    until grep -q '^\[read' said; do sleep 0.1; done
+    kill -INT $pid
+    sleep 0.2
+    kill -0 $pid || return 1
+    echo second >&3
+    exec 3>&-
+    wait $pid && [ "$(grep -c '^\[read' said)" -eq 2 ] && return 0
+    cat said
+    return 1
+}
+
+help() { run chat -h >said && grep -q 'Ctrl-C ends a reply' said && grep -q -- '--experts' said; }
+
+refused() { # what it says, with _ for spaces; arguments, files of which lie among those prepared
+    wanted=$(echo "$1" | tr _ ' ')
+    shift
+    (cd "$prepared" && ./chat "$@" >"$prepared/out" 2>&1 </dev/null)
+    status=$?
+    [ "$status" -ne 0 ] && [ "$status" -lt 3 ] && grep -q -- "$wanted" "$prepared/out" && return 0
+    echo "status $status"
+    cat "$prepared/out"
+    return 1
+}
+
+run_checks "$@"
