@@ -693,7 +693,9 @@ typedef struct moe_layer {
     const void *packed[MOE_LAYER_PARAMETER_COUNT];
     int packed_type;                          /* MOE_TYPE_ of packed */
     /* by index, set by the caller for experts' matrices that lie in another program's file and are
-       read there instead of the tensor: [E], one for each expert, else [1]. For inference only */
+       read there instead of the tensor: [E], one for each expert, else [1]. For inference without a
+       transport. A layer that has any reads no packed weights; ask for the size of the workspace
+       again */
     const moe_external *external[MOE_LAYER_PARAMETER_COUNT];
     int is_packed;                            /* 1: moe_layer_pack was called */
     moe_real *memory;         /* owned by the layer if made by create, else NULL */
@@ -4463,10 +4465,23 @@ static const moe_real *moei_block(const moei_expert_run *run, int index, size_t 
     return values == NULL ? NULL : values + run->expert * size;
 }
 
+/* Whether matrices lie in files: 2 if products quantize activations, else 1. */
+static int moei_has_external(const moe_layer *layer) {
+    int has = 0, i;
+    size_t e;
+    for (i = MOE_EXPERTS_GATE; i < MOE_LAYER_PARAMETER_COUNT; i++) {
+        const moe_external *w = layer->external[i];
+        has = has || w != NULL;
+        for (e = i < MOE_SHARED_GATE ? (size_t)MOEI_REAL_EXPERTS(&layer->config.router) : 1; w != NULL && e-- > 0;)
+            if (moei_external_quantizes(w + e)) return 2;
+    }
+    return has;
+}
+
 /* Whether a call reads packed weights. Training reads the tensors, which it changes, and so do
    calls that keep all rows. */
 static int moei_uses_packed(const moe_layer *layer, const moe_call *call) {
-    return layer->is_packed && !call->training && !call->keep;
+    return layer->is_packed && !call->training && !call->keep && !moei_has_external(layer);
 }
 
 /* Columns j .. j + count of the result of a product with packed weights. The rest of the last panel
@@ -4493,6 +4508,12 @@ static void moei_packed_product(const moei_expert_run *run, const moei_step *ste
                       run->ld[step->from], b, out, ld);
 }
 
+/* The matrix of a step in a file, or NULL. */
+static const moe_external *moei_step_in_file(const moei_expert_run *run, const moei_step *step) {
+    const moe_external *external = run->layer->external[step->weight];
+    return external != NULL ? external + run->expert : NULL;
+}
+
 #ifndef MOE_NO_QUANT
 /* Quantizes rows from .. to of what the products of a stage read; x only for the first stage that
    reads it. */
@@ -4503,10 +4524,18 @@ static void moei_quantize_stage(const moei_expert_run *run, int stage, unsigned 
         const moei_step *step = &run->kind->steps[i];
         size_t width = run->width[step->from], ld = run->ld[step->from], size;
         int which = step->from != MOEI_X;
+        const moe_external *external;
         if (step->op != MOEI_STEP_MATMUL || step->stage > stage || !(mask >> step->to & 1u)) continue;
+        external = moei_step_in_file(run, step);
+        if (!run->packed && (external == NULL || !moei_external_quantizes(external))) continue;
         if (done[which] || (step->stage < stage && which)) continue;
         done[which] = 1;
         if (step->stage < stage) continue; /* x was quantized for that stage */
+        if (!run->packed) {
+            moei_external_quantize(layer->kernels, to - from, width, run->activation[step->from] + from * ld, ld,
+                                   run->quantized[which] + from * moei_external_row_size(width));
+            continue;
+        }
         size = moe_quantized_row_size(layer->packed_type, width);
         moe_rows_quantize(layer->kernels, layer->packed_type, to - from, width, run->activation[step->from] + from * ld,
                           ld, run->quantized[which] + from * size);
@@ -4520,10 +4549,11 @@ static void moei_matmul_columns(const moei_expert_run *run, const moei_step *ste
     size_t from = run->width[step->from], to = run->width[step->to];
     size_t ld = run->ld[step->to], i;
     const moe_real *in = run->activation[step->from], *bias = moei_block(run, step->bias, to);
-    const moe_external *external = run->layer->external[step->weight];
+    const moe_external *external = moei_step_in_file(run, step);
     moe_real *out = run->activation[step->to] + j;
     if (external != NULL)
-        moe_matmul_external(k, external + run->expert, j, run->n, count, from, in, run->ld[step->from], NULL, out, ld);
+        moei_external_columns(k, external, j, run->n, count, from, in, run->ld[step->from],
+                              run->quantized[step->from != MOEI_X], out, ld);
     else if (run->packed) moei_packed_product(run, step, j, count);
     else
         moe_matmul(k, MOE_MATMUL_NT, MOE_TYPE_REAL, run->n, count, from, in, run->ld[step->from],
@@ -4799,11 +4829,16 @@ static void moei_take_quantized(const moe_layer *layer, moei_layout *l, size_t r
     const moe_layer_config *c = &layer->config;
     int hidden = c->d_ff > c->d_low ? c->d_ff : c->d_low, all = c->n_shared * c->d_shared;
     int widest = c->router.d_model > c->d_latent ? c->router.d_model : c->d_latent;
-    if (!layer->is_packed || !moei_is_quantized(layer->packed_type)) return;
+    const int external = moei_has_external(layer);
+    int i;
+    if (external == 1 || (external == 0 && (!layer->is_packed || !moei_is_quantized(layer->packed_type)))) return;
     if (hidden < all) hidden = all;
     if (rows < n) rows = n;
-    p->quantized_size[0] = moe_quantized_row_size(layer->packed_type, (size_t)widest);
-    p->quantized_size[1] = moe_quantized_row_size(layer->packed_type, (size_t)hidden);
+    for (i = 0; i < 2; i++) {
+        const size_t width = (size_t)(i == 0 ? widest : hidden);
+        p->quantized_size[i] =
+            external ? moei_external_row_size(width) : moe_quantized_row_size(layer->packed_type, width);
+    }
     if (p->quantized_size[0] == 0 || p->quantized_size[1] == 0) l->overflow = 1;
     p->quantized[0] = (unsigned char *)moei_take(l, rows, p->quantized_size[0]);
     p->quantized[1] = (unsigned char *)moei_take(l, rows, p->quantized_size[1]);
@@ -4848,8 +4883,8 @@ static void moei_layer_layout(const moe_layer *layer, const moei_expert_run *run
         moei_take_activations(&shared, l, n, training, p->shared);
         p->shared_factor = moei_take_reals(l, n, 1);
     }
-    if (!training && layer->is_packed)
-        moei_take_quantized(layer, l, rows, n, p); /* calls that keep rows never quantize */
+    /* calls that keep rows never quantize for packed weights */
+    if (!training || moei_has_external(layer)) moei_take_quantized(layer, l, rows, n, p);
     if (!training) return;
     p->d_rows = moei_take_lines(layer, l, rows, stride);
     moei_take_activations(run, l, rows, 1, p->d_node);
@@ -4990,10 +5025,10 @@ static moei_task moei_task_begin(const moe_layer *layer, moe_layer_pass *p, int 
     task.room = SIZE_MAX;
     task.keeps = moei_keeps(&p->call);
     task.run = *run;
-    task.run.packed = layer->is_packed && !task.keeps;
+    task.run.packed = moei_uses_packed(layer, &p->call);
     if (task.keeps) task.run.ld[MOE_NODE_OUTPUT] = task.run.width[MOE_NODE_OUTPUT];
 #ifndef MOE_NO_QUANT
-    task.quantizes = task.run.packed && moei_is_quantized(layer->packed_type);
+    task.quantizes = (task.run.packed && moei_is_quantized(layer->packed_type)) || moei_has_external(layer) == 2;
 #endif
     task.mask = kind == MOEI_RUN_SCORED ? run->for_score : run->needed;
     if (kind != MOEI_RUN_CHOSEN) return task;
@@ -5533,8 +5568,10 @@ static moe_status moei_layer_call_check(const moe_layer *layer, const moei_exper
         return moei_error(call->error, MOE_ERR_OVERFLOW, "call.n_tokens = %z: too many", call->n_tokens);
     if (call->n_tokens > 0 && call->x == NULL) return moei_error(call->error, MOE_ERR_ARGUMENT, "call.x is NULL");
     for (i = 0; i < MOE_LAYER_PARAMETER_COUNT; i++) {
-        if (moei_parameter_is_set(i, layer->present, layer->tensors[i])) continue;
-        if (layer->external[i] != NULL && !call->training) continue;
+        if (layer->external[i] != NULL && call->training)
+            return moei_error(call->error, MOE_ERR_UNSUPPORTED,
+                              "%s lies in a file (layer.external): it cannot be trained", moei_layer_parameter_name(i));
+        if (layer->external[i] != NULL || moei_parameter_is_set(i, layer->present, layer->tensors[i])) continue;
         if (layer->packed[i] != NULL && moei_uses_packed(layer, call)) continue;
         return moei_error(call->error, MOE_ERR_ARGUMENT, "%s is not set: layer.tensors[%d] is NULL",
                           moei_layer_parameter_name(i), i);

@@ -516,6 +516,10 @@ typedef void moe_quantize_fn(int type, size_t m, size_t inner, const moe_real *x
 /* out[count][16] = the values of count steps [count][16] of a panel of MOE_TYPE_F16 or
    MOE_TYPE_BF16, exactly. packed needs no alignment. */
 typedef void moe_widen_fn(int type, size_t count, const void *packed, moe_real *out);
+/* One or two panels of weights that moe_matmul_external has unpacked to bytes, times quantized
+   rows. */
+struct moei_code_panels;
+typedef void moei_unpacked_fn(const struct moei_code_panels *p);
 
 /* Activations. Columns: private functions of one number: act(x), dy act'(x). */
 #define MOE_ACTS(X) \
@@ -569,10 +573,12 @@ typedef struct moe_kernels {
     /* may be NULL with MOE_NO_TRAIN */
     void (*adamw)(const moe_adamw_step *step, size_t n, const moe_real *gradient, moe_real *m, moe_real *v,
                   moe_real *w);
-    /* NULL for types that are not quantized; with MOE_NO_QUANT these and quantize are all NULL */
+    /* NULL for types that are not quantized; with MOE_NO_QUANT these, quantize and unpacked are
+       NULL */
     moe_quantized_fn *quantized[MOE_TYPE_COUNT];
     moe_quantize_fn *quantize;
     moe_widen_fn *widen;
+    moei_unpacked_fn *unpacked;
 } moe_kernels;
 
 /* The table for want (MOE_KERNELS_...), or NULL if it is not compiled in or the machine cannot run
@@ -760,6 +766,15 @@ typedef struct moe_external_type {
        of block. k is a table, not NULL. */
     void (*unpack)(const moe_kernels *k, const moe_external *w, size_t row, size_t from, size_t count,
                    moe_real *values);
+    /* numbers that share a scale, 32 or 16, for products with quantized activations; 0: there are
+       none, and fill is NULL */
+    int group;
+    int minima; /* 1: a value is scale * code - minimum, 0: scale * code */
+    /* The same elements of 16 rows, the last one again for those from row + rows on, as a panel:
+         codes [count/4][16][4]             code + 128
+         scales, minima [count/group][16]   minima: only if the type has them */
+    void (*fill)(const moe_kernels *k, const moe_external *w, size_t row, size_t rows, size_t from, size_t count,
+                 unsigned char *codes, moe_real *scales, moe_real *minima);
 } moe_external_type;
 
 /* Where a matrix lies; the bytes are the caller's and stay there. Element (j,p) is number
@@ -2371,10 +2386,12 @@ static moe_widen_fn moei_widen_c;
 #ifndef MOE_NO_QUANT
 static moe_quantized_fn moei_q8_c, moei_q8_block_c, moei_q4_c;
 static moe_quantize_fn moei_quantize_c;
+static moei_unpacked_fn moei_unpacked_c;
 #define MOEI_QUANT_ENTRIES(set, widen) \
-    {NULL, NULL, NULL, moei_q8_##set, moei_q8_block_##set, moei_q4_##set}, moei_quantize_##set, widen
+    {NULL, NULL, NULL, moei_q8_##set, moei_q8_block_##set, moei_q4_##set}, moei_quantize_##set, widen, \
+        moei_unpacked_##set
 #else
-#define MOEI_QUANT_ENTRIES(set, widen) {NULL}, NULL, widen
+#define MOEI_QUANT_ENTRIES(set, widen) {NULL}, NULL, widen, NULL
 #endif
 
 /* A separate array: the linker keeps all texts of an array of texts when one is used. */
@@ -4414,6 +4431,36 @@ static void moei_quant_c(int type, size_t m, size_t panels, size_t inner, const 
                              (const unsigned char *)packed + j * panel_stride, c + i * ldc + j * MOEI_PANEL);
 }
 
+/* C[m][16 panels] = (load ? C : 0) + the sum over groups of (sum over the codes of a group) *
+   (scale of the weights * scale of the row). A group has `lines` lines of 64 bytes, 4 or 8. */
+typedef struct moei_code_panels {
+    size_t m, panels, groups, lines, row_size, ldc;
+    const unsigned char *rows, *scales, *starts; /* of the first row: int8, scales, initial sums */
+    const unsigned char *codes[2];
+    const moe_real *weight_scales[2]; /* [groups][16] */
+    moe_real *c;
+    int load;
+} moei_code_panels;
+
+static void moei_unpacked_c(const moei_code_panels *p) {
+    size_t i, g, j, panel;
+    for (panel = 0; panel < p->panels; panel++)
+        for (i = 0; i < p->m; i++) {
+            const unsigned char *row = p->rows + i * p->row_size, *line = p->codes[panel];
+            moe_real *c = p->c + i * p->ldc + panel * MOEI_PANEL;
+            for (j = 0; j < MOEI_PANEL && !p->load; j++) c[j] = 0;
+            for (g = 0; g < p->groups; g++, row += 4 * p->lines, line += p->lines * MOEI_LINE) {
+                const moe_real scale = moei_get_real(p->scales + i * p->row_size + g * sizeof scale);
+                const moe_real *w_scale = p->weight_scales[panel] + g * MOEI_PANEL;
+                int32_t sum[MOEI_PANEL], start;
+                memcpy(&start, p->starts + i * p->row_size + g * 4, sizeof start);
+                for (j = 0; j < MOEI_PANEL; j++) sum[j] = start;
+                moei_sum_c(0, p->lines, (const signed char *)row, line, sum);
+                for (j = 0; j < MOEI_PANEL; j++) MOEI_ADD_TO(c[j], (moe_real)sum[j], w_scale[j] * scale);
+            }
+        }
+}
+
 /* The three entries of a table, from an instruction set's function for all types. */
 #define MOEI_QUANT_FUNCTION(name, set, target, type) \
     target static void moei_##name##_##set(size_t m, size_t panels, size_t inner, const void *rows, size_t row_size, \
@@ -4445,7 +4492,9 @@ typedef struct moei_quant_tile {
     float *part;
     size_t row_size, ldc[2];
     size_t groups, lines; /* groups with a scale; lines of 64 bytes per group */
+    size_t scale_size;    /* bytes of a weight's scale */
     int half;             /* the weights' scales are 16-bit floats, else float */
+    int whole;            /* one group: the row */
     int load;             /* adds to C */
 } moei_quant_tile;
 
@@ -4468,6 +4517,8 @@ static void moei_quant_tiles(int type, size_t wide, size_t most, moei_tile_fn *t
     t.row_size = row_size;
     t.ldc[0] = ldc;
     t.half = type != MOE_TYPE_Q8;
+    t.whole = type == MOE_TYPE_Q8;
+    t.scale_size = t.half ? 2 : sizeof(float);
     for (p = 0; p < inner; p += piece) { /* more than one piece only in Q8 beyond MOEI_SUM_LIMIT */
         const unsigned char *row = (const unsigned char *)rows, *panel = (const unsigned char *)packed;
         const size_t length = shape.codes - p < piece ? shape.codes - p : piece;
@@ -4495,6 +4546,43 @@ static void moei_quant_tiles(int type, size_t wide, size_t most, moei_tile_fn *t
                 t.c[0] += count * ldc;
                 t.c[1] += count * t.ldc[1];
             }
+        }
+    }
+}
+
+/* The same for codes. Panels that are added to begin with C in place of zeros. */
+static void moei_code_tiles(size_t wide, size_t most, moei_tile_fn *tile, const moei_code_panels *p) {
+    float spare[MOEI_PANEL], part[12 * 2 * MOEI_PANEL];
+    moei_quant_tile t;
+    size_t i, j, count;
+    memset(&t, 0, sizeof t);
+    t.part = part;
+    t.row_size = p->row_size;
+    t.ldc[0] = p->ldc;
+    t.scale_size = sizeof(float);
+    t.groups = p->groups;
+    t.lines = p->lines;
+    t.load = p->load;
+    for (j = 0; j < p->panels; j += wide) {
+        const size_t next = wide > 1 && j + 1 < p->panels ? 1 : 0;
+        t.ldc[1] = next * p->ldc;
+        t.w[0] = p->codes[j];
+        t.w[1] = p->codes[j + next];
+        t.w_scale[0] = (const unsigned char *)p->weight_scales[j];
+        t.w_scale[1] = (const unsigned char *)p->weight_scales[j + next];
+        t.c[0] = p->c + j * MOEI_PANEL;
+        t.c[1] = next ? t.c[0] + MOEI_PANEL : spare;
+        t.a = p->rows;
+        t.scale = p->scales;
+        t.start = p->starts;
+        for (i = p->m; i > 0; i -= count) {
+            count = i >= most ? most : i >= 8 ? 8 : i > 4 ? (i + 1) / 2 : i;
+            tile(0, count, &t);
+            t.a += count * p->row_size;
+            t.scale += count * p->row_size;
+            t.start += count * p->row_size;
+            t.c[0] += count * p->ldc;
+            t.c[1] += count * t.ldc[1];
         }
     }
 }
@@ -4607,17 +4695,19 @@ MOEI_AVX2_F16C MOEI_INLINE void moei_nibble_tile_avx2(int q4, int rows, size_t s
     const unsigned char *w_scale = t->w_scale[0] + (t->half ? 16 : 32) * side;
     const unsigned char *start = t->start, *scale = t->scale;
     const size_t row = t->row_size, ldc = t->ldc[0];
-    const size_t groups = t->groups, blocks = q4 || t->half ? 1 : t->lines / 8;
-    const size_t ld = groups > 1 ? 8 : ldc;
+    const size_t groups = t->groups, blocks = t->whole ? t->lines / 8 : 1;
+    const size_t ld = groups > 1 ? 8 : ldc, lines = t->whole ? 8 : t->lines;
     float *c = t->c[0] + 8 * side, *to = groups > 1 ? t->part : c;
-    const int half = t->half;
+    const int half = t->half, whole = t->whole;
     size_t group, block, p;
     int keep = t->load, i;
-    for (group = 0; group < groups; group++, w_scale += 2 * MOEI_PANEL, start += 4, scale += 4) {
+    for (i = 0; i < rows && keep && groups > 1; i++)
+        memcpy(to + (size_t)i * ld, c + (size_t)i * ldc, 8 * sizeof *c);
+    for (group = 0; group < groups; group++, w_scale += t->scale_size * MOEI_PANEL, start += 4, scale += 4) {
         __m256 w_scales;
         __m256i total0 = moei_splat_avx2(start), total1 = total0;
         __m256i total2 = total0, total3 = total0;
-        if (!half) {
+        if (whole) {
             MOEI_EACH_4(MOEI_START, avx2)
         }
         for (block = 0; block < blocks; block++, a0 += q4 ? 16 : 0) {
@@ -4625,13 +4715,13 @@ MOEI_AVX2_F16C MOEI_INLINE void moei_nibble_tile_avx2(int q4, int rows, size_t s
             moei_uint16x16 s10 = zero, s11 = zero;
             moei_uint16x16 s20 = zero, s21 = zero;
             moei_uint16x16 s30 = zero, s31 = zero;
-            for (p = 0; p < (q4 ? 4 : 8); p++, a0 += 4, w += MOEI_LINE) {
+            for (p = 0; p < (q4 ? 4 : lines); p++, a0 += 4, w += MOEI_LINE) {
                 const __m256i v = MOEI_LOAD_256(w), y0 = _mm256_and_si256(v, mask);
                 const __m256i y1 = _mm256_and_si256(_mm256_srli_epi16(v, 4), mask);
                 a3 = a0 + 3 * row;
                 MOEI_EACH_4(MOEI_NIBBLES, avx2)
             }
-            if (half) {
+            if (!whole) {
                 MOEI_EACH_4(MOEI_START, avx2)
             }
             MOEI_EACH_4(MOEI_TOTAL, avx2)
@@ -4664,6 +4754,8 @@ static void moei_quant_avx2(int type, size_t m, size_t panels, size_t inner, con
                             const void *packed, size_t panel_stride, float *c, size_t ldc) {
     moei_quant_tiles(type, 1, 4, moei_quant_rows_avx2, m, panels, inner, rows, row_size, packed, panel_stride, c, ldc);
 }
+
+static void moei_unpacked_avx2(const moei_code_panels *p) { moei_code_tiles(1, 4, moei_quant_rows_avx2, p); }
 
 MOEI_QUANT_FUNCTIONS(avx2, )
 
@@ -4791,6 +4883,10 @@ MOEI_AVX2 static void moei_quantize_avx2(int type, size_t m, size_t inner, const
         size_t group, p; \
         const int half = t->half; \
         int keep = t->load, i; \
+        for (i = 0; i < rows && keep && groups > 1; i++) { \
+            memcpy(to0 + (size_t)i * ld0, c0 + (size_t)i * ldc0, lanes * sizeof *c0); \
+            memcpy(to1 + (size_t)i * ld1, c1 + (size_t)i * ldc1, lanes * sizeof *c1); \
+        } \
         for (group = 0; group < groups; group++, scale += 4, start += 4) { \
             EACH(MOEI_DOT_START, set) \
             u00 = u01 = u10 = u11 = zero; \
@@ -4815,8 +4911,8 @@ MOEI_AVX2 static void moei_quantize_avx2(int type, size_t m, size_t inner, const
                 const FLOATS scale0 = moei_w_scale_##set(half, w_scale0), scale1 = moei_w_scale_##set(half, w_scale1); \
                 EACH(MOEI_DOT_FINISH, set) \
             } \
-            w_scale0 += 2 * MOEI_PANEL; \
-            w_scale1 += 2 * MOEI_PANEL; \
+            w_scale0 += t->scale_size * MOEI_PANEL; \
+            w_scale1 += t->scale_size * MOEI_PANEL; \
             keep = 1; \
         } \
         (void)a6; \
@@ -4843,6 +4939,9 @@ MOEI_AVX2 static void moei_quantize_avx2(int type, size_t m, size_t inner, const
                                  const void *packed, size_t panel_stride, float *c, size_t ldc) { \
         moei_quant_tiles(type, wide, most, moei_quant_rows_##set, m, panels, inner, rows, row_size, packed, \
                          panel_stride, c, ldc); \
+    } \
+    static void moei_unpacked_##set(const moei_code_panels *p) { \
+        moei_code_tiles(wide, most, moei_quant_rows_##set, p); \
     } \
     MOEI_QUANT_FUNCTIONS(set, )
 
@@ -6085,7 +6184,8 @@ MOEI_INLINE void moei_finish_v4(float *c, moei_v4_int sum, moei_v4 w_scale, cons
         float *c = t->c[0] + 8 * side; \
         size_t group, line; \
         int keep = t->load; \
-        for (group = 0; group < t->groups; group++, w_scale += 2 * MOEI_PANEL, start += 4, scale += 4, keep = 1) { \
+        for (group = 0; group < t->groups; \
+             group++, w_scale += t->scale_size * MOEI_PANEL, start += 4, scale += 4, keep = 1) { \
             const SUMS zero = ZERO; \
             const moei_v4 w_scale0 = t->half ? moei_v4_from_f16(w_scale) : moei_v4_as_floats(moei_v16_load(w_scale)); \
             const moei_v4 w_scale1 = \
@@ -6138,6 +6238,7 @@ MOEI_INLINE void moei_finish_v4(float *c, moei_v4_int sum, moei_v4 w_scale, cons
         moei_quant_tiles(type, 1, 4, moei_quant_rows_##set, m, panels, inner, rows, row_size, packed, panel_stride, c, \
                          ldc); \
     } \
+    static void moei_unpacked_##set(const moei_code_panels *p) { moei_code_tiles(1, 4, moei_quant_rows_##set, p); } \
     MOEI_QUANT_FUNCTIONS(set, )
 
 #define MOEI_DOT_PAIRS(sum, w, x, i) moei_dot_pair_sums(sum, w, MOEI_QUAD(x, i))
@@ -6375,12 +6476,147 @@ void moe_matmul_quantized(const moe_kernels *k, int type, size_t m, size_t n, si
 }
 #endif
 
-size_t moe_external_work_size(const moe_external *w, size_t m, size_t inner) {
-    (void)w;
-    (void)m;
-    (void)inner;
-    return 0;
+/* Rows of activations for external weights of any type: a row for MOE_TYPE_Q8_BLOCK, then the sums
+   for minima, then scales, initial sums and sums for groups of 16. A sum is the scale times minus
+   the sum of the codes. */
+typedef struct moei_external_row {
+    size_t scales[2], starts[2], sums[2], size; /* offsets, for groups of 32 and of 16 */
+} moei_external_row;
+
+/* 0: the size overflows. */
+static int moei_external_shape_row(size_t inner, moei_external_row *r) {
+    const size_t groups = moei_groups(inner);
+    size_t i, lines, at = groups * MOEI_GROUP;
+    /* a row has less than 8 bytes per number */
+    if (inner > (size_t)-1 / 16) return 0;
+    for (i = 0; i < 2; i++) {
+        const size_t all = groups << i;
+        r->scales[i] = at;
+        r->starts[i] = at + all * sizeof(moe_real);
+        r->sums[i] = r->starts[i] + (all + all % 2) * 4;
+        at = r->sums[i] + all * sizeof(moe_real);
+    }
+    lines = at / MOEI_LINE + 1;
+    r->size = (lines | 1) * MOEI_LINE;
+    return 1;
 }
+
+/* Whether products quantize their activations. */
+MOEI_TOOL int moei_external_quantizes(const moe_external *w) {
+#ifdef MOE_NO_QUANT
+    (void)w;
+    return 0;
+#else
+    return w->type->group > 0 && !w->exact;
+#endif
+}
+
+/* Bytes of a quantized row; 0: the size overflows. */
+MOEI_TOOL size_t moei_external_row_size(size_t inner) {
+    moei_external_row r;
+    return moei_external_shape_row(inner, &r) ? r.size : 0;
+}
+
+size_t moe_external_work_size(const moe_external *w, size_t m, size_t inner) {
+    size_t bytes = moei_external_row_size(inner);
+    if (!moei_external_quantizes(w) || bytes == 0 || !moei_mul(bytes, m, &bytes) ||
+        !moei_add(bytes, MOEI_LINE - 1, &bytes))
+        return 0;
+    return bytes;
+}
+
+#ifndef MOE_NO_QUANT
+/* Quantizes rows of x; rows are aligned for moe_real. */
+MOEI_TOOL void moei_external_quantize(const moe_kernels *k, size_t m, size_t inner, const moe_real *x, size_t ldx,
+                                      unsigned char *rows) {
+    const size_t groups = moei_groups(inner);
+    moei_external_row r;
+    size_t i, g, p;
+    if (!moei_external_shape_row(inner, &r)) return;
+    for (i = 0; i < m; i++, rows += r.size) {
+        const signed char *code = (const signed char *)rows;
+        moe_real *scale = (moe_real *)(void *)(rows + r.scales[0]), *sum = (moe_real *)(void *)(rows + r.sums[0]);
+        moe_real *scale16 = (moe_real *)(void *)(rows + r.scales[1]), *sum16 = (moe_real *)(void *)(rows + r.sums[1]);
+        int32_t *start = (int32_t *)(void *)(rows + r.starts[0]), *start16 = (int32_t *)(void *)(rows + r.starts[1]);
+        moei_table(k)->quantize(MOE_TYPE_Q8_BLOCK, 1, inner, x + i * ldx, ldx, rows);
+        for (g = 0; g < groups; g++, code += MOEI_GROUP) {
+            int32_t first = 0;
+            for (p = 0; p < MOEI_GROUP / 2; p++) first += code[p];
+            start16[2 * g] = -128 * first;
+            start16[2 * g + 1] = start[g] - start16[2 * g];
+            scale16[2 * g] = scale16[2 * g + 1] = scale[g];
+        }
+        for (g = 0; g < groups; g++) sum[g] = scale[g] * (moe_real)start[g] * MOEI_R(0.0078125);
+        for (g = 0; g < 2 * groups; g++) sum16[g] = scale16[g] * (moe_real)start16[g] * MOEI_R(0.0078125);
+    }
+}
+
+enum {
+    MOEI_EXTERNAL_PIECE = 512, /* numbers of a row that are unpacked together */
+    MOEI_EXTERNAL_REST = 28    /* rows of a copy of the last outputs, which do not fill a panel */
+};
+
+/* C[m][16 panels] = the product with `outputs` rows of W, which fill one or two panels. */
+static void moei_external_panels(const moe_kernels *k, const moe_external *w, size_t first, size_t m, size_t outputs,
+                                 size_t inner, const unsigned char *rows, moe_real *c, size_t ldc) {
+    enum { CODES = MOEI_EXTERNAL_PIECE * MOEI_PANEL, SCALES = MOEI_EXTERNAL_PIECE / 16 * MOEI_PANEL };
+    const size_t panels = outputs > MOEI_PANEL ? 2 : 1, group = (size_t)w->type->group;
+    const int half = group == 16;
+    unsigned char codes[2 * (int)CODES];
+    moe_real scales[2 * (int)SCALES], minima[2 * (int)SCALES];
+    moei_external_row r;
+    moei_code_panels t;
+    size_t p, i, length;
+    (void)moei_external_shape_row(inner, &r);
+    t.m = m;
+    t.panels = panels;
+    t.lines = group / 4;
+    t.row_size = r.size;
+    t.ldc = ldc;
+    t.c = c;
+    for (i = 0; i < 2; i++) {
+        t.codes[i] = codes + i * CODES;
+        t.weight_scales[i] = scales + i * SCALES;
+    }
+    for (p = 0; p < inner; p += length) {
+        length = inner - p < MOEI_EXTERNAL_PIECE ? inner - p : (size_t)MOEI_EXTERNAL_PIECE;
+        for (i = 0; i < panels; i++)
+            w->type->fill(k, w, first + i * MOEI_PANEL, outputs - i * MOEI_PANEL < MOEI_PANEL
+                                                            ? outputs - i * MOEI_PANEL : (size_t)MOEI_PANEL,
+                          p, length, codes + i * CODES, scales + i * SCALES, minima + i * SCALES);
+        t.groups = length / group;
+        t.rows = rows + p;
+        t.scales = rows + r.scales[half] + p / group * sizeof(moe_real);
+        t.starts = rows + r.starts[half] + p / group * 4;
+        t.load = p > 0;
+        k->unpacked(&t);
+        if (w->type->minima)
+            k->panels(m, panels * MOEI_PANEL, t.groups,
+                      (const moe_real *)(const void *)(rows + r.sums[half]) + p / group, r.size / sizeof(moe_real), 1,
+                      minima, SCALES, c, ldc, 1);
+    }
+}
+
+/* Rows first .. first + n - 1 of W, two panels at a time; the last outputs, which do not fill a
+   panel, are computed in a copy. */
+MOEI_TOOL void moei_external_product(const moe_kernels *k, const moe_external *w, size_t first, size_t m, size_t n,
+                                     size_t inner, const unsigned char *rows, moe_real *c, size_t ldc) {
+    const size_t row_size = moei_external_row_size(inner), rest = n % MOEI_PANEL;
+    const size_t whole = n - rest;
+    moe_real part[(int)MOEI_EXTERNAL_REST * MOEI_PANEL];
+    size_t i, j, count;
+    for (j = 0; j < whole; j += count) {
+        count = whole - j < 2 * MOEI_PANEL ? (size_t)MOEI_PANEL : 2 * (size_t)MOEI_PANEL;
+        moei_external_panels(moei_table(k), w, first + j, m, count, inner, rows, c + j, ldc);
+    }
+    for (i = 0; i < m && rest > 0; i += count) {
+        count = m - i < MOEI_EXTERNAL_REST ? m - i : (size_t)MOEI_EXTERNAL_REST;
+        moei_external_panels(moei_table(k), w, first + whole, count, rest, inner, rows + i * row_size, part,
+                             MOEI_PANEL);
+        for (j = 0; j < count; j++) memcpy(c + (i + j) * ldc + whole, part + j * MOEI_PANEL, rest * sizeof *c);
+    }
+}
+#endif
 
 enum { MOEI_EXTERNAL_ROWS = MOEI_PANEL, MOEI_EXTERNAL_COLUMNS = 256 };
 
@@ -6401,11 +6637,28 @@ static void moei_external_exact(const moe_kernels *k, const moe_external *w, siz
     }
 }
 
+/* C = x W^T, where rows are those of moei_external_quantize if products with w take such. */
+MOEI_TOOL void moei_external_columns(const moe_kernels *k, const moe_external *w, size_t first, size_t m, size_t n,
+                                     size_t inner, const moe_real *x, size_t ldx, const unsigned char *rows,
+                                     moe_real *c, size_t ldc) {
+    if (inner == 0) moei_zero_rows(m, n, c, ldc);
+#ifndef MOE_NO_QUANT
+    else if (moei_external_quantizes(w)) moei_external_product(k, w, first, m, n, inner, rows, c, ldc);
+#endif
+    else moei_external_exact(moei_table(k), w, first, m, n, inner, x, ldx, c, ldc);
+    (void)rows;
+}
+
 void moe_matmul_external(const moe_kernels *k, const moe_external *w, size_t first, size_t m, size_t n, size_t inner,
                          const moe_real *x, size_t ldx, void *work, moe_real *c, size_t ldc) {
-    (void)work;
-    if (inner == 0) moei_zero_rows(m, n, c, ldc);
-    moei_external_exact(moei_table(k), w, first, m, n, inner, x, ldx, c, ldc);
+    unsigned char *rows = (unsigned char *)work;
+#ifndef MOE_NO_QUANT
+    if (moei_external_quantizes(w)) {
+        rows += (MOEI_LINE - (uintptr_t)rows % MOEI_LINE) % MOEI_LINE;
+        moei_external_quantize(k, m, inner, x, ldx, rows);
+    }
+#endif
+    moei_external_columns(k, w, first, m, n, inner, x, ldx, rows, c, ldc);
 }
 
 moe_real moe_dot(const moe_kernels *k, size_t n, const moe_real *a, const moe_real *b) {

@@ -865,12 +865,16 @@ typedef struct moei_import_shard {
     char shown[44]; /* the end of a long name, so that messages have room for the reason */
 } moei_import_shard;
 
+struct moei_zip;
+
 /* An element type. A moe_external_type of this header is always the first member of one. */
 typedef struct moei_block_type {
     moe_external_type external; /* bytes 0: not supported */
     int code;                   /* number in GGUF, or MOEI_TYPE_ */
     int dtype;                  /* of single numbers; MOE_DTYPE_COUNT: blocks, or not supported */
-    void (*read)(const unsigned char *block, moe_real *values); /* NULL: no blocks */
+    /* NULL: no blocks */
+    void (*codes)(const unsigned char *block, signed char *code, moe_real *scale, moe_real *minimum);
+    void (*zip)(const struct moei_zip *f); /* the same for 16 rows, in vectors; NULL: there is none */
 } moei_block_type;
 
 /* Where the scales of a tensor lie that keeps them apart: [..., rows, columns]. */
@@ -1237,24 +1241,29 @@ static void moei_gguf_metadata(moei_gguf *g, moei_gguf_facts *facts, moei_import
     }
 }
 
-/* Blocks of GGUF. Each function writes the values of one block, rounded at most once: products of
-   scales and codes are exact in float. */
+/* ---- >>types: blocks as codes ---- */
+
+/* Each function writes the codes of one block, and a scale and for some types a minimum for every
+   32 or 16 of them. Products of scales and codes are exact in float, so value = scale * code -
+   minimum is rounded at most once. */
 
 static moe_real moei_block_scale(const unsigned char *p) { return moei_from_f16((uint16_t)moei_load(p, 2)); }
 
 /* Code i of 32: low halves of 16 bytes first. */
 static int moei_block_nibble(const unsigned char *q, int i) { return i < 16 ? q[i] & 15 : q[i - 16] >> 4; }
 
-static void moei_block_q4_0(const unsigned char *p, moe_real *values) {
-    const moe_real d = moei_block_scale(p);
+static void moei_block_q4_0(const unsigned char *p, signed char *code, moe_real *scale, moe_real *minimum) {
     int i;
-    for (i = 0; i < 32; i++) values[i] = d * (moe_real)(moei_block_nibble(p + 2, i) - 8);
+    for (i = 0; i < 32; i++) code[i] = (signed char)(moei_block_nibble(p + 2, i) - 8);
+    *scale = moei_block_scale(p);
+    (void)minimum;
 }
 
-static void moei_block_q4_1(const unsigned char *p, moe_real *values) {
-    const moe_real d = moei_block_scale(p), m = moei_block_scale(p + 2);
+static void moei_block_q4_1(const unsigned char *p, signed char *code, moe_real *scale, moe_real *minimum) {
     int i;
-    for (i = 0; i < 32; i++) values[i] = d * (moe_real)moei_block_nibble(p + 4, i) + m;
+    for (i = 0; i < 32; i++) code[i] = (signed char)moei_block_nibble(p + 4, i);
+    *scale = moei_block_scale(p);
+    *minimum = -moei_block_scale(p + 2);
 }
 
 /* Code i with its fifth bit, which stands in 4 bytes before the halves. */
@@ -1262,31 +1271,34 @@ static int moei_block_five(const unsigned char *p, int i) {
     return moei_block_nibble(p + 4, i) | (p[i / 8] >> i % 8 & 1) << 4;
 }
 
-static void moei_block_q5_0(const unsigned char *p, moe_real *values) {
-    const moe_real d = moei_block_scale(p);
+static void moei_block_q5_0(const unsigned char *p, signed char *code, moe_real *scale, moe_real *minimum) {
     int i;
-    for (i = 0; i < 32; i++) values[i] = d * (moe_real)(moei_block_five(p + 2, i) - 16);
+    for (i = 0; i < 32; i++) code[i] = (signed char)(moei_block_five(p + 2, i) - 16);
+    *scale = moei_block_scale(p);
+    (void)minimum;
 }
 
-static void moei_block_q5_1(const unsigned char *p, moe_real *values) {
-    const moe_real d = moei_block_scale(p), m = moei_block_scale(p + 2);
+static void moei_block_q5_1(const unsigned char *p, signed char *code, moe_real *scale, moe_real *minimum) {
     int i;
-    for (i = 0; i < 32; i++) values[i] = d * (moe_real)moei_block_five(p + 4, i) + m;
+    for (i = 0; i < 32; i++) code[i] = (signed char)moei_block_five(p + 4, i);
+    *scale = moei_block_scale(p);
+    *minimum = -moei_block_scale(p + 2);
 }
 
-static void moei_block_q8_0(const unsigned char *p, moe_real *values) {
-    const moe_real d = moei_block_scale(p);
-    int i;
-    for (i = 0; i < 32; i++) values[i] = d * (moe_real)moei_load_signed(p + 2 + i, 1);
+static void moei_block_q8_0(const unsigned char *p, signed char *code, moe_real *scale, moe_real *minimum) {
+    memcpy(code, p + 2, 32);
+    *scale = moei_block_scale(p);
+    (void)minimum;
 }
 
 static const signed char moei_iq4_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                                 1,    13,   25,  38,  53,  69,  89,  113};
 
-static void moei_block_iq4_nl(const unsigned char *p, moe_real *values) {
-    const moe_real d = moei_block_scale(p);
+static void moei_block_iq4_nl(const unsigned char *p, signed char *code, moe_real *scale, moe_real *minimum) {
     int i;
-    for (i = 0; i < 32; i++) values[i] = d * (moe_real)moei_iq4_values[moei_block_nibble(p + 2, i)];
+    for (i = 0; i < 32; i++) code[i] = moei_iq4_values[moei_block_nibble(p + 2, i)];
+    *scale = moei_block_scale(p);
+    (void)minimum;
 }
 
 /* Twice the values of E2M1, and half of a power of two that is stored as E8M0: neither overflows
@@ -1297,35 +1309,47 @@ static moe_real moei_e8m0_half(unsigned e) {
     return (moe_real)moei_binary32(e < 2 ? (uint32_t)0x200000 << e : (uint32_t)(e - 1) << 23);
 }
 
-static void moei_block_mxfp4(const unsigned char *p, moe_real *values) {
-    const moe_real d = moei_e8m0_half(p[0]);
+static void moei_block_mxfp4(const unsigned char *p, signed char *code, moe_real *scale, moe_real *minimum) {
     int i;
-    for (i = 0; i < 32; i++) values[i] = d * (moe_real)moei_fp4_values[moei_block_nibble(p + 1, i)];
+    for (i = 0; i < 32; i++) code[i] = moei_fp4_values[moei_block_nibble(p + 1, i)];
+    *scale = moei_e8m0_half(p[0]);
+    (void)minimum;
+}
+
+/* MXFP4 of safetensors: pairs of neighbors in a byte, the first one low; the scale lies apart. */
+static void moei_block_mxfp4_pairs(const unsigned char *p, signed char *code, moe_real *scale, moe_real *minimum) {
+    int i;
+    for (i = 0; i < 32; i++) code[i] = moei_fp4_values[i % 2 == 0 ? p[i / 2] & 15 : p[i / 2] >> 4];
+    (void)scale;
+    (void)minimum;
 }
 
 /* Blocks of 256: element e is l of 32 in part j of 8, which is k of 4 in half h. */
 
-static void moei_block_q2_k(const unsigned char *p, moe_real *values) {
+static void moei_block_q2_k(const unsigned char *p, signed char *code, moe_real *scale, moe_real *minimum) {
     const moe_real d = moei_block_scale(p + 80), m = moei_block_scale(p + 82);
     int e;
-    for (e = 0; e < 256; e++) {
-        const int h = e / 128, k = e / 32 % 4;
-        const int l = e % 32, s = p[e / 16];
-        values[e] = d * (moe_real)((s & 15) * (p[16 + 32 * h + l] >> 2 * k & 3)) - m * (moe_real)(s >> 4);
+    for (e = 0; e < 256; e++) code[e] = (signed char)(p[16 + 32 * (e / 128) + e % 32] >> 2 * (e / 32 % 4) & 3);
+    for (e = 0; e < 16; e++) {
+        scale[e] = d * (moe_real)(p[e] & 15);
+        minimum[e] = m * (moe_real)(p[e] >> 4);
     }
 }
 
-static void moei_block_q3_k(const unsigned char *p, moe_real *values) {
+static void moei_block_q3_k(const unsigned char *p, signed char *code, moe_real *scale, moe_real *minimum) {
     const unsigned char *q = p + 32, *s = p + 96;
     const moe_real d = moei_block_scale(p + 108);
     int e;
     for (e = 0; e < 256; e++) {
         const int h = e / 128, k = e / 32 % 4;
-        const int l = e % 32, i = e / 16;
-        const int scale = (i < 8 ? s[i] & 15 : s[i - 8] >> 4) | (s[8 + i % 4] >> 2 * (i / 4) & 3) << 4;
-        const int code = (q[32 * h + l] >> 2 * k & 3) - (p[l] >> (4 * h + k) & 1 ? 0 : 4);
-        values[e] = d * (moe_real)(scale - 32) * (moe_real)code;
+        const int l = e % 32;
+        code[e] = (signed char)((q[32 * h + l] >> 2 * k & 3) - (p[l] >> (4 * h + k) & 1 ? 0 : 4));
     }
+    for (e = 0; e < 16; e++) {
+        const int six = (e < 8 ? s[e] & 15 : s[e - 8] >> 4) | (s[8 + e % 4] >> 2 * (e / 4) & 3) << 4;
+        scale[e] = d * (moe_real)(six - 32);
+    }
+    (void)minimum;
 }
 
 /* Scale (offset 0) or minimum (offset 4) of part j, 6 bits each in 12 bytes. */
@@ -1335,72 +1359,471 @@ static int moei_block_six(const unsigned char *s, int j, int offset) {
 }
 
 /* Q4_K, and with high bits Q5_K. */
-static void moei_block_k(const unsigned char *p, const unsigned char *high, const unsigned char *q,
-                         moe_real *values) {
+static void moei_block_k(const unsigned char *p, const unsigned char *high, const unsigned char *q, signed char *code,
+                         moe_real *scale, moe_real *minimum) {
     const moe_real d = moei_block_scale(p), m = moei_block_scale(p + 2);
     int e;
     for (e = 0; e < 256; e++) {
         const int j = e / 32, l = e % 32;
         const int byte = q[32 * (j / 2) + l];
-        const int code = (j % 2 == 0 ? byte & 15 : byte >> 4) | (high != NULL ? (high[l] >> j & 1) << 4 : 0);
-        values[e] = d * (moe_real)(moei_block_six(p + 4, j, 0) * code) - m * (moe_real)moei_block_six(p + 4, j, 4);
+        code[e] = (signed char)((j % 2 == 0 ? byte & 15 : byte >> 4) | (high != NULL ? (high[l] >> j & 1) << 4 : 0));
+    }
+    for (e = 0; e < 8; e++) {
+        scale[e] = d * (moe_real)moei_block_six(p + 4, e, 0);
+        minimum[e] = m * (moe_real)moei_block_six(p + 4, e, 4);
     }
 }
 
-static void moei_block_q4_k(const unsigned char *p, moe_real *values) { moei_block_k(p, NULL, p + 16, values); }
-static void moei_block_q5_k(const unsigned char *p, moe_real *values) { moei_block_k(p, p + 16, p + 48, values); }
+static void moei_block_q4_k(const unsigned char *p, signed char *code, moe_real *scale, moe_real *minimum) {
+    moei_block_k(p, NULL, p + 16, code, scale, minimum);
+}
 
-static void moei_block_q6_k(const unsigned char *p, moe_real *values) {
+static void moei_block_q5_k(const unsigned char *p, signed char *code, moe_real *scale, moe_real *minimum) {
+    moei_block_k(p, p + 16, p + 48, code, scale, minimum);
+}
+
+static void moei_block_q6_k(const unsigned char *p, signed char *code, moe_real *scale, moe_real *minimum) {
     const moe_real d = moei_block_scale(p + 208);
     int e;
     for (e = 0; e < 256; e++) {
         const int h = e / 128, k = e / 32 % 4;
         const int l = e % 32, low = p[64 * h + 32 * (k & 1) + l];
-        const int code = (k > 1 ? low >> 4 : low & 15) | (p[128 + 32 * h + l] >> 2 * k & 3) << 4;
-        values[e] = d * (moe_real)moei_load_signed(p + 192 + e / 16, 1) * (moe_real)(code - 32);
+        code[e] = (signed char)(((k > 1 ? low >> 4 : low & 15) | (p[128 + 32 * h + l] >> 2 * k & 3) << 4) - 32);
     }
+    for (e = 0; e < 16; e++) scale[e] = d * (moe_real)moei_load_signed(p + 192 + e, 1);
+    (void)minimum;
 }
 
-static void moei_block_iq4_xs(const unsigned char *p, moe_real *values) {
+static void moei_block_iq4_xs(const unsigned char *p, signed char *code, moe_real *scale, moe_real *minimum) {
     const moe_real d = moei_block_scale(p);
     const unsigned high = (unsigned)moei_load(p + 2, 2);
     int e;
-    for (e = 0; e < 256; e++) {
-        const int j = e / 32;
-        const int scale = (p[4 + j / 2] >> 4 * (j & 1) & 15) | (int)(high >> 2 * j & 3u) << 4;
-        values[e] = d * (moe_real)(scale - 32) *
-                    (moe_real)moei_iq4_values[moei_block_nibble(p + 8 + 16 * j, e % 32)];
+    for (e = 0; e < 256; e++) code[e] = moei_iq4_values[moei_block_nibble(p + 8 + 16 * (e / 32), e % 32)];
+    for (e = 0; e < 8; e++) {
+        const int six = (p[4 + e / 2] >> 4 * (e & 1) & 15) | (int)(high >> 2 * e & 3u) << 4;
+        scale[e] = d * (moe_real)(six - 32);
     }
+    (void)minimum;
 }
+
+/* ---- rows of blocks ---- */
 
 /* The block of a matrix that begins with element p of a row. */
 static const unsigned char *moei_external_block(const moe_external *w, size_t row, size_t p) {
     return w->data + row * w->row + p / (size_t)w->type->block * w->column;
 }
 
+/* The scale of an element, for types that keep scales apart. */
+static const unsigned char *moei_external_scale(const moe_external *w, size_t row, size_t p, size_t bytes) {
+    return w->scales + row / (size_t)w->scale_rows * w->scale_row + p / (size_t)w->scale_columns * bytes;
+}
+
+static const moei_block_type *moei_block_type_of(const moe_external *w) {
+    return (const moei_block_type *)(const void *)w->type;
+}
+
+/* The codes of the block with element p of a row. */
+static void moei_external_codes(const moe_external *w, size_t row, size_t p, signed char *code, moe_real *scale,
+                                moe_real *minimum) {
+    moei_block_type_of(w)->codes(moei_external_block(w, row, p), code, scale, minimum);
+    if (w->scales != NULL) *scale = moei_e8m0_half(*moei_external_scale(w, row, p, 1));
+}
+
 /* The moe_external_type.unpack of types of blocks. */
 static void moei_unpack_blocks(const moe_kernels *k, const moe_external *w, size_t row, size_t from, size_t count,
                                moe_real *values) {
-    const moei_block_type *type = (const moei_block_type *)(const void *)w->type;
-    const size_t block = (size_t)type->external.block;
-    size_t p;
+    const size_t block = (size_t)w->type->block, group = (size_t)w->type->group;
+    moe_real scale[16], minimum[16] = {0};
+    signed char code[256];
+    size_t p, i;
     (void)k;
-    for (p = 0; p < count; p += block) type->read(moei_external_block(w, row, from + p), values + p);
+    for (p = 0; p < count; p += block, values += block) {
+        moei_external_codes(w, row, from + p, code, scale, minimum);
+        for (i = 0; i < block; i++) values[i] = scale[i / group] * (moe_real)code[i] - minimum[i / group];
+    }
 }
 
-/* Of single numbers. */
+/* ---- >>kernels: 16 rows of blocks as a panel, in vectors ----
+
+   One source for AVX2 and for vectors of four. Sixteen bytes of each row are loaded and transposed:
+   vector q then holds quad q of all rows, as the panel does, so that codes and scales are computed
+   for all rows at once. The differences between instruction sets are in small functions. */
+
+#if !defined(MOE_NO_QUANT) && defined(MOEI_HAVE_AVX2)
+#define MOEI_HAVE_ZIPS
+#define MOEI_ZIP_TARGET MOEI_AVX2_F16C
+#define MOEI_ZIP MOEI_AVX2_F16C MOEI_INLINE
+enum { MOEI_ZIP_LANES = 8 };
+typedef __m256i moei_lanes;
+typedef __m256 moei_float_lanes;
+
+/* Sixteen bytes of the first row at p and of the fifth. */
+MOEI_ZIP moei_lanes moei_lanes_load(const unsigned char *p, size_t row) {
+    const __m128i low = _mm_loadu_si128((const __m128i *)(const void *)p);
+    const __m128i high = _mm_loadu_si128((const __m128i *)(const void *)(p + 4 * row));
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+}
+
+/* The first four bytes of each row, or one. */
+MOEI_ZIP moei_lanes moei_lanes_load_4(const unsigned char *p, size_t row) {
+    const unsigned char *q = p + 4 * row;
+    return _mm256_setr_epi32(moei_get_32(p), moei_get_32(p + row), moei_get_32(p + 2 * row), moei_get_32(p + 3 * row),
+                             moei_get_32(q), moei_get_32(q + row), moei_get_32(q + 2 * row), moei_get_32(q + 3 * row));
+}
+
+MOEI_ZIP moei_lanes moei_lanes_load_1(const unsigned char *p, size_t row) {
+    const unsigned char *q = p + 4 * row;
+    return _mm256_setr_epi32(*p, p[row], p[2 * row], p[3 * row], *q, q[row], q[2 * row], q[3 * row]);
+}
+
+/* a0 b0 a1 b1 of each 16 bytes; a2 b2 a3 b3. */
+MOEI_ZIP moei_lanes moei_lanes_zip_low(moei_lanes a, moei_lanes b) { return _mm256_unpacklo_epi32(a, b); }
+MOEI_ZIP moei_lanes moei_lanes_zip_high(moei_lanes a, moei_lanes b) { return _mm256_unpackhi_epi32(a, b); }
+/* a0 a1 b0 b1; a2 a3 b2 b3. */
+MOEI_ZIP moei_lanes moei_lanes_join_low(moei_lanes a, moei_lanes b) { return _mm256_unpacklo_epi64(a, b); }
+MOEI_ZIP moei_lanes moei_lanes_join_high(moei_lanes a, moei_lanes b) { return _mm256_unpackhi_epi64(a, b); }
+
+/* The first and the second four of the bytes a0 b0 a1 b1 a2 b2 a3 b3 of each lane. */
+MOEI_ZIP void moei_lanes_zip_bytes(moei_lanes a, moei_lanes b, moei_lanes out[2]) {
+    const __m256 low = _mm256_castsi256_ps(_mm256_unpacklo_epi8(a, b));
+    const __m256 high = _mm256_castsi256_ps(_mm256_unpackhi_epi8(a, b));
+    out[0] = _mm256_castps_si256(_mm256_shuffle_ps(low, high, 0x88));
+    out[1] = _mm256_castps_si256(_mm256_shuffle_ps(low, high, 0xdd));
+}
+
+MOEI_ZIP void moei_lanes_store(unsigned char *to, moei_lanes v) { _mm256_storeu_si256((__m256i *)(void *)to, v); }
+MOEI_ZIP moei_lanes moei_lanes_splat(int byte) { return _mm256_set1_epi8((char)byte); }
+MOEI_ZIP moei_lanes moei_lanes_and(moei_lanes a, moei_lanes b) { return _mm256_and_si256(a, b); }
+MOEI_ZIP moei_lanes moei_lanes_or(moei_lanes a, moei_lanes b) { return _mm256_or_si256(a, b); }
+MOEI_ZIP moei_lanes moei_lanes_add(moei_lanes a, moei_lanes b) { return _mm256_add_epi8(a, b); }
+MOEI_ZIP moei_lanes moei_lanes_right(moei_lanes v, int bits) { return _mm256_srli_epi32(v, bits); }
+MOEI_ZIP moei_lanes moei_lanes_left(moei_lanes v, int bits) { return _mm256_slli_epi32(v, bits); }
+/* The highest byte of each lane, as an integer. */
+MOEI_ZIP moei_lanes moei_lanes_signed(moei_lanes v) { return _mm256_srai_epi32(v, 24); }
+/* Each byte minus 1, but 0 stays. */
+MOEI_ZIP moei_lanes moei_lanes_less(moei_lanes v) { return _mm256_subs_epu8(v, _mm256_set1_epi8(1)); }
+
+/* The numbers of a table for bytes below 16. */
+MOEI_ZIP moei_lanes moei_lanes_find(const unsigned char *table, moei_lanes v) {
+    const __m128i all = _mm_loadu_si128((const __m128i *)(const void *)table);
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(all), v);
+}
+
+MOEI_ZIP moei_float_lanes moei_lanes_to_float(moei_lanes v) { return _mm256_cvtepi32_ps(v); }
+MOEI_ZIP moei_float_lanes moei_lanes_as_float(moei_lanes v) { return _mm256_castsi256_ps(v); }
+MOEI_ZIP moei_float_lanes moei_float_lanes_mul(moei_float_lanes a, moei_float_lanes b) { return _mm256_mul_ps(a, b); }
+MOEI_ZIP void moei_float_lanes_store(float *to, moei_float_lanes v) { _mm256_storeu_ps(to, v); }
+
+/* The binary16 in the low half of each lane. */
+MOEI_ZIP moei_float_lanes moei_lanes_from_f16(moei_lanes v) {
+    const __m256i low = _mm256_and_si256(v, _mm256_set1_epi32(0xffff));
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, low), 8);
+    return _mm256_cvtph_ps(_mm256_castsi256_si128(packed));
+}
+
+MOEI_ZIP void moei_prefetch_far(uintptr_t at) { _mm_prefetch((const char *)at, _MM_HINT_T1); }
+#endif
+
+#ifdef MOEI_HAVE_ZIPS
+/* 16 rows of blocks, and their panel. */
+typedef struct moei_zip {
+    const unsigned char *data, *scale; /* of the first row; scale: of types that keep them apart */
+    size_t row, scale_row, column, blocks;
+    uintptr_t ahead; /* what is read next: an address, because it may lie behind the end */
+    unsigned char *codes;
+    float *scales, *minima;
+} moei_zip;
+
+/* One block of MOEI_ZIP_LANES rows, `row` bytes apart, number `block` of them. */
+typedef struct moei_zip_step {
+    const unsigned char *data, *scale;
+    size_t row, scale_row, block;
+    uintptr_t ahead;
+    unsigned char *codes;
+    float *scales, *minima;
+} moei_zip_step;
+
+/* Four quads of each row. */
+typedef struct moei_quads {
+    moei_lanes q0, q1, q2, q3;
+} moei_quads;
+
+MOEI_ZIP moei_quads moei_zip_quads(moei_zip_step *s, size_t at) {
+    const unsigned char *p = s->data + at;
+    const moei_lanes a = moei_lanes_load(p, s->row), b = moei_lanes_load(p + s->row, s->row);
+    const moei_lanes c = moei_lanes_load(p + 2 * s->row, s->row), d = moei_lanes_load(p + 3 * s->row, s->row);
+    const moei_lanes ab = moei_lanes_zip_low(a, b), cd = moei_lanes_zip_low(c, d);
+    const moei_lanes ab2 = moei_lanes_zip_high(a, b), cd2 = moei_lanes_zip_high(c, d);
+    moei_quads q;
+    q.q0 = moei_lanes_join_low(ab, cd);
+    q.q1 = moei_lanes_join_high(ab, cd);
+    q.q2 = moei_lanes_join_low(ab2, cd2);
+    q.q3 = moei_lanes_join_high(ab2, cd2);
+    moei_prefetch_far(s->ahead);
+    moei_prefetch_far(s->ahead + 64);
+    s->ahead += 16 * MOEI_ZIP_LANES;
+    return q;
+}
+
+/* The first four bytes of each row. */
+MOEI_ZIP moei_lanes moei_zip_load_4(moei_zip_step *s, size_t at) {
+    moei_prefetch_far(s->ahead);
+    s->ahead += 2 * MOEI_ZIP_LANES;
+    return moei_lanes_load_4(s->data + at, s->row);
+}
+
+MOEI_ZIP moei_lanes moei_zip_low(moei_lanes v) { return moei_lanes_and(v, moei_lanes_splat(15)); }
+MOEI_ZIP moei_lanes moei_zip_high(moei_lanes v) { return moei_zip_low(moei_lanes_right(v, 4)); }
+
+/* For each quad, which is line i of the block's first four. */
+#define MOEI_EACH_QUAD(X) X(0) X(1) X(2) X(3)
+
+/* 32 codes of four bits, of low halves first: code + offset. */
+MOEI_ZIP void moei_zip_nibbles(moei_zip_step *s, size_t at, int offset) {
+    const moei_lanes more = moei_lanes_splat(offset);
+    const moei_quads q = moei_zip_quads(s, at);
+#define MOEI_NIBBLE_QUAD(i) \
+    moei_lanes_store(s->codes + i * MOEI_LINE, moei_lanes_add(moei_zip_low(q.q##i), more)); \
+    moei_lanes_store(s->codes + (i + 4) * MOEI_LINE, moei_lanes_add(moei_zip_high(q.q##i), more));
+    MOEI_EACH_QUAD(MOEI_NIBBLE_QUAD)
+#undef MOEI_NIBBLE_QUAD
+}
+
+/* The same by a table of codes + 128. */
+MOEI_ZIP void moei_zip_table(moei_zip_step *s, size_t at, const unsigned char *table) {
+    const moei_quads q = moei_zip_quads(s, at);
+#define MOEI_TABLE_QUAD(i) \
+    moei_lanes_store(s->codes + i * MOEI_LINE, moei_lanes_find(table, moei_zip_low(q.q##i))); \
+    moei_lanes_store(s->codes + (i + 4) * MOEI_LINE, moei_lanes_find(table, moei_zip_high(q.q##i)));
+    MOEI_EACH_QUAD(MOEI_TABLE_QUAD)
+#undef MOEI_TABLE_QUAD
+}
+
+/* Scales in binary16 at the beginning of the block. */
+MOEI_ZIP void moei_zip_halves(moei_zip_step *s) {
+    moei_float_lanes_store(s->scales, moei_lanes_from_f16(moei_zip_load_4(s, 0)));
+}
+
+/* Half of 2^(e - 127); what is smaller than a normal number is 0. */
+MOEI_ZIP void moei_zip_powers(moei_zip_step *s, const unsigned char *e, size_t row) {
+    moei_float_lanes_store(s->scales,
+                           moei_lanes_as_float(moei_lanes_left(moei_lanes_less(moei_lanes_load_1(e, row)), 23)));
+}
+
+MOEI_ZIP void moei_zip_step_q8_0(moei_zip_step *s) {
+    const moei_quads a = moei_zip_quads(s, 2), b = moei_zip_quads(s, 18);
+    const moei_lanes sign = moei_lanes_splat(128);
+#define MOEI_Q8_QUAD(i) \
+    moei_lanes_store(s->codes + i * MOEI_LINE, moei_lanes_add(a.q##i, sign)); \
+    moei_lanes_store(s->codes + (i + 4) * MOEI_LINE, moei_lanes_add(b.q##i, sign));
+    MOEI_EACH_QUAD(MOEI_Q8_QUAD)
+#undef MOEI_Q8_QUAD
+    moei_zip_halves(s);
+}
+
+static const unsigned char moei_zip_iq4[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+static const unsigned char moei_zip_fp4[16] = {128, 129, 130, 131, 132, 134, 136, 140,
+                                               128, 127, 126, 125, 124, 122, 120, 116};
+
+MOEI_ZIP void moei_zip_step_q4_0(moei_zip_step *s) {
+    moei_zip_nibbles(s, 2, 120);
+    moei_zip_halves(s);
+}
+
+MOEI_ZIP void moei_zip_step_iq4_nl(moei_zip_step *s) {
+    moei_zip_table(s, 2, moei_zip_iq4);
+    moei_zip_halves(s);
+}
+
+MOEI_ZIP void moei_zip_step_mxfp4(moei_zip_step *s) {
+    moei_zip_table(s, 1, moei_zip_fp4);
+    moei_zip_powers(s, s->data, s->row);
+}
+
+MOEI_ZIP void moei_zip_step_mxfp4_pairs(moei_zip_step *s) {
+    const moei_quads q = moei_zip_quads(s, 0);
+    moei_lanes both[2];
+#define MOEI_PAIRS_QUAD(i) \
+    moei_lanes_zip_bytes(moei_lanes_find(moei_zip_fp4, moei_zip_low(q.q##i)), \
+                         moei_lanes_find(moei_zip_fp4, moei_zip_high(q.q##i)), both); \
+    moei_lanes_store(s->codes + 2 * i * MOEI_LINE, both[0]); \
+    moei_lanes_store(s->codes + (2 * i + 1) * MOEI_LINE, both[1]);
+    MOEI_EACH_QUAD(MOEI_PAIRS_QUAD)
+#undef MOEI_PAIRS_QUAD
+    moei_zip_powers(s, s->scale + s->block, s->scale_row);
+}
+
+/* The scales and minima of a block of Q4_K or Q5_K. */
+MOEI_ZIP void moei_zip_six(moei_zip_step *s) {
+    const moei_lanes six = moei_lanes_right(moei_lanes_splat(63), 24), top = moei_lanes_right(moei_lanes_splat(48), 24);
+    const moei_lanes byte = moei_lanes_right(moei_lanes_splat(255), 24);
+    const moei_quads q = moei_zip_quads(s, 0);
+    const moei_float_lanes d = moei_lanes_from_f16(q.q0), m = moei_lanes_from_f16(moei_lanes_right(q.q0, 16));
+    int j;
+    for (j = 0; j < 4; j++) {
+        const moei_lanes scale = moei_lanes_right(q.q1, 8 * j), minimum = moei_lanes_right(q.q2, 8 * j);
+        const moei_lanes rest = moei_lanes_and(moei_lanes_right(q.q3, 8 * j), byte);
+        const moei_lanes scale2 = moei_lanes_or(moei_zip_low(rest), moei_lanes_and(moei_lanes_right(scale, 2), top));
+        const moei_lanes minimum2 =
+            moei_lanes_or(moei_zip_high(rest), moei_lanes_and(moei_lanes_right(minimum, 2), top));
+        float *to = s->scales + j * MOEI_PANEL, *to_minimum = s->minima + j * MOEI_PANEL;
+        moei_float_lanes_store(to, moei_float_lanes_mul(d, moei_lanes_to_float(moei_lanes_and(scale, six))));
+        moei_float_lanes_store(to + 4 * MOEI_PANEL, moei_float_lanes_mul(d, moei_lanes_to_float(scale2)));
+        moei_float_lanes_store(to_minimum, moei_float_lanes_mul(m, moei_lanes_to_float(moei_lanes_and(minimum, six))));
+        moei_float_lanes_store(to_minimum + 4 * MOEI_PANEL, moei_float_lanes_mul(m, moei_lanes_to_float(minimum2)));
+    }
+}
+
+MOEI_ZIP void moei_zip_step_q4_k(moei_zip_step *s) {
+    const moei_lanes sign = moei_lanes_splat(128);
+    size_t j;
+    for (j = 0; j < 8; j++) {
+        unsigned char *to = s->codes + (j / 2 * 16 + j % 2 * 4) * MOEI_LINE;
+        const moei_quads q = moei_zip_quads(s, 16 + 16 * j);
+#define MOEI_K_QUAD(i) \
+    moei_lanes_store(to + i * MOEI_LINE, moei_lanes_or(moei_zip_low(q.q##i), sign)); \
+    moei_lanes_store(to + (i + 8) * MOEI_LINE, moei_lanes_or(moei_zip_high(q.q##i), sign));
+        MOEI_EACH_QUAD(MOEI_K_QUAD)
+#undef MOEI_K_QUAD
+    }
+    moei_zip_six(s);
+}
+
+MOEI_ZIP void moei_zip_step_q5_k(moei_zip_step *s) {
+    const moei_lanes sign = moei_lanes_splat(128), fifth = moei_lanes_splat(16);
+    size_t half;
+    int j;
+    for (half = 0; half < 2; half++) {
+        const moei_quads h = moei_zip_quads(s, 16 + 16 * half);
+        for (j = 0; j < 4; j++) { /* bits 2 j and 2 j + 1 of h, to place 4 */
+            unsigned char *to = s->codes + ((size_t)j * 16 + half * 4) * MOEI_LINE;
+            const moei_quads q = moei_zip_quads(s, 48 + 32 * (size_t)j + 16 * half);
+#define MOEI_HIGH_BIT(h, j) moei_lanes_and((j) < 4 ? moei_lanes_left(h, 4 - (j)) : moei_lanes_right(h, (j) - 4), fifth)
+#define MOEI_K_QUAD(i) \
+    moei_lanes_store(to + i * MOEI_LINE, \
+                     moei_lanes_or(moei_lanes_or(moei_zip_low(q.q##i), MOEI_HIGH_BIT(h.q##i, 2 * j)), sign)); \
+    moei_lanes_store(to + (i + 8) * MOEI_LINE, \
+                     moei_lanes_or(moei_lanes_or(moei_zip_high(q.q##i), MOEI_HIGH_BIT(h.q##i, 2 * j + 1)), sign));
+            MOEI_EACH_QUAD(MOEI_K_QUAD)
+#undef MOEI_K_QUAD
+#undef MOEI_HIGH_BIT
+        }
+    }
+    moei_zip_six(s);
+}
+
+MOEI_ZIP void moei_zip_step_q6_k(moei_zip_step *s) {
+    const moei_lanes top = moei_lanes_splat(48), offset = moei_lanes_splat(96);
+    const moei_float_lanes d = moei_lanes_from_f16(moei_lanes_right(moei_zip_load_4(s, 206), 16));
+    const moei_quads scale = moei_zip_quads(s, 192);
+    size_t part;
+    int j;
+    for (part = 0; part < 4; part++) { /* 16 of the 32 low bytes of one half */
+        unsigned char *to = s->codes + (part / 2 * 32 + part % 2 * 4) * MOEI_LINE;
+        const moei_quads a = moei_zip_quads(s, part / 2 * 64 + part % 2 * 16);
+        const moei_quads b = moei_zip_quads(s, part / 2 * 64 + part % 2 * 16 + 32);
+        const moei_quads h = moei_zip_quads(s, 128 + part * 16);
+#define MOEI_SIX_BITS(i, line, low, high) \
+    moei_lanes_store(to + (i + line) * MOEI_LINE, \
+                     moei_lanes_add(moei_lanes_or(low, moei_lanes_and(high, top)), offset));
+#define MOEI_SIX_QUAD(i) \
+    MOEI_SIX_BITS(i, 0, moei_zip_low(a.q##i), moei_lanes_left(h.q##i, 4)) \
+    MOEI_SIX_BITS(i, 8, moei_zip_low(b.q##i), moei_lanes_left(h.q##i, 2)) \
+    MOEI_SIX_BITS(i, 16, moei_zip_high(a.q##i), h.q##i) \
+    MOEI_SIX_BITS(i, 24, moei_zip_high(b.q##i), moei_lanes_right(h.q##i, 2))
+        MOEI_EACH_QUAD(MOEI_SIX_QUAD)
+#undef MOEI_SIX_BITS
+#undef MOEI_SIX_QUAD
+    }
+#define MOEI_SCALE_QUAD(i) \
+    for (j = 0; j < 4; j++) \
+        moei_float_lanes_store( \
+            s->scales + (4 * i + j) * MOEI_PANEL, \
+            moei_float_lanes_mul(d, moei_lanes_to_float(moei_lanes_signed(moei_lanes_left(scale.q##i, 24 - 8 * j)))));
+    MOEI_EACH_QUAD(MOEI_SCALE_QUAD)
+#undef MOEI_SCALE_QUAD
+}
+
+/* All blocks of a panel; the lines of the next 16 rows are prefetched. */
+#define MOEI_ZIP_FUNCTION(name, numbers, groups) \
+    MOEI_ZIP_TARGET static void moei_zip_##name(const moei_zip *z) { \
+        moei_zip_step s; \
+        size_t part; \
+        s.row = z->row; \
+        s.ahead = z->ahead; \
+        s.scale_row = z->scale_row; \
+        for (s.block = 0; s.block < z->blocks; s.block++) { \
+            const size_t at = s.block * z->column; \
+            for (part = 0; part < MOEI_PANEL; part += MOEI_ZIP_LANES) { \
+                s.data = z->data + part * z->row + at; \
+                s.scale = z->scale + part * z->scale_row; \
+                s.codes = z->codes + s.block * (numbers) * MOEI_PANEL + 4 * part; \
+                s.scales = z->scales + s.block * (groups) * MOEI_PANEL + part; \
+                s.minima = z->minima + s.block * (groups) * MOEI_PANEL + part; \
+                moei_zip_step_##name(&s); \
+            } \
+        } \
+    }
+
+MOEI_ZIP_FUNCTION(q8_0, 32, 1)
+MOEI_ZIP_FUNCTION(q4_0, 32, 1)
+MOEI_ZIP_FUNCTION(iq4_nl, 32, 1)
+MOEI_ZIP_FUNCTION(mxfp4, 32, 1)
+MOEI_ZIP_FUNCTION(mxfp4_pairs, 32, 1)
+MOEI_ZIP_FUNCTION(q4_k, 256, 8)
+MOEI_ZIP_FUNCTION(q5_k, 256, 8)
+MOEI_ZIP_FUNCTION(q6_k, 256, 16)
+#endif
+
+/* The moe_external_type.fill. */
+static void moei_fill_blocks(const moe_kernels *k, const moe_external *w, size_t row, size_t rows, size_t from,
+                             size_t count, unsigned char *codes, moe_real *scales, moe_real *minima) {
+    const size_t block = (size_t)w->type->block, group = (size_t)w->type->group;
+    moe_real scale[16], minimum[16];
+    signed char code[256];
+    size_t j, p, i;
+#ifdef MOEI_HAVE_ZIPS
+    if (rows == MOEI_PANEL && k->unpacked != moei_unpacked_c && moei_block_type_of(w)->zip != NULL) {
+        moei_zip z;
+        z.data = moei_external_block(w, row, from);
+        z.scale = w->scales != NULL ? moei_external_scale(w, row, from, 1) : z.data;
+        z.row = w->row;
+        z.scale_row = w->scale_row;
+        z.column = w->column;
+        z.blocks = count / block;
+        z.ahead = (uintptr_t)z.data + MOEI_PANEL * w->row + (MOEI_PANEL - 1) * (from / block) * w->column;
+        z.codes = codes;
+        z.scales = scales;
+        z.minima = minima;
+        moei_block_type_of(w)->zip(&z);
+        return;
+    }
+#endif
+    (void)k;
+    for (j = 0; j < MOEI_PANEL; j++)
+        for (p = 0; p < count; p += block) {
+            moei_external_codes(w, row + (j < rows ? j : rows - 1), from + p, code, scale, minimum);
+            for (i = 0; i < block; i++)
+                codes[(p + i) / 4 * MOEI_LINE + 4 * j + (p + i) % 4] = (unsigned char)(code[i] + 128);
+            for (i = 0; i < block / group; i++) {
+                scales[(p / group + i) * MOEI_PANEL + j] = scale[i];
+                if (w->type->minima) minima[(p / group + i) * MOEI_PANEL + j] = minimum[i];
+            }
+        }
+}
+
+/* The moe_external_type.unpack of single numbers. */
 static void moei_unpack_numbers(const moe_kernels *k, const moe_external *w, size_t row, size_t from, size_t count,
                                 moe_real *values) {
-    const moei_block_type *type = (const moei_block_type *)(const void *)w->type;
     moe_file_tensor t;
-    size_t p, run = w->column == (size_t)type->external.bytes ? count : 1;
+    size_t p, run = w->column == (size_t)w->type->bytes ? count : 1;
     (void)k;
     memset(&t, 0, sizeof t);
-    t.dtype = type->dtype;
+    t.dtype = moei_block_type_of(w)->dtype;
     for (p = 0; p < count; p += run) {
         t.data = moei_external_block(w, row, from + p);
         t.count = run;
-        t.bytes = run * (size_t)type->external.bytes;
+        t.bytes = run * (size_t)w->type->bytes;
         (void)moe_file_values(&t, 0, run, values + p, NULL);
     }
 }
@@ -1417,70 +1840,64 @@ static moe_real moei_from_e4m3(unsigned byte) {
 /* FP8 with one float32 scale for scale_rows rows and scale_columns columns. */
 static void moei_unpack_e4m3(const moe_kernels *k, const moe_external *w, size_t row, size_t from, size_t count,
                              moe_real *values) {
-    const unsigned char *scales = w->scales == NULL ? NULL : w->scales + row / (size_t)w->scale_rows * w->scale_row;
     size_t p;
     (void)k;
     for (p = 0; p < count; p++) {
         values[p] = moei_from_e4m3(*moei_external_block(w, row, from + p));
-        if (scales == NULL) continue;
-        values[p] *= (moe_real)moei_binary32(
-            (uint32_t)moei_load(scales + (from + p) / (size_t)w->scale_columns * 4, 4));
-    }
-}
-
-/* MXFP4 of safetensors: pairs of neighbors in a byte, the first one low, the powers of two
-   apart. */
-static void moei_unpack_mxfp4(const moe_kernels *k, const moe_external *w, size_t row, size_t from, size_t count,
-                              moe_real *values) {
-    const unsigned char *scales = w->scales + row / (size_t)w->scale_rows * w->scale_row;
-    size_t p;
-    (void)k;
-    for (p = 0; p < count; p++) {
-        const unsigned byte = moei_external_block(w, row, from + p)[(from + p) % 32 / 2];
-        const int code = moei_fp4_values[(from + p) % 2 == 0 ? byte & 15u : byte >> 4];
-        values[p] = moei_e8m0_half(scales[(from + p) / 32]) * (moe_real)code;
+        if (w->scales == NULL) continue;
+        values[p] *= (moe_real)moei_binary32((uint32_t)moei_load(moei_external_scale(w, row, from + p, 4), 4));
     }
 }
 
 /* Types of safetensors alone: numbers that no GGUF file can have. */
 enum { MOEI_TYPE_E4M3 = -1, MOEI_TYPE_MXFP4 = -2 };
 
+#ifdef MOEI_HAVE_ZIPS
+#define MOEI_ZIP_OF(name) moei_zip_##name
+#else
+#define MOEI_ZIP_OF(name) NULL
+#endif
+
 /* Element types of GGUF and of safetensors. 0 bytes: not supported. */
+#define MOEI_BLOCKS(name, code, numbers, bytes, group, minima, codes, zip) \
+    {{name, numbers, bytes, moei_unpack_blocks, group, minima, moei_fill_blocks}, code, MOE_DTYPE_COUNT, \
+     moei_block_##codes, zip}
+#define MOEI_NO_BLOCKS(name, code) {{name, 1, 0, NULL, 0, 0, NULL}, code, MOE_DTYPE_COUNT, NULL, NULL}
 static const moei_block_type moei_gguf_types[] = {
-    {{"F32", 1, 4, moei_unpack_numbers}, 0, MOE_DTYPE_F32, NULL},
-    {{"F16", 1, 2, moei_unpack_numbers}, 1, MOE_DTYPE_F16, NULL},
-    {{"Q4_0", 32, 18, moei_unpack_blocks}, 2, MOE_DTYPE_COUNT, moei_block_q4_0},
-    {{"Q4_1", 32, 20, moei_unpack_blocks}, 3, MOE_DTYPE_COUNT, moei_block_q4_1},
-    {{"Q5_0", 32, 22, moei_unpack_blocks}, 6, MOE_DTYPE_COUNT, moei_block_q5_0},
-    {{"Q5_1", 32, 24, moei_unpack_blocks}, 7, MOE_DTYPE_COUNT, moei_block_q5_1},
-    {{"Q8_0", 32, 34, moei_unpack_blocks}, 8, MOE_DTYPE_COUNT, moei_block_q8_0},
-    {{"Q8_1", 1, 0, NULL}, 9, MOE_DTYPE_COUNT, NULL},
-    {{"Q2_K", 256, 84, moei_unpack_blocks}, 10, MOE_DTYPE_COUNT, moei_block_q2_k},
-    {{"Q3_K", 256, 110, moei_unpack_blocks}, 11, MOE_DTYPE_COUNT, moei_block_q3_k},
-    {{"Q4_K", 256, 144, moei_unpack_blocks}, 12, MOE_DTYPE_COUNT, moei_block_q4_k},
-    {{"Q5_K", 256, 176, moei_unpack_blocks}, 13, MOE_DTYPE_COUNT, moei_block_q5_k},
-    {{"Q6_K", 256, 210, moei_unpack_blocks}, 14, MOE_DTYPE_COUNT, moei_block_q6_k},
-    {{"Q8_K", 1, 0, NULL}, 15, MOE_DTYPE_COUNT, NULL},
-    {{"IQ2_XXS", 1, 0, NULL}, 16, MOE_DTYPE_COUNT, NULL},
-    {{"IQ2_XS", 1, 0, NULL}, 17, MOE_DTYPE_COUNT, NULL},
-    {{"IQ3_XXS", 1, 0, NULL}, 18, MOE_DTYPE_COUNT, NULL},
-    {{"IQ1_S", 1, 0, NULL}, 19, MOE_DTYPE_COUNT, NULL},
-    {{"IQ4_NL", 32, 18, moei_unpack_blocks}, 20, MOE_DTYPE_COUNT, moei_block_iq4_nl},
-    {{"IQ3_S", 1, 0, NULL}, 21, MOE_DTYPE_COUNT, NULL},
-    {{"IQ2_S", 1, 0, NULL}, 22, MOE_DTYPE_COUNT, NULL},
-    {{"IQ4_XS", 256, 136, moei_unpack_blocks}, 23, MOE_DTYPE_COUNT, moei_block_iq4_xs},
-    {{"I8", 1, 0, NULL}, 24, MOE_DTYPE_COUNT, NULL},
-    {{"I16", 1, 0, NULL}, 25, MOE_DTYPE_COUNT, NULL},
-    {{"I32", 1, 0, NULL}, 26, MOE_DTYPE_COUNT, NULL},
-    {{"I64", 1, 0, NULL}, 27, MOE_DTYPE_COUNT, NULL},
-    {{"F64", 1, 8, moei_unpack_numbers}, 28, MOE_DTYPE_F64, NULL},
-    {{"IQ1_M", 1, 0, NULL}, 29, MOE_DTYPE_COUNT, NULL},
-    {{"BF16", 1, 2, moei_unpack_numbers}, 30, MOE_DTYPE_BF16, NULL},
-    {{"TQ1_0", 1, 0, NULL}, 34, MOE_DTYPE_COUNT, NULL},
-    {{"TQ2_0", 1, 0, NULL}, 35, MOE_DTYPE_COUNT, NULL},
-    {{"MXFP4", 32, 17, moei_unpack_blocks}, 39, MOE_DTYPE_COUNT, moei_block_mxfp4},
-    {{"F8_E4M3", 1, 1, moei_unpack_e4m3}, MOEI_TYPE_E4M3, MOE_DTYPE_COUNT, NULL},
-    {{"MXFP4", 32, 16, moei_unpack_mxfp4}, MOEI_TYPE_MXFP4, MOE_DTYPE_COUNT, NULL}};
+    {{"F32", 1, 4, moei_unpack_numbers, 0, 0, NULL}, 0, MOE_DTYPE_F32, NULL, NULL},
+    {{"F16", 1, 2, moei_unpack_numbers, 0, 0, NULL}, 1, MOE_DTYPE_F16, NULL, NULL},
+    MOEI_BLOCKS("Q4_0", 2, 32, 18, 32, 0, q4_0, MOEI_ZIP_OF(q4_0)),
+    MOEI_BLOCKS("Q4_1", 3, 32, 20, 32, 1, q4_1, NULL),
+    MOEI_BLOCKS("Q5_0", 6, 32, 22, 32, 0, q5_0, NULL),
+    MOEI_BLOCKS("Q5_1", 7, 32, 24, 32, 1, q5_1, NULL),
+    MOEI_BLOCKS("Q8_0", 8, 32, 34, 32, 0, q8_0, MOEI_ZIP_OF(q8_0)),
+    MOEI_NO_BLOCKS("Q8_1", 9),
+    MOEI_BLOCKS("Q2_K", 10, 256, 84, 16, 1, q2_k, NULL),
+    MOEI_BLOCKS("Q3_K", 11, 256, 110, 16, 0, q3_k, NULL),
+    MOEI_BLOCKS("Q4_K", 12, 256, 144, 32, 1, q4_k, MOEI_ZIP_OF(q4_k)),
+    MOEI_BLOCKS("Q5_K", 13, 256, 176, 32, 1, q5_k, MOEI_ZIP_OF(q5_k)),
+    MOEI_BLOCKS("Q6_K", 14, 256, 210, 16, 0, q6_k, MOEI_ZIP_OF(q6_k)),
+    MOEI_NO_BLOCKS("Q8_K", 15),
+    MOEI_NO_BLOCKS("IQ2_XXS", 16),
+    MOEI_NO_BLOCKS("IQ2_XS", 17),
+    MOEI_NO_BLOCKS("IQ3_XXS", 18),
+    MOEI_NO_BLOCKS("IQ1_S", 19),
+    MOEI_BLOCKS("IQ4_NL", 20, 32, 18, 32, 0, iq4_nl, MOEI_ZIP_OF(iq4_nl)),
+    MOEI_NO_BLOCKS("IQ3_S", 21),
+    MOEI_NO_BLOCKS("IQ2_S", 22),
+    MOEI_BLOCKS("IQ4_XS", 23, 256, 136, 32, 0, iq4_xs, NULL),
+    MOEI_NO_BLOCKS("I8", 24),
+    MOEI_NO_BLOCKS("I16", 25),
+    MOEI_NO_BLOCKS("I32", 26),
+    MOEI_NO_BLOCKS("I64", 27),
+    {{"F64", 1, 8, moei_unpack_numbers, 0, 0, NULL}, 28, MOE_DTYPE_F64, NULL, NULL},
+    MOEI_NO_BLOCKS("IQ1_M", 29),
+    {{"BF16", 1, 2, moei_unpack_numbers, 0, 0, NULL}, 30, MOE_DTYPE_BF16, NULL, NULL},
+    MOEI_NO_BLOCKS("TQ1_0", 34),
+    MOEI_NO_BLOCKS("TQ2_0", 35),
+    MOEI_BLOCKS("MXFP4", 39, 32, 17, 32, 0, mxfp4, MOEI_ZIP_OF(mxfp4)),
+    {{"F8_E4M3", 1, 1, moei_unpack_e4m3, 0, 0, NULL}, MOEI_TYPE_E4M3, MOE_DTYPE_COUNT, NULL, NULL},
+    MOEI_BLOCKS("MXFP4", MOEI_TYPE_MXFP4, 32, 16, 32, 0, mxfp4_pairs, MOEI_ZIP_OF(mxfp4_pairs))};
 
 enum { MOEI_GGUF_TYPE_COUNT = (int)(sizeof moei_gguf_types / sizeof moei_gguf_types[0]) };
 
@@ -2439,7 +2856,7 @@ static moe_status moei_import_shape_solve(moei_importer *r, const moei_import_te
 static moe_status moei_import_tensor_check(const moei_importer *r, const moei_import_tensor *f) {
     char shown[112], number[24];
     moei_text t = moei_import_text(number, sizeof number);
-    int known = f->dtype <= MOE_DTYPE_BF16 || (f->type != NULL && (f->type->read != NULL || f->scales.shard != NULL));
+    int known = f->dtype <= MOE_DTYPE_BF16 || (f->type != NULL && (f->type->codes != NULL || f->scales.shard != NULL));
     moei_put_integer(&t, f->code);
     if (!known && r->kind == MOEI_IMPORT_GGUF)
         return moei_error(r->error, MOE_ERR_UNSUPPORTED,
@@ -2733,16 +3150,22 @@ static moe_status moei_import_tensor_read(moei_importer *r, const moei_import_te
     moe_real values[MOEI_IMPORT_CHUNK];
     const moei_tensor_view view = moei_tensor_view_of(layer, f->row, r->sizes, f->expert);
     const moei_block_type *blocks = f->dtype >= MOE_DTYPE_COUNT ? f->type : NULL;
-    const size_t each = blocks != NULL ? (size_t)blocks->external.block : 1;
     unsigned char *scales;
+    moe_external matrix;
     moe_file_tensor t;
     uint64_t at = f->at;
-    size_t done, n, size, i;
+    size_t done, n, size;
     moe_status status = moei_import_scales_read(r, f, &scales);
     memset(&t, 0, sizeof t);
+    memset(&matrix, 0, sizeof matrix);
+    matrix.data = bytes;
+    if (blocks != NULL) {
+        matrix.type = &blocks->external;
+        matrix.column = (size_t)blocks->external.bytes;
+    }
     for (done = 0; done < f->count && status == MOE_OK; done += n, at += size) {
         n = f->count - done < MOEI_IMPORT_CHUNK ? f->count - done : (size_t)MOEI_IMPORT_CHUNK;
-        size = blocks != NULL ? n / each * (size_t)blocks->external.bytes : n * moei_dtypes[f->dtype].size;
+        size = blocks != NULL ? n / (size_t)blocks->external.block * matrix.column : n * moei_dtypes[f->dtype].size;
         status = moei_import_read_at(r, f->shard, at, bytes, size);
         if (status != MOE_OK) break;
         t.dtype = f->dtype;
@@ -2750,10 +3173,8 @@ static moe_status moei_import_tensor_read(moei_importer *r, const moei_import_te
         t.data = bytes;
         t.bytes = size;
         if (scales != NULL) moei_import_unscale(f, scales, done, n, bytes, values);
-        else if (blocks == NULL) status = moe_file_values(&t, 0, n, values, NULL);
-        else
-            for (i = 0; i < n / each; i++)
-                blocks->read(bytes + i * (size_t)blocks->external.bytes, values + i * each);
+        else if (blocks != NULL) blocks->external.unpack(moei_table(NULL), &matrix, 0, 0, n, values);
+        else status = moe_file_values(&t, 0, n, values, NULL);
         if (status == MOE_OK) moei_tensor_view_copy(&view, done, n, values, 0);
     }
     if (scales != NULL) moei_free(&r->allocator, scales, f->scales.bytes);

@@ -91,8 +91,9 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
 #define MOEI_OF_moe_kernels(M, s) M(s, name) M(s, id) M(s, matmul) M(s, dot) M(s, axpy) M(s, activate) \
     M(s, activate_backward) M(s, softmax) M(s, top_k) M(s, multiply) M(s, dispersion) M(s, log_posterior) \
     M(s, exp_sum) M(s, entropy) M(s, panels) M(s, gated) M(s, gated_backward) M(s, adamw) M(s, quantized) \
-    M(s, quantize) M(s, widen)
-#define MOEI_OF_moe_external_type(M, s) M(s, name) M(s, block) M(s, bytes) M(s, unpack)
+    M(s, quantize) M(s, widen) M(s, unpacked)
+#define MOEI_OF_moe_external_type(M, s) M(s, name) M(s, block) M(s, bytes) M(s, unpack) M(s, group) M(s, minima) \
+    M(s, fill)
 #define MOEI_OF_moe_external(M, s) M(s, type) M(s, data) M(s, row) M(s, column) M(s, scales) M(s, scale_row) \
     M(s, scale_rows) M(s, scale_columns) M(s, exact)
 #define MOEI_OF_moe_rng(M, s) M(s, state)

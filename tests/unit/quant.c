@@ -121,6 +121,7 @@ static moe_kernels *add_level(const char *name) {
         level->quantized[MOE_TYPE_Q4] = moei_q4_##set;                       \
         level->quantize = moei_quantize_##set;                           \
         level->widen = widener;                                          \
+        level->unpacked = moei_unpacked_##set;                           \
     } while (0)
 
 /* The kernels with vectors of 8 outputs, as AVX-512 has them: the same text for machines without
@@ -166,7 +167,7 @@ static void test_tables(void) {
         const moe_kernels *table = moe_kernels_select(id);
         int found = 0;
         if (table == NULL) continue;
-        CHECK(table->quantize != NULL && table->widen != NULL);
+        CHECK(table->quantize != NULL && table->widen != NULL && table->unpacked != NULL);
         for (t = 0; t < MOE_TYPE_COUNT; t++) CHECK((table->quantized[t] != NULL) == (t >= MOE_TYPE_Q8));
         for (i = 0; i < n_levels; i++)
             found |= memcmp(levels[i].quantized, table->quantized, sizeof table->quantized) == 0;
@@ -568,6 +569,478 @@ static void test_common(int type) {
               to_common(type, 1, 32, panel, 0, block) == MOE_ERR_ARGUMENT);
         CHECK(from_common(type, (size_t)-1, (size_t)1 << 20, block, panel, 1) == MOE_ERR_OVERFLOW);
     }
+}
+
+/* ---- matrices in files ---- */
+
+static double half_at(const unsigned char *b) { return half_value(MOE_TYPE_F16, (unsigned)b[0] + 256u * b[1]); }
+static int nibble(const unsigned char *q, int e) { return e < 16 ? q[e] % 16 : q[e - 16] / 16; }
+static double power_of(unsigned e) { return ldexp(1.0, (int)e - 127); }
+
+static const double e2m1[16] = {0, .5, 1, 1.5, 2, 3, 4, 6, 0, -.5, -1, -1.5, -2, -3, -4, -6};
+static const double iq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
+static double small_block_value(int code, const unsigned char *b, int e) {
+    const int fifth = code == 6 || code == 7 ? b[(code == 6 ? 2 : 4) + e / 8] >> e % 8 & 1 : 0;
+    switch (code) {
+    case 2: return half_at(b) * (nibble(b + 2, e) - 8);
+    case 3: return half_at(b) * nibble(b + 4, e) + half_at(b + 2);
+    case 6: return half_at(b) * (nibble(b + 6, e) + 16 * fifth - 16);
+    case 7: return half_at(b) * (nibble(b + 8, e) + 16 * fifth) + half_at(b + 2);
+    case 8: return half_at(b) * (b[2 + e] < 128 ? b[2 + e] : b[2 + e] - 256);
+    case 20: return half_at(b) * iq4[nibble(b + 2, e)];
+    default: return power_of(b[0]) * e2m1[nibble(b + 1, e)];
+    }
+}
+
+static int six_bits(const unsigned char *s, int j, int minimum) {
+    if (j < 4) return s[j + 4 * minimum] % 64;
+    return (minimum ? s[j + 4] / 16 : s[j + 4] % 16) + s[j - 4 + 4 * minimum] / 64 * 16;
+}
+
+/* Element e = 128 h + 32 k + l = 32 j + l of a block of 256. */
+static double large_block_value(int code, const unsigned char *b, int e) {
+    const int h = e / 128, k = e / 32 % 4;
+    const int l = e % 32, j = e / 32;
+    const int i = e / 16;
+    const unsigned char *s = b + 96, *q = b + (code == 13 ? 48 : 16) + 32 * (j / 2) + l;
+    int low, scale;
+    switch (code) {
+    case 10: return half_at(b + 80) * (b[i] % 16) * (b[16 + 32 * h + l] >> 2 * k & 3) - half_at(b + 82) * (b[i] / 16);
+    case 11:
+        scale = (i < 8 ? s[i] % 16 : s[i - 8] / 16) + (s[8 + i % 4] >> 2 * (i / 4) & 3) * 16 - 32;
+        return half_at(b + 108) * scale * ((b[32 + 32 * h + l] >> 2 * k & 3) - (b[l] >> (4 * h + k) & 1 ? 0 : 4));
+    case 12:
+    case 13:
+        low = (j % 2 ? *q / 16 : *q % 16) + (code == 13 ? 16 * (b[16 + l] >> j & 1) : 0);
+        return half_at(b) * six_bits(b + 4, j, 0) * low - half_at(b + 2) * six_bits(b + 4, j, 1);
+    case 14:
+        low = b[64 * h + 32 * (k & 1) + l];
+        low = (k > 1 ? low / 16 : low % 16) + (b[128 + 32 * h + l] >> 2 * k & 3) * 16 - 32;
+        return half_at(b + 208) * (b[192 + i] < 128 ? b[192 + i] : b[192 + i] - 256) * low;
+    default:
+        scale = (b[4 + j / 2] >> 4 * (j & 1) & 15) + (((b[2] + 256 * b[3]) >> 2 * j & 3) << 4);
+        return half_at(b) * (scale - 32) * iq4[nibble(b + 8 + 16 * j, l)];
+    }
+}
+
+/* A matrix in a file: its bytes, and its values by the layouts' definitions. */
+typedef struct in_file {
+    moe_external w;
+    unsigned char *bytes, *scales;
+    size_t n, k, size;
+    moe_real *values;  /* [n,k] as it is unpacked */
+} in_file;
+
+/* Where the binary16 numbers of a block are, which must be finite; 255: there is none. */
+static void finite_halves(int code, unsigned char *b) {
+    static const unsigned char at[][3] = {{2, 0, 255},   {3, 0, 2},      {6, 0, 255},     {7, 0, 2},
+                                          {8, 0, 255},   {10, 80, 82},   {11, 108, 255},  {12, 0, 2},
+                                          {13, 0, 2},    {14, 208, 255}, {20, 0, 255},    {23, 0, 255}};
+    size_t i, j;
+    for (i = 0; i < sizeof at / sizeof at[0]; i++)
+        for (j = 1; j < 3 && at[i][0] == code; j++)
+            if (at[i][j] != 255) b[at[i][j] + 1] = (unsigned char)((b[at[i][j] + 1] & 0x83) | 0x24);
+}
+
+/* gap: unused bytes between blocks and between rows. */
+static in_file make_in_file(const moei_block_type *type, size_t n, size_t k, size_t gap, uint64_t seed) {
+    const size_t block = (size_t)type->external.block, each = (size_t)type->external.bytes;
+    moe_rng rng = {seed};
+    in_file f;
+    size_t i, p;
+    memset(&f, 0, sizeof f);
+    f.n = n;
+    f.k = k;
+    f.w.type = &type->external;
+    f.w.column = each + gap;
+    f.w.row = k / block * f.w.column + gap;
+    f.size = (n - 1) * f.w.row + (k / block - 1) * f.w.column + each;
+    f.bytes = (unsigned char *)take(f.size);
+    for (i = 0; i < f.size; i++) f.bytes[i] = (unsigned char)moe_rng_below(&rng, 256);
+    for (i = 0; i < n; i++)
+        for (p = 0; p < k / block; p++) {
+            unsigned char *b = f.bytes + i * f.w.row + p * f.w.column;
+            finite_halves(type->code, b);
+            if (type->code == 39) b[0] = (unsigned char)(120 + b[0] % 8);
+            if (type->code == 30) b[1] = (unsigned char)((b[1] & 0x83) | 0x3c);
+        }
+    f.w.data = f.bytes;
+    if (type->code == MOEI_TYPE_MXFP4) {
+        f.scales = (unsigned char *)take(n * (k / 32));
+        for (i = 0; i < n * (k / 32); i++) f.scales[i] = (unsigned char)(120 + moe_rng_below(&rng, 8));
+        f.w.scales = f.scales;
+        f.w.scale_row = k / 32;
+        f.w.scale_rows = 1;
+        f.w.scale_columns = 32;
+    }
+    f.values = (moe_real *)take(n * k * sizeof(moe_real));
+    for (i = 0; i < n; i++) f.w.type->unpack(&levels[0], &f.w, i, 0, k, f.values + i * k);
+    return f;
+}
+
+static void free_in_file(in_file *f) {
+    free(f->bytes);
+    free(f->scales);
+    free(f->values);
+}
+
+static double in_file_value(const in_file *f, int code, size_t i, size_t p) {
+    const size_t block = (size_t)f->w.type->block;
+    const unsigned char *b = f->bytes + i * f->w.row + p / block * f->w.column;
+    const int e = (int)(p % block);
+    if (code == MOEI_TYPE_MXFP4)
+        return power_of(f->scales[i * f->w.scale_row + p / 32]) * e2m1[e % 2 == 0 ? b[e / 2] % 16 : b[e / 2] / 16];
+    return block == 256 ? large_block_value(code, b, e) : small_block_value(code, b, e);
+}
+
+static void test_blocks(void) {
+    size_t t, i, p;
+    int types = 0;
+    for (t = 0; t < MOEI_GGUF_TYPE_COUNT; t++) {
+        const moei_block_type *type = &moei_gguf_types[t];
+        size_t wrong = 0;
+        in_file f;
+        if (type->codes == NULL) continue;
+        types++;
+        f = make_in_file(type, 5, 768, t % 3, t);
+        for (i = 0; i < f.n; i++)
+            for (p = 0; p < f.k; p++) {
+                const moe_real want = (moe_real)in_file_value(&f, type->code, i, p);
+                wrong += !(f.values[i * f.k + p] <= want && f.values[i * f.k + p] >= want);
+            }
+        CHECKF(wrong == 0, "%s: %d of %d values", type->external.name, (int)wrong, (int)(f.n * f.k));
+        free_in_file(&f);
+    }
+    CHECK(types == 14);
+}
+
+/* Blocks of zeros but for the bytes given, and values worked out by hand. */
+static void test_worked_blocks(void) {
+    static const struct {
+        int code;
+        unsigned char set[10][2];
+        int e[3];
+        double value[3];
+    } worked[] = {
+        {2, {{1, 0x3c}, {2, 0x9f}}, {0, 16, 1}, {7, 1, -8}},
+        {3, {{1, 0x3c}, {3, 0xc0}, {4, 0x2f}}, {0, 16, 1}, {13, 0, -2}},
+        {6, {{1, 0x40}, {2, 0x01}, {4, 0x01}, {6, 0x21}}, {0, 16, 1}, {2, 4, -32}},
+        {7, {{1, 0x3c}, {3, 0x38}, {4, 0x02}, {9, 0x03}}, {1, 17, 0}, {19.5, .5, .5}},
+        {8, {{1, 0x38}, {2, 0x80}, {33, 0x7f}}, {0, 31, 1}, {-64, 63.5, 0}},
+        {10, {{0, 0x21}, {81, 0x3c}, {83, 0x40}, {16, 0x03}}, {0, 1, 16}, {-1, -4, 0}},
+        {11, {{109, 0x3c}, {96, 0x01}, {104, 0x03}, {32, 0x02}, {0, 0x01}}, {0, 1, 16}, {34, -68, 128}},
+        {12, {{1, 0x3c}, {3, 0x3c}, {4, 0xc3}, {8, 0x05}, {12, 0x12}, {16, 0x27}, {80, 0x04}}, {0, 128, 1},
+         {16, 199, -5}},
+        {13, {{1, 0x3c}, {3, 0x3c}, {4, 0x03}, {8, 0x05}, {16, 0x01}, {48, 0x27}}, {0, 32, 1}, {64, 0, -5}},
+        {14, {{209, 0x3c}, {192, 0xff}, {0, 0x21}, {128, 0x03}}, {0, 1, 16}, {-17, 32, 0}},
+        {20, {{1, 0x3c}, {2, 0xf8}}, {0, 16, 1}, {1, 113, -127}},
+        {23, {{1, 0x3c}, {2, 0x02}, {4, 0x01}, {8, 0x0f}}, {0, 1, 32}, {113, -127, 4064}},
+        {39, {{0, 128}, {1, 0xf7}}, {0, 16, 1}, {12, -12, 0}}};
+    unsigned char block[256];
+    moe_real values[256];
+    size_t i, j;
+    for (i = 0; i < sizeof worked / sizeof worked[0]; i++) {
+        moe_external w;
+        memset(block, 0, sizeof block);
+        memset(&w, 0, sizeof w);
+        for (j = 0; j < 10 && (worked[i].set[j][0] != 0 || worked[i].set[j][1] != 0); j++)
+            block[worked[i].set[j][0]] = worked[i].set[j][1];
+        w.type = &moei_gguf_type_find(worked[i].code)->external;
+        w.data = block;
+        w.column = (size_t)w.type->bytes;
+        w.type->unpack(&levels[0], &w, 0, 0, (size_t)w.type->block, values);
+        for (j = 0; j < 3; j++)
+            CHECKF(absolute((double)values[worked[i].e[j]] - worked[i].value[j]) <= 0, "%s, element %d: %g, not %g",
+                   w.type->name, worked[i].e[j], (double)values[worked[i].e[j]], worked[i].value[j]);
+    }
+}
+
+/* FP8: all bytes, with a grid of scales; numbers with any strides. */
+static void test_numbers_in_files(void) {
+    enum { ROWS = 7, COLUMNS = 256 };
+    static const int codes[3] = {0, 1, 30};
+    unsigned char bytes[ROWS * COLUMNS * 4], scales[4 * 3 * 4];
+    moe_real values[COLUMNS];
+    moe_external w;
+    size_t i, p, t, wrong = 0;
+    for (i = 0; i < sizeof bytes; i++) bytes[i] = (unsigned char)(i % 256);
+    for (i = 0; i < sizeof scales / 4; i++) {
+        const float scale = (float)i + 0.5f;
+        uint32_t bits;
+        memcpy(&bits, &scale, 4);
+        for (p = 0; p < 4; p++) scales[4 * i + p] = (unsigned char)(bits >> 8 * p);
+    }
+    memset(&w, 0, sizeof w);
+    w.type = &moei_gguf_type_find(MOEI_TYPE_E4M3)->external;
+    w.data = bytes;
+    w.row = COLUMNS;
+    w.column = 1;
+    w.scales = scales;
+    w.scale_row = 3 * 4;
+    w.scale_rows = 2;
+    w.scale_columns = 100;
+    for (i = 0; i < ROWS; i++) {
+        w.type->unpack(&levels[0], &w, i, 0, COLUMNS, values);
+        for (p = 0; p < COLUMNS; p++) {
+            const int exponent = (int)(p / 8 % 16), mantissa = (int)(p % 8);
+            double want = ldexp(exponent == 0 ? mantissa : mantissa + 8, (exponent == 0 ? 1 : exponent) - 10);
+            want *= ((double)(i / 2 * 3 + p / 100) + 0.5) * (p < 128 ? 1 : -1);
+            if (p % 128 == 127) wrong += moe_is_finite(values[p]) != 0;
+            else wrong += absolute((double)values[p] - want) > 0;
+        }
+    }
+    CHECKF(wrong == 0, "FP8: %d", (int)wrong);
+    for (t = 0; t < 3; t++) { /* a transposed matrix of which every second column counts */
+        const moei_block_type *type = moei_gguf_type_find(codes[t]);
+        const size_t size = (size_t)type->external.bytes;
+        memset(&w, 0, sizeof w);
+        w.type = &type->external;
+        w.data = bytes;
+        w.row = 2 * size;
+        w.column = 2 * ROWS * size;
+        for (i = 0, wrong = 0; i < ROWS; i++) {
+            w.type->unpack(&levels[0], &w, i, 0, 100, values);
+            for (p = 0; p < 100; p++) {
+                const unsigned char *b = bytes + p * w.column + i * w.row;
+                const uint32_t bits = t == 0 ? b[0] | (uint32_t)b[1] << 8 | (uint32_t)b[2] << 16 | (uint32_t)b[3] << 24
+                                             : (uint32_t)b[0] << 16 | (uint32_t)b[1] << 24;
+                float whole;
+                memcpy(&whole, &bits, 4);
+                if (t == 1) whole = (float)half_at(b);
+                wrong += moe_is_finite((moe_real)whole) && !same_real(values[p] + 0, (moe_real)whole + 0);
+            }
+        }
+        CHECKF(wrong == 0, "%s: %d", type->external.name, (int)wrong);
+    }
+}
+
+/* The largest |x| of each 32, over 254: half a unit of the quantized row. */
+static double half_step(const moe_real *x, size_t p) {
+    double most = 0;
+    size_t i;
+    for (i = p / 32 * 32; i < p / 32 * 32 + 32; i++)
+        if (absolute((double)x[i]) > most) most = absolute((double)x[i]);
+    return most / 254;
+}
+
+/* Products with quantized activations: of all tables, near the sums in double and near plain C. */
+static void check_product_in_file(const in_file *f, const moei_block_type *type, size_t m, const moe_real *x) {
+    const size_t n = f->n, k = f->k;
+    const size_t ldc = n + 3;
+    const size_t size = moe_external_work_size(&f->w, m, k), one = moe_external_work_size(&f->w, 1, k);
+    moe_real *c = borrow_reals(m * ldc), *plain = borrow_reals(m * ldc);
+    moe_real *row = borrow_reals(n);
+    unsigned char *work = (unsigned char *)borrow(size), *work1 = (unsigned char *)borrow(one);
+    size_t l, i, j, p;
+    size_t far = 0, differ = 0;
+    size_t apart = 0, outside = 0;
+    CHECK(size > one || m == 1);
+    for (l = 0; l < n_levels; l++) {
+        for (i = 0; i < m * ldc; i++) c[i] = 7;
+        moe_matmul_external(&levels[l], &f->w, 0, m, n, k, x, k, work, c, ldc);
+        if (l == 0) memcpy(plain, c, m * ldc * sizeof *c);
+        for (i = 0; i < m; i++) {
+            for (j = 0; j < n; j++) {
+                double want = 0, bound = 0;
+                double all = 0;
+                for (p = 0; p < k; p++) {
+                    const double w = (double)f->values[j * k + p], v = (double)x[i * k + p];
+                    want += w * v;
+                    bound += absolute(w) * half_step(x + i * k, p) * 1.001;
+                    all += absolute(w * v);
+                }
+                all = (all + bound) * 1e-5;
+                far += !(absolute((double)c[i * ldc + j] - want) <= bound + all);
+                apart += !(absolute((double)c[i * ldc + j] - (double)plain[i * ldc + j]) <= all);
+            }
+            for (j = n; j < ldc; j++) outside += !(c[i * ldc + j] <= 7 && c[i * ldc + j] >= 7);
+            moe_matmul_external(&levels[l], &f->w, 0, 1, n, k, x + i * k, k, work1, row, n);
+            differ += memcmp(row, c + i * ldc, n * sizeof *row) != 0;
+            if (n < 4) continue;
+            moe_matmul_external(&levels[l], &f->w, 3, 1, n - 3, k, x + i * k, k, work1, row, n - 3);
+            differ += memcmp(row, c + i * ldc + 3, (n - 3) * sizeof *row) != 0;
+        }
+        CHECKF(far + differ + apart + outside == 0, "%s, %s, m %d, n %d, k %d: %d far, %d differ, %d apart, %d outside",
+               type->external.name, levels[l].name, (int)m, (int)n, (int)k, (int)far, (int)differ, (int)apart,
+               (int)outside);
+    }
+    give_back(c);
+    give_back(row);
+    give_back(plain);
+    give_back(work);
+    give_back(work1);
+}
+
+static void test_products_in_files(void) {
+    static const size_t heights[] = {1, 2, 3, 5, 9, 14, 30}, widths[] = {1, 16, 21, 32, 50};
+    size_t t, i = 0;
+    for (t = 0; t < MOEI_GGUF_TYPE_COUNT; t++) {
+        const moei_block_type *type = &moei_gguf_types[t];
+        const size_t block = (size_t)type->external.block;
+        size_t k, a, b;
+        if (type->codes == NULL) continue;
+        for (k = block; k <= 1280; k += k < 2 * block ? block : k < 512 ? 512 - k % 512 : 768)
+            for (a = 0; a < 7; a++, i++) {
+                moe_rng rng = {i};
+                moe_real *x;
+                in_file f;
+                if (quick && (a + i) % 4 != 0) continue;
+                b = i % 5;
+                f = make_in_file(type, widths[b], k, i % 3, i);
+                x = normals(&rng, heights[a] * k);
+                if (k > 32) memset(x, 0, 32 * sizeof *x);
+                check_product_in_file(&f, type, heights[a], x);
+                give_back(x);
+                free_in_file(&f);
+            }
+    }
+}
+
+/* Activations as they are: the bits of moe_matmul. */
+static void test_exact_in_files(void) {
+    size_t t, l, j;
+    for (t = 0; t < MOEI_GGUF_TYPE_COUNT; t++)
+        for (l = 0; l < n_levels && moei_gguf_types[t].codes != NULL; l++) {
+            in_file f = make_in_file(&moei_gguf_types[t], 21, 768, 0, t);
+            moe_rng rng = {t};
+            moe_real *x = normals(&rng, 3 * f.k), *c = borrow_reals(3 * f.n);
+            moe_real *want = borrow_reals(3 * f.n);
+            f.w.exact = 1;
+            CHECK(moe_external_work_size(&f.w, 3, f.k) == 0);
+            moe_matmul(&levels[l], MOE_MATMUL_NT, MOE_TYPE_REAL, 3, f.n, f.k, x, f.k, f.values, f.k, want, f.n, 0);
+            moe_matmul_external(&levels[l], &f.w, 0, 3, f.n, f.k, x, f.k, NULL, c, f.n);
+            CHECK(memcmp(c, want, 3 * f.n * sizeof *c) == 0);
+            moe_matmul_external(&levels[l], &f.w, 0, 3, f.n, 0, x, f.k, NULL, c, f.n);
+            for (j = 0; j < 3 * f.n; j++) CHECK(same_real(c[j], 0));
+            f.w.exact = 0;
+            CHECK(moe_external_work_size(&f.w, (size_t)-1, f.k) == 0);
+            CHECK(moe_external_work_size(&f.w, 1, (size_t)-1) == 0);
+            give_back(x);
+            give_back(c);
+            give_back(want);
+            free_in_file(&f);
+        }
+}
+
+/* ---- layers whose experts lie in files ---- */
+
+enum { LAYER_TOKENS = 37, LAYER_EXPERTS = 5 };
+
+/* The matrices of a layer in files of these types, in turn; its tensors get their values. */
+static void put_in_files(moe_layer *layer, const int *codes, moe_external *matrices, in_file *files, size_t *n_files) {
+    size_t i, e, at = 0;
+    for (i = MOE_EXPERTS_GATE; i < MOE_LAYER_PARAMETER_COUNT; i++) {
+        moe_parameter slot;
+        size_t blocks, n, k;
+        if (moe_layer_parameter(&layer->config, (int)i, &slot) != MOE_OK || slot.n_dims < 2 ||
+            (slot.n_dims == 2 && i < MOE_SHARED_GATE))
+            continue;
+        blocks = slot.n_dims == 3 ? slot.shape[0] : 1;
+        n = slot.shape[slot.n_dims - 2];
+        k = slot.shape[slot.n_dims - 1];
+        layer->external[i] = matrices + at;
+        for (e = 0; e < blocks; e++, at++) {
+            in_file *f = files + (*n_files)++;
+            moe_real *to;
+            memcpy(&to, &layer->tensors[i], sizeof to);
+            *f = make_in_file(moei_gguf_type_find(codes[i % 3]), n, k, 0, at);
+            matrices[at] = f->w;
+            memcpy(to + e * n * k, f->values, n * k * sizeof *to);
+        }
+    }
+}
+
+/* A call that trains is refused, one that keeps all rows gives the same bits. */
+static void check_other_calls(const moe_layer *layer, moe_call *call, const moe_real *want, moe_real *row) {
+    unsigned char *work;
+    size_t bytes;
+    CHECK(moe_layer_work_size(layer, 1, 1, &bytes) == MOE_OK);
+    work = (unsigned char *)take(bytes);
+    call->training = 1;
+    CHECK(moe_layer_forward(layer, call, row, work, bytes, NULL) == MOE_ERR_UNSUPPORTED);
+    CHECK(strstr(call->error->message, "lies in a file (layer.external): it cannot be trained") != NULL);
+    call->training = 0;
+    call->keep = 1;
+    CHECK(moe_layer_forward(layer, call, row, work, bytes, NULL) == MOE_OK);
+    CHECK(memcmp(row, want, (size_t)layer->config.router.d_model * sizeof *row) == 0);
+    free(work);
+}
+
+static void check_layer_in_files(const moe_layer_config *config, const int *codes, int exact) {
+    static moe_external matrices[64];
+    static in_file files[64];
+    const size_t d = (size_t)config->router.d_model;
+    size_t n_files = 0, bytes, i, wrong = 0;
+    moe_layer layer, plain;
+    moe_error error;
+    moe_rng rng = {9};
+    moe_real *x = normals(&rng, LAYER_TOKENS * d), *y = borrow_reals(LAYER_TOKENS * d);
+    moe_real *row = borrow_reals(d), *want = borrow_reals(LAYER_TOKENS * d);
+    unsigned char *work;
+    double square = 0, apart = 0;
+    moe_call call;
+    if (!CHECK(moe_layer_create(&layer, config, 0, 5, NULL, &error) == MOE_OK)) return;
+    put_in_files(&layer, codes, matrices, files, &n_files);
+    for (i = 0; i < n_files; i++) matrices[i].exact = exact;
+    memset(&call, 0, sizeof call);
+    call.n_tokens = LAYER_TOKENS;
+    call.x = x;
+    call.error = &error;
+    plain = layer;
+    memset(plain.external, 0, sizeof plain.external);
+    CHECK(moe_layer_work_size(&plain, LAYER_TOKENS, 0, &bytes) == MOE_OK);
+    work = (unsigned char *)take(bytes);
+    CHECK(moe_layer_forward(&plain, &call, want, work, bytes, NULL) == MOE_OK);
+    free(work);
+    for (i = MOE_EXPERTS_GATE; i < MOE_LAYER_PARAMETER_COUNT; i++)
+        if (layer.external[i] != NULL) layer.tensors[i] = NULL;
+    CHECK(moe_layer_work_size(&layer, LAYER_TOKENS, 0, &bytes) == MOE_OK);
+    work = (unsigned char *)take(bytes);
+    CHECK(moe_layer_forward(&layer, &call, y, work, bytes - 1, NULL) == MOE_ERR_SPACE);
+    CHECKF(moe_layer_forward(&layer, &call, y, work, bytes, NULL) == MOE_OK, "%s", error.message);
+    for (i = 0; i < LAYER_TOKENS * d; i++) {
+        square += (double)want[i] * (double)want[i];
+        apart += ((double)y[i] - (double)want[i]) * ((double)y[i] - (double)want[i]);
+    }
+    if (exact) CHECKF(memcmp(y, want, LAYER_TOKENS * d * sizeof *y) == 0, "the bits of the tensors");
+    else CHECKF(apart < 0.03 * 0.03 * square, "%g of %g", sqrt(apart), sqrt(square));
+    for (i = 0; i < LAYER_TOKENS; i++) { /* token by token */
+        call.n_tokens = 1;
+        call.x = x + i * d;
+        CHECK(moe_layer_forward(&layer, &call, row, work, bytes, NULL) == MOE_OK);
+        wrong += memcmp(row, y + i * d, d * sizeof *row) != 0;
+    }
+    CHECKF(wrong == 0, "%d tokens alone", (int)wrong);
+    free(work);
+    check_other_calls(&layer, &call, y + (LAYER_TOKENS - 1) * d, row);
+    for (i = 0; i < n_files; i++) free_in_file(&files[i]);
+    give_back(x);
+    give_back(y);
+    give_back(row);
+    give_back(want);
+    moe_layer_free(&layer);
+}
+
+static void test_layers_in_files(void) {
+    static const int codes[4][3] = {{8, 8, 8}, {2, 14, 39}, {MOEI_TYPE_MXFP4, 12, 3}, {30, 8, 30}};
+    static const char *const presets[4] = {"mixtral", "gpt_oss", "deepseek_v3", "qwen2_moe"};
+    size_t i, j;
+    int exact_ones;
+    for (i = 0; i < 4; i++)
+        for (j = 0; j < 4; j++)
+            for (exact_ones = 0; exact_ones < 2; exact_ones++) {
+                moe_layer_config config;
+                if (!CHECK(moe_layer_preset(presets[i], &config, NULL) == MOE_OK)) continue;
+                config.router.d_model = 256;
+                config.router.n_experts = LAYER_EXPERTS;
+                config.router.top_k = 2;
+                config.router.groups = config.router.groups_kept = 0;
+                config.d_ff = 256;
+                if (config.n_shared > 0) config.d_shared = 256;
+                if (quick && (i + j) % 2 != 0) continue;
+                check_layer_in_files(&config, codes[j], exact_ones);
+            }
 }
 
 /* ---- rows ---- */
@@ -1062,6 +1535,12 @@ int main(int count, char **arguments) {
     CASE(test_weight_edges());
     CASE(test_common(MOE_TYPE_Q8_BLOCK));
     CASE(test_common(MOE_TYPE_Q4));
+    CASE(test_blocks());
+    CASE(test_worked_blocks());
+    CASE(test_numbers_in_files());
+    CASE(test_products_in_files());
+    CASE(test_exact_in_files());
+    CASE(test_layers_in_files());
     CASE(test_rows());
     CASE(test_products());
     CASE(test_exact());
