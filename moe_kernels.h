@@ -6476,9 +6476,10 @@ void moe_matmul_quantized(const moe_kernels *k, int type, size_t m, size_t n, si
 }
 #endif
 
-/* Rows of activations for external weights of any type: a row for MOE_TYPE_Q8_BLOCK, then the sums
-   for minima, then scales, initial sums and sums for groups of 16. A sum is the scale times minus
-   the sum of the codes. */
+/* Rows of activations for external weights of any type. A row is two: x as codes, then what is left
+   of it as codes, so that together they have 15 bits. Each holds codes, scales and initial sums as a
+   row for MOE_TYPE_Q8_BLOCK, then the sums for minima, then scales, initial sums and sums for groups
+   of 16. A sum is the scale times minus the sum of the codes. */
 typedef struct moei_external_row {
     size_t scales[2], starts[2], sums[2], size; /* offsets, for groups of 32 and of 16 */
 } moei_external_row;
@@ -6486,9 +6487,9 @@ typedef struct moei_external_row {
 /* 0: the size overflows. */
 static int moei_external_shape_row(size_t inner, moei_external_row *r) {
     const size_t groups = moei_groups(inner);
-    size_t i, lines, at = groups * MOEI_GROUP;
+    size_t i, at = groups * MOEI_GROUP;
     /* a row has less than 8 bytes per number */
-    if (inner > (size_t)-1 / 16) return 0;
+    if (inner > (size_t)-1 / 32) return 0;
     for (i = 0; i < 2; i++) {
         const size_t all = groups << i;
         r->scales[i] = at;
@@ -6496,8 +6497,8 @@ static int moei_external_shape_row(size_t inner, moei_external_row *r) {
         r->sums[i] = r->starts[i] + (all + all % 2) * 4;
         at = r->sums[i] + all * sizeof(moe_real);
     }
-    lines = at / MOEI_LINE + 1;
-    r->size = (lines | 1) * MOEI_LINE;
+    r->size = (at / MOEI_LINE | 1) * MOEI_LINE;
+    if (r->size < at) r->size += 2 * MOEI_LINE;
     return 1;
 }
 
@@ -6514,7 +6515,7 @@ MOEI_TOOL int moei_external_quantizes(const moe_external *w) {
 /* Bytes of a quantized row; 0: the size overflows. */
 MOEI_TOOL size_t moei_external_row_size(size_t inner) {
     moei_external_row r;
-    return moei_external_shape_row(inner, &r) ? r.size : 0;
+    return moei_external_shape_row(inner, &r) ? 2 * r.size : 0;
 }
 
 size_t moe_external_work_size(const moe_external *w, size_t m, size_t inner) {
@@ -6526,64 +6527,90 @@ size_t moe_external_work_size(const moe_external *w, size_t m, size_t inner) {
 }
 
 #ifndef MOE_NO_QUANT
-/* Quantizes rows of x; rows are aligned for moe_real. */
-MOEI_TOOL void moei_external_quantize(const moe_kernels *k, size_t m, size_t inner, const moe_real *x, size_t ldx,
-                                      unsigned char *rows) {
-    const size_t groups = moei_groups(inner);
-    moei_external_row r;
-    size_t i, g, p;
-    if (!moei_external_shape_row(inner, &r)) return;
-    for (i = 0; i < m; i++, rows += r.size) {
-        const signed char *code = (const signed char *)rows;
-        moe_real *scale = (moe_real *)(void *)(rows + r.scales[0]), *sum = (moe_real *)(void *)(rows + r.sums[0]);
-        moe_real *scale16 = (moe_real *)(void *)(rows + r.scales[1]), *sum16 = (moe_real *)(void *)(rows + r.sums[1]);
-        int32_t *start = (int32_t *)(void *)(rows + r.starts[0]), *start16 = (int32_t *)(void *)(rows + r.starts[1]);
-        moei_table(k)->quantize(MOE_TYPE_Q8_BLOCK, 1, inner, x + i * ldx, ldx, rows);
-        for (g = 0; g < groups; g++, code += MOEI_GROUP) {
-            int32_t first = 0;
-            for (p = 0; p < MOEI_GROUP / 2; p++) first += code[p];
-            start16[2 * g] = -128 * first;
-            start16[2 * g + 1] = start[g] - start16[2 * g];
-            scale16[2 * g] = scale16[2 * g + 1] = scale[g];
+enum {
+    MOEI_EXTERNAL_PIECE = 512, /* numbers of a row that are quantized or unpacked together */
+    MOEI_EXTERNAL_M = 36       /* rows that share unpacked panels */
+};
+
+/* Quantizes count numbers from number p of a row on, at most MOEI_EXTERNAL_PIECE; x becomes what is
+   left. */
+static void moei_external_quantize_piece(const moe_kernels *k, const moei_external_row *r, size_t p, size_t count,
+                                         moe_real *x, unsigned char *row) {
+    enum { GROUPS = MOEI_EXTERNAL_PIECE / MOEI_GROUP, ROOM = MOEI_EXTERNAL_PIECE + GROUPS * 12 + 2 * MOEI_LINE };
+    unsigned char codes[ROOM];
+    moei_row_shape shape;
+    size_t g, i, from = p / MOEI_GROUP;
+    (void)moei_shape_row(MOE_TYPE_Q8_BLOCK, count, &shape);
+    k->quantize(MOE_TYPE_Q8_BLOCK, 1, count, x, count, codes);
+    memcpy(row + p, codes, shape.codes);
+    for (g = 0; g < shape.codes / MOEI_GROUP; g++, from++) {
+        const signed char *code = (const signed char *)codes + g * MOEI_GROUP;
+        const moe_real scale = moei_get_real(codes + shape.scales + g * sizeof scale);
+        int32_t start[3] = {0, 0, 0};
+        moe_real sum;
+        memcpy(start, codes + shape.starts + g * 4, 4);
+        for (i = 0; i < MOEI_GROUP / 2; i++) start[1] += code[i];
+        start[1] *= -128;
+        start[2] = start[0] - start[1];
+        for (i = 0; i < 3; i++) { /* of 32, and of the two 16 */
+            const size_t which = i > 0, at = i > 0 ? 2 * from + i - 1 : from;
+            sum = scale * (moe_real)start[i] * MOEI_R(0.0078125);
+            memcpy(row + r->scales[which] + at * sizeof scale, &scale, sizeof scale);
+            memcpy(row + r->starts[which] + at * 4, &start[i], 4);
+            memcpy(row + r->sums[which] + at * sizeof sum, &sum, sizeof sum);
         }
-        for (g = 0; g < groups; g++) sum[g] = scale[g] * (moe_real)start[g] * MOEI_R(0.0078125);
-        for (g = 0; g < 2 * groups; g++) sum16[g] = scale16[g] * (moe_real)start16[g] * MOEI_R(0.0078125);
+        for (i = 0; i < MOEI_GROUP && g * MOEI_GROUP + i < count; i++)
+            x[g * MOEI_GROUP + i] -= scale * (moe_real)code[i];
     }
 }
 
-enum {
-    MOEI_EXTERNAL_PIECE = 512, /* numbers of a row that are unpacked together */
-    MOEI_EXTERNAL_REST = 28    /* rows of a copy of the last outputs, which do not fill a panel */
-};
+/* Quantizes rows of x; rows are aligned for moe_real. */
+MOEI_TOOL void moei_external_quantize(const moe_kernels *k, size_t m, size_t inner, const moe_real *x, size_t ldx,
+                                      unsigned char *rows) {
+    moe_real piece[MOEI_EXTERNAL_PIECE];
+    moei_external_row r;
+    size_t p, count;
+    if (!moei_external_shape_row(inner, &r)) return;
+    for (; m > 0; m--, x += ldx, rows += 2 * r.size)
+        for (p = 0; p < inner; p += count) {
+            count = inner - p < MOEI_EXTERNAL_PIECE ? inner - p : (size_t)MOEI_EXTERNAL_PIECE;
+            memcpy(piece, x + p, count * sizeof *x);
+            moei_external_quantize_piece(moei_table(k), &r, p, count, piece, rows);
+            moei_external_quantize_piece(moei_table(k), &r, p, count, piece, rows + r.size);
+        }
+}
 
-/* C[m][16 panels] = the product with `outputs` rows of W, which fill one or two panels. */
+/* part[2 m][32] = the products of m rows, each of which is two, with `outputs` rows of W, which fill
+   one or two panels. */
 static void moei_external_panels(const moe_kernels *k, const moe_external *w, size_t first, size_t m, size_t outputs,
-                                 size_t inner, const unsigned char *rows, moe_real *c, size_t ldc) {
+                                 size_t inner, const unsigned char *rows, moe_real *part) {
     enum { CODES = MOEI_EXTERNAL_PIECE * MOEI_PANEL, SCALES = MOEI_EXTERNAL_PIECE / 16 * MOEI_PANEL };
     const size_t panels = outputs > MOEI_PANEL ? 2 : 1, group = (size_t)w->type->group;
     const int half = group == 16;
-    unsigned char codes[2 * (int)CODES];
+    unsigned char space[2 * (int)CODES + MOEI_LINE], *codes = space;
     moe_real scales[2 * (int)SCALES], minima[2 * (int)SCALES];
     moei_external_row r;
     moei_code_panels t;
     size_t p, i, length;
+    codes += (MOEI_LINE - (uintptr_t)codes % MOEI_LINE) % MOEI_LINE;
     (void)moei_external_shape_row(inner, &r);
-    t.m = m;
+    t.m = 2 * m;
     t.panels = panels;
     t.lines = group / 4;
     t.row_size = r.size;
-    t.ldc = ldc;
-    t.c = c;
+    t.ldc = 2 * MOEI_PANEL;
+    t.c = part;
     for (i = 0; i < 2; i++) {
         t.codes[i] = codes + i * CODES;
         t.weight_scales[i] = scales + i * SCALES;
     }
     for (p = 0; p < inner; p += length) {
         length = inner - p < MOEI_EXTERNAL_PIECE ? inner - p : (size_t)MOEI_EXTERNAL_PIECE;
-        for (i = 0; i < panels; i++)
-            w->type->fill(k, w, first + i * MOEI_PANEL, outputs - i * MOEI_PANEL < MOEI_PANEL
-                                                            ? outputs - i * MOEI_PANEL : (size_t)MOEI_PANEL,
-                          p, length, codes + i * CODES, scales + i * SCALES, minima + i * SCALES);
+        for (i = 0; i < panels; i++) {
+            const size_t left = outputs - i * MOEI_PANEL;
+            w->type->fill(k, w, first + i * MOEI_PANEL, left < MOEI_PANEL ? left : (size_t)MOEI_PANEL, p, length,
+                          codes + i * CODES, scales + i * SCALES, minima + i * SCALES);
+        }
         t.groups = length / group;
         t.rows = rows + p;
         t.scales = rows + r.scales[half] + p / group * sizeof(moe_real);
@@ -6591,29 +6618,28 @@ static void moei_external_panels(const moe_kernels *k, const moe_external *w, si
         t.load = p > 0;
         k->unpacked(&t);
         if (w->type->minima)
-            k->panels(m, panels * MOEI_PANEL, t.groups,
+            k->panels(2 * m, panels * MOEI_PANEL, t.groups,
                       (const moe_real *)(const void *)(rows + r.sums[half]) + p / group, r.size / sizeof(moe_real), 1,
-                      minima, SCALES, c, ldc, 1);
+                      minima, SCALES, part, 2 * MOEI_PANEL, 1);
     }
 }
 
-/* Rows first .. first + n - 1 of W, two panels at a time; the last outputs, which do not fill a
-   panel, are computed in a copy. */
+/* Rows first .. first + n - 1 of W, two panels at a time. */
 MOEI_TOOL void moei_external_product(const moe_kernels *k, const moe_external *w, size_t first, size_t m, size_t n,
                                      size_t inner, const unsigned char *rows, moe_real *c, size_t ldc) {
-    const size_t row_size = moei_external_row_size(inner), rest = n % MOEI_PANEL;
-    const size_t whole = n - rest;
-    moe_real part[(int)MOEI_EXTERNAL_REST * MOEI_PANEL];
-    size_t i, j, count;
-    for (j = 0; j < whole; j += count) {
-        count = whole - j < 2 * MOEI_PANEL ? (size_t)MOEI_PANEL : 2 * (size_t)MOEI_PANEL;
-        moei_external_panels(moei_table(k), w, first + j, m, count, inner, rows, c + j, ldc);
-    }
-    for (i = 0; i < m && rest > 0; i += count) {
-        count = m - i < MOEI_EXTERNAL_REST ? m - i : (size_t)MOEI_EXTERNAL_REST;
-        moei_external_panels(moei_table(k), w, first + whole, count, rest, inner, rows + i * row_size, part,
-                             MOEI_PANEL);
-        for (j = 0; j < count; j++) memcpy(c + (i + j) * ldc + whole, part + j * MOEI_PANEL, rest * sizeof *c);
+    enum { WIDE = 2 * MOEI_PANEL };
+    const size_t row_size = moei_external_row_size(inner);
+    moe_real part[2 * (int)MOEI_EXTERNAL_M * (int)WIDE];
+    size_t i, j, p, at, count, outputs;
+    for (j = 0; j < n; j += outputs) {
+        outputs = n - j < WIDE ? n - j : (size_t)WIDE;
+        for (i = 0; i < m; i += count) {
+            count = m - i < MOEI_EXTERNAL_M ? m - i : (size_t)MOEI_EXTERNAL_M;
+            moei_external_panels(moei_table(k), w, first + j, count, outputs, inner, rows + i * row_size, part);
+            for (at = 0; at < count; at++)
+                for (p = 0; p < outputs; p++)
+                    c[(i + at) * ldc + j + p] = part[2 * at * WIDE + p] + part[(2 * at + 1) * WIDE + p];
+        }
     }
 }
 #endif
