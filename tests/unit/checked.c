@@ -722,7 +722,9 @@ static void test_places(void) {
         if (which == 0) c.model.weights++;
         if (which == 1) c.model.experts++;
         CHECK(moe_model_check(&c.model, &loader, c.block, c.scratch_size, &error) != MOE_OK || which < 2, "refused");
-        if (which >= 2) CHECK(error.code == MOE_ERR_IO && strstr(error.message, "loader") != NULL, "the loader failed");
+        if (which >= 2)
+            CHECK(error.code == MOE_ERR_IO && strstr(error.message, "experts: the loader failed") != NULL,
+                  error.message);
         loader.fetch = NULL;
         if (which >= 2)
             CHECK_STATUS(moe_model_check(&c.model, &loader, c.block, c.scratch_size, &error), MOE_ERR_UNSUPPORTED);
@@ -769,6 +771,7 @@ static int overlaps_input(copy *c, size_t op, uint32_t out) {
 static void test_apart(void) {
     made m;
     copy c;
+    moe_error error;
     size_t recipe = 0, op, found = 0;
     while (strstr(recipes[recipe].settings, "clustering") == NULL) recipe++;
     if (!made_begin(&m, recipe, MOE_WEIGHTS_INT8, 0)) return;
@@ -783,6 +786,8 @@ static void test_apart(void) {
         if (o.in >= words) CHECK(!overlaps_input(&c, op, o.in - words), "before the input");
         found++;
     }
+    CHECK_STATUS(moe_model_check(NULL, NULL, c.block, c.scratch_size, &error), MOE_ERR_ARGUMENT);
+    CHECK(strcmp(error.message, "model 0: model or scratch: must not be NULL") == 0, error.message);
     copy_end(&c);
     made_end(&m);
     CHECK(found > 0, "a model with clusters");

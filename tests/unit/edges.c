@@ -187,6 +187,7 @@ static void refuse_packing(void) {
     IS(MOE_OK, moe_layer_pack_size(&layer, MOE_TYPE_REAL, 0, &packed, NULL));
     IS(MOE_OK, moe_layer_pack_size(&layer, MOE_TYPE_REAL, TOKENS, NULL, &size));
     memory = grab(2, packed);
+    IS(MOE_ERR_ARGUMENT, moe_layer_pack_size(&layer, MOE_TYPE_COUNT, 0, &packed, NULL));
     work = grab(1, size);
     REFUSED(MOE_ERR_ARGUMENT, "layer must not be NULL", moe_layer_pack(NULL, MOE_TYPE_REAL, memory, packed, &error));
     REFUSED(MOE_ERR_ARGUMENT, "memory must not be NULL", moe_layer_pack(&layer, MOE_TYPE_REAL, NULL, packed, &error));
@@ -252,6 +253,29 @@ static void lose_nothing(void) {
     moe_layer_free(&silent);
 }
 
+/* Experts in 8 bits: the report has every assignment, and an error that is small but not 0. */
+static void lose_little(void) {
+    moe_layer layer = make_layer("top_k=2", 0);
+    const moe_call call = call_of(TOKENS, 0);
+    moe_quant_error errors[EXPERTS];
+    size_t size, packed, rows = 0;
+    void *work, *memory;
+    int i;
+    IS(MOE_OK, moe_layer_pack_size(&layer, MOE_TYPE_Q8, 0, &packed, NULL));
+    IS(MOE_OK, moe_layer_pack_size(&layer, MOE_TYPE_Q8, TOKENS, NULL, &size));
+    memory = grab(1, packed);
+    work = grab(1, size);
+    IS(MOE_OK, moe_layer_quantize(&layer, MOE_TYPE_Q8, memory, packed, &call, work, size, errors, &error));
+    for (i = 0; i < EXPERTS; i++) {
+        CHECK(errors[i].output > real(0) && errors[i].output < real(0.1));
+        rows += errors[i].rows;
+    }
+    CHECK(rows == 2 * TOKENS);
+    free(memory);
+    free(work);
+    moe_layer_free(&layer);
+}
+
 static void test_layers(void) {
     moe_layer layer = make_layer("top_k=2", 1);
     moe_layer_config config = layer_config("top_k=2"), before = config;
@@ -294,6 +318,7 @@ static void test_layers(void) {
     moe_layer_free(&layer);
     refuse_packing();
     lose_nothing();
+    lose_little();
     refuse_passes();
 }
 
@@ -1385,6 +1410,8 @@ static void test_model_memory(void) {
 /* Settings that clash, and the words of the refusal. */
 static void test_clashes(void) {
     static const char *const rows[][2] = {{"score=attentive router_hidden=5 top_k=2", "router_hidden = 5"},
+                                          {"n_zero=1 selection_bias=1 bias_rate=0.1 bias_real=3 top_k=2",
+                                           "bias_real = 3: must be at most top_k = 2"},
                                           {"select=soft scale=2", "scale = 2"}};
     moe_net net;
     moe_attention_config a;
@@ -1392,6 +1419,10 @@ static void test_clashes(void) {
     for (i = 0; i < sizeof rows / sizeof *rows; i++) {
         const moe_layer_config c = layer_config(rows[i][0]);
         REFUSED(MOE_ERR_CONFIG, rows[i][1], moe_layer_check(&c, NULL, &error));
+    }
+    {
+        const moe_layer_config c = layer_config("top_k=5");
+        REFUSED(MOE_ERR_CONFIG, "top_k = 5", moe_router_check_training(&c.router, &error));
     }
     memset(&a, 0, sizeof a);
     a.rotary_base = real(100);
@@ -2155,6 +2186,78 @@ static void train_step(moe_net *net) {
     moe_trainer_free(&trainer);
 }
 
+/* A batch of one sample is checked as larger ones are: a router that reads token ids gets none. */
+static void test_one_sample(void) {
+    moe_net net = make_net("select=hash table_size=4 top_k=2", 1);
+    moe_train_config config;
+    moe_trainer trainer;
+    moe_data data = samples();
+    moe_step step;
+    memset(&config, 0, sizeof config);
+    config.batch = TOKENS;
+    IS(MOE_OK, moe_trainer_init(&trainer, &net, &config, &error));
+    for (data.n = 1; data.n <= 2; data.n++)
+        REFUSED(MOE_ERR_ARGUMENT, "but the samples have only x", moe_trainer_step(&trainer, &data, &step, &error));
+    moe_trainer_free(&trainer);
+    moe_net_free(&net);
+}
+
+static void test_not_ready(void) {
+    moe_net net = unbuilt("top_k=2");
+    moe_layer layer = make_layer("top_k=2", 0);
+    moe_call call = call_of(TOKENS, 0);
+    moe_net_pass pass;
+    moe_tensor tensor;
+    unsigned char work[64];
+    call.error = &error;
+    REFUSED(MOE_ERR_STATE, "the network is not built", moe_net_forward(&net, &call, work, sizeof work, &pass));
+    IS(MOE_ERR_ARGUMENT, moe_layer_tensor(NULL, 0, &tensor));
+    IS(MOE_ERR_ARGUMENT, moe_layer_tensor(&layer, 0, NULL));
+    moe_layer_free(&layer);
+    moe_net_free(&net);
+}
+
+/* A batch with more sequences than a router's soft_sequences. */
+static void test_two_sequences(void) {
+    moe_net net = make_net("select=soft soft_sequences=1 slots=1", 1);
+    moe_train_config config;
+    moe_trainer trainer;
+    moe_data data = samples();
+    moe_step step;
+    memset(&config, 0, sizeof config);
+    config.batch = TOKENS;
+    IS(MOE_OK, moe_trainer_init(&trainer, &net, &config, &error));
+    data.length = TOKENS / 2;
+    REFUSED(MOE_ERR_ARGUMENT, "a batch has 2 sequences, but a router's soft_sequences allows 1",
+            moe_trainer_step(&trainer, &data, &step, &error));
+    data.length = TOKENS;
+    IS(MOE_OK, moe_trainer_step(&trainer, &data, &step, &error));
+    moe_trainer_free(&trainer);
+    moe_net_free(&net);
+}
+
+/* Groups are compared by their probabilities however small these are. */
+static void test_small_groups(void) {
+    moe_layer layer = make_layer("select=grouped_top_k groups=2 groups_kept=1 top_k=1 gate=sigmoid", 0);
+    moe_real input[WIDTH] = {0}, output[WIDTH];
+    moe_call call = call_of(1, 0);
+    moe_tensor weight;
+    moe_layer_pass pass;
+    size_t size, e;
+    void *work;
+    IS(MOE_OK, moe_layer_find(&layer, "router.weight", &weight));
+    memset(weight.data, 0, weight.count * sizeof(moe_real));
+    for (e = 0; e < EXPERTS; e++) weight.data[e * WIDTH + e] = 1;
+    for (e = 0; e < EXPERTS; e++) input[e] = real(e < EXPERTS / 2 ? -45 : -40);
+    call.x = input;
+    IS(MOE_OK, moe_layer_work_size(&layer, 1, 0, &size));
+    work = grab(1, size);
+    IS(MOE_OK, moe_layer_forward(&layer, &call, output, work, size, &pass));
+    CHECK(pass.routing.choices[0] == EXPERTS / 2);
+    free(work);
+    moe_layer_free(&layer);
+}
+
 /* freeze_at = 1: the factor that layers share moves in the first step and never again. */
 static void test_frozen_factor(void) {
     moe_net net = make_net("select=positive gate=relu weight=raw loss_l1=0.1 l1_controller=net freeze_at=1", 1);
@@ -2169,6 +2272,16 @@ static void test_frozen_factor(void) {
     moe_net_free(&net);
 }
 
+/* Half of both divergences of (1/4, 3/4) and (1/2, 1/2); none of equal logits. */
+static void test_consistency(void) {
+    moe_real a[4], b[4] = {0, 0, 0, 0};
+    const double wanted = 0.5 * (0.25 * log(0.5) + 0.75 * log(1.5) + 0.5 * log(2.0) + 0.5 * log(2.0 / 3));
+    a[0] = a[2] = 0;
+    a[1] = a[3] = real(log(3.0));
+    CHECK_NEAR(moe_consistency_loss(2, 2, a, b, NULL, NULL), wanted, 1e-6);
+    CHECK_NEAR(moe_consistency_loss(2, 2, a, a, NULL, NULL), 0, 1e-6);
+}
+
 /* A name that is longer than any field's is not read as a field. */
 static void test_long_names(void) {
     char settings[200];
@@ -2181,6 +2294,12 @@ static void test_long_names(void) {
               error.code == MOE_ERR_NOT_FOUND);
         CHECK((strstr(error.message, "expected name=value") != NULL) == (n >= 32), error.message);
     }
+    strcpy(settings, "loss_selector_entropyxxxxxxxxxx");
+    REFUSED(MOE_ERR_NOT_FOUND, "did you mean loss_selector_entropy?",
+            moe_field_set(moe_router_fields(), &c.router, settings, "1", &error));
+    strcat(settings, "x");
+    CHECK(moe_field_set(moe_router_fields(), &c.router, settings, "1", &error) == MOE_ERR_NOT_FOUND);
+    CHECK(strstr(error.message, "did you mean") == NULL, error.message);
 }
 
 int main(void) {
@@ -2216,7 +2335,12 @@ int main(void) {
     CASE(test_net_batches());
     CASE(test_sequence_call_errors());
     CASE(test_experts_alone());
+    CASE(test_one_sample());
+    CASE(test_two_sequences());
+    CASE(test_small_groups());
+    CASE(test_not_ready());
     CASE(test_frozen_factor());
     CASE(test_long_names());
+    CASE(test_consistency());
     return test_end();
 }

@@ -318,6 +318,14 @@ static void test_lengths(void) {
 /* A wrong file names the tensor, in characters that can be shown, and the byte. */
 static void test_messages(void) {
     static const char header[] = "{\"layer.\\u00e4\x7f\":{\"dtype\":\"F7\"}}";
+    static const char *const wrong[][2] = {
+        {"[]", "byte 8: not a safetensors file: the header does not begin with {"},
+        {"{\"a\":{\"dtyp\":\"F32\"}}", "tensor 'a', byte 15: unknown key 'dtyp'"},
+        {"{\"a\":{\"shape\":[],\"shape\":[]}}", "tensor 'a', byte 26: the key shape occurs twice"},
+        {"{\"a\":{\"data_offsets\":[0]}}", "tensor 'a', byte 15: data_offsets needs two numbers"},
+        {"{\"a\":{\"dtype\":\"U8\",\"shape\":[3],\"data_offsets\":[0,3]}}",
+         "tensor 'a', byte 13: data_offsets [0, 3] go beyond the 0 bytes of data"},
+        {"{\"a\":{\"shape\":[]}}", "tensor 'a', byte 25: dtype is missing"}};
     char name[600], text[700];
     moe_file file;
     moe_error error;
@@ -325,11 +333,12 @@ static void test_messages(void) {
     unsigned char *bytes = file_of(header, strlen(header), 0, &size);
     CHECK(moe_file_open(&file, bytes, size, &error) == MOE_ERR_UNSUPPORTED);
     CHECK(strcmp(error.message, "tensor 'layer.\\u00e4?', byte 35: unknown dtype 'F7'") == 0, error.message);
-    free(bytes);
-    bytes = file_of("[]", 2, 0, &size);
-    CHECK(moe_file_open(&file, bytes, size, &error) == MOE_ERR_FORMAT);
-    CHECK(strcmp(error.message, "byte 8: not a safetensors file: the header does not begin with {") == 0,
-          error.message);
+    for (i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        free(bytes);
+        bytes = file_of(wrong[i][0], strlen(wrong[i][0]), 0, &size);
+        CHECK(moe_file_open(&file, bytes, size, &error) == MOE_ERR_FORMAT);
+        CHECK(strcmp(error.message, wrong[i][1]) == 0, error.message);
+    }
     free(bytes);
     memset(name, 'n', sizeof name);
     name[sizeof name - 1] = '\0';
@@ -1606,6 +1615,35 @@ static void test_hostile(void) {
     open_built(&b, 10000, MOE_OK, "", "one long text");
 }
 
+/* Where the data has holes, the first tensor that does not begin at the end of the one before. */
+static void test_first_hole(void) {
+    static const char header[] = "{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]},"
+                                 "\"b\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[8,12]},"
+                                 "\"c\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[12,16]}}";
+    moe_file file;
+    moe_error error;
+    size_t size;
+    unsigned char *bytes = file_of(header, strlen(header), 16, &size);
+    CHECK(moe_file_open(&file, bytes, size, &error) == MOE_ERR_FORMAT);
+    CHECK(strstr(error.message, "tensor 'b'") != NULL && strstr(error.message, "12 of 16 bytes") != NULL,
+          error.message);
+    free(bytes);
+}
+
+/* Values of a tensor of flags: whatever is not 0 is 1. */
+static void test_flags(void) {
+    static const char header[] = "{\"a\":{\"dtype\":\"BOOL\",\"shape\":[4],\"data_offsets\":[0,4]}}";
+    moe_file file;
+    moe_file_tensor t;
+    moe_real values[4];
+    size_t size, i;
+    unsigned char *bytes = file_of(header, strlen(header), 4, &size); /* 0, 1, 2, 3 */
+    CHECK(moe_file_open(&file, bytes, size, NULL) == MOE_OK && moe_file_find(&file, "a", &t) == MOE_OK);
+    CHECK(moe_file_values(&t, 0, 4, values, NULL) == MOE_OK);
+    for (i = 0; i < 4; i++) CHECK_NEAR(values[i], i > 0, 0);
+    free(bytes);
+}
+
 /* The longest path is one that leaves room for what stands behind a temporary file's name, and the
    message tells how long. */
 static void test_long_paths(void) {
@@ -1651,6 +1689,8 @@ int main(void) {
     CASE(test_changed_later());
     CASE(test_random());
     CASE(test_hostile());
+    CASE(test_first_hole());
+    CASE(test_flags());
     CASE(test_long_paths());
     return test_end();
 }

@@ -304,6 +304,210 @@ static void test_tensor_names(void) {
     test_about = "";
 }
 
+/* 17 digits give every double back, the smallest and the largest too. */
+static void test_digits(void) {
+    static const double ends[] = {5e-324, 2.2250738585072014e-308, 1.7976931348623157e308, 9.9999999999999995e22, 0.1};
+    char text[64];
+    moei_text t;
+    double back;
+    int e;
+    for (e = -1070; e < 1024 + 5; e++) {
+        const double value = e < 1024 ? ldexp(1.2345678901234567, e) : ends[e - 1024];
+        memset(text, 0, sizeof text);
+        t.out = text;
+        t.room = sizeof text;
+        t.length = 0;
+        moei_put_digits(&t, value, 17);
+        back = strtod(text, NULL);
+        CHECK(t.length == strlen(text) && same_bits(&value, &back, sizeof back),
+              text);
+    }
+    t.length = 0;
+    moei_put_real(&t, MOEI_R(0.0));
+    CHECK(t.length == 1 && text[0] == '0', "zero");
+}
+
+/* What is laid out in memory is aligned, wherever that begins. */
+static void test_alignment(void) {
+    static unsigned char memory[4 * MOEI_ALIGN];
+    size_t shift;
+    for (shift = 0; shift < MOEI_ALIGN; shift++) {
+        moei_layout l = moei_layout_begin(memory + shift);
+        const unsigned char *first = (const unsigned char *)moei_take(&l, 3, 1);
+        const unsigned char *second = (const unsigned char *)moei_take(&l, 1, 8);
+        CHECK((uintptr_t)first % MOEI_ALIGN == 0 && (uintptr_t)second % MOEI_ALIGN == 0 && second > first);
+        CHECK(first >= memory + shift && second + 8 <= memory + shift + l.used, "what it counts is enough");
+    }
+    CHECK_NEAR(moe_field_find(moei_net_fields, "d_in")->default_value, 0, 0); /* 0 is token ids, no default */
+}
+
+/* ---- operations of integer models, by the formulas at their functions ---- */
+
+enum { IN = 0, OTHER = 8, OUT = 16, SUM = 24, CHOICES = 40, VECTORS = 64, MOST = 3 };
+
+/* A run of one MoE layer of one expert, with numbers in its vectors. */
+typedef struct machine {
+    moe_model model;
+    moei_int_mixture mixture;
+    moei_int_run run;
+    union {
+        int16_t v[VECTORS];
+        int32_t aligned;
+    } vectors;
+    unsigned char constants[256];
+} machine;
+
+static void put_16(unsigned char *to, int value) {
+    to[0] = (unsigned char)((unsigned)value & 255u);
+    to[1] = (unsigned char)((unsigned)value >> 8 & 255u);
+}
+
+static void machine_begin(machine *m) {
+    static const int16_t in[4] = {3, -5, 7, -100}, other[4] = {2, 4, -6, 1};
+    static const int16_t choices[1 + 2 * MOST] = {2, 2, 0, 0, 4000, 8000, 0}; /* experts 2 and 0, their weights */
+    memset(m, 0, sizeof *m);
+    m->model.mixtures = &m->mixture;
+    m->model.weights = m->model.experts = m->constants;
+    m->mixture.router.n_experts = 1;
+    m->mixture.router.most = MOST;
+    m->mixture.block = MOEI_INT_NONE;
+    m->run.model = &m->model;
+    m->run.base = m->constants;
+    m->run.vectors = m->vectors.v;
+    m->run.weight = 16384;
+    memcpy(m->vectors.v + IN, in, sizeof in);
+    memcpy(m->vectors.v + OTHER, other, sizeof other);
+    memcpy(m->vectors.v + CHOICES, choices, sizeof choices);
+}
+
+static moei_int_op operation(unsigned n, unsigned k, unsigned shift, int factor, int factor2) {
+    moei_int_op op;
+    memset(&op, 0, sizeof op);
+    op.shape.n = (uint16_t)n;
+    op.shape.k = (uint16_t)k;
+    op.shape.low = -32767;
+    op.shape.high = 32767;
+    op.shape.shift = (uint8_t)shift;
+    op.in = IN;
+    op.other = OTHER;
+    op.out = OUT;
+    op.factor = (int16_t)factor;
+    op.factor2 = (int16_t)factor2;
+    return op;
+}
+
+/* The codes that an operation makes. */
+static void check_codes(const machine *m, const char *what, int a, int b, int c, int d) {
+    const int16_t *y = m->vectors.v + OUT;
+    CHECKF(y[0] == a && y[1] == b && y[2] == c && y[3] == d, "%s: %d %d %d %d", what, y[0], y[1], y[2], y[3]);
+}
+
+static void check_sums(machine *m, void (*run)(const moei_int_op *op, moei_int_run *run), moei_int_op op,
+                       const char *what, int a, int b, int c, int d) {
+    int32_t sum[4] = {10, 20, 30, 40};
+    memcpy(m->vectors.v + SUM, sum, sizeof sum);
+    op.out = SUM;
+    run(&op, &m->run);
+    memcpy(sum, m->vectors.v + SUM, sizeof sum);
+    CHECKF(sum[0] == 10 + a && sum[1] == 20 + b && sum[2] == 30 + c && sum[3] == 40 + d, "%s: %ld %ld %ld %ld", what,
+           (long)sum[0], (long)sum[1], (long)sum[2], (long)sum[3]);
+}
+
+/* One number per expert, here of one, without operations that make its activation: in 1/16 codes,
+   times 1/4, and 1/4 again with rounding. */
+static void test_measures(void) {
+    machine m;
+    moei_int_op op = operation(4, 0, 2, 16384, 4);
+    machine_begin(&m);
+    m.model.ops = &op;
+    moei_int_op_norm_l1(&op, &m.run);
+    check_codes(&m, "sum of 3, 5, 7, 100", 115, 0, 0, 0);
+    moei_int_op_norm_linf(&op, &m.run);
+    check_codes(&m, "largest", 100, 0, 0, 0);
+    moei_int_op_norm_l2(&op, &m.run);
+    check_codes(&m, "root of 9 + 25 + 49 + 10000", 100, 0, 0, 0);
+    moei_int_op_match(&op, &m.run);
+    check_codes(&m, "6 - 20 - 42 - 100, a quarter of which rounds up", -156, 0, 0, 0);
+}
+
+static void test_weights(void) {
+    machine m;
+    moei_int_op op = operation(4, 0, 4, 1000, 0);
+    machine_begin(&m);
+    moei_int_op_apply_weight(&op, &m.run);
+    check_codes(&m, "in * 500 / 16", 94, -156, 219, -3125);
+    CHECK(m.run.weight == 32767, "the weight is used");
+    moei_int_op_set_weight(&op, &m.run);
+    CHECK(m.run.weight == 3, "the first number of in");
+    m.run.weight = 16384;
+    check_sums(&m, moei_int_op_accumulate, operation(4, 0, 15, 0, 0), "in * 1/2, halves up", 2, -2, 4, -50);
+    op = operation(4, 0, 2, 16384, 1);
+    op.other = CHOICES;
+    op.at = 30000; /* - (4000 + 8000) / 2 = 24000 */
+    check_sums(&m, moei_int_op_add_rest, op, "in * 4096 * 24000 / 65536", 4500, -7500, 10500, -150000);
+    op.at = 100000; /* rest: 32767 */
+    check_sums(&m, moei_int_op_add_rest, op, "in * 4096 * 32767 / 65536", 6143, -10240, 14335, -204794);
+}
+
+/* Rows of factors for experts 0, 1 and 2; 2 and 0 are chosen, with weights 4000 and 8000. */
+static void test_clusters(void) {
+    static const int rows[3][4] = {{16, 32, -16, 64}, {1, 1, 1, 1}, {160, 320, -160, 640}};
+    machine m;
+    moei_int_op op = operation(4, 0, 4, 48, 1);
+    int e, q;
+    machine_begin(&m);
+    for (e = 0; e < 3; e++)
+        for (q = 0; q < 4; q++) put_16(m.constants + 8 * e + 2 * q, rows[e][q]);
+    op.other = CHOICES;
+    moei_int_op_cluster(&op, &m.run);
+    check_codes(&m, "in times the row of expert 0, the heavier", 3, -10, -7, -400);
+    op.factor2 = 2; /* 2/3 of expert 0, 1/3 of expert 2: four times the row of expert 0 */
+    moei_int_op_cluster(&op, &m.run);
+    check_codes(&m, "in times two rows", 12, -40, -28, -1600);
+    m.vectors.v[CHOICES] = 0;
+    moei_int_op_cluster(&op, &m.run);
+    check_codes(&m, "nobody is chosen: in * 48 / 16", 9, -15, 21, -300);
+}
+
+static int code(double angle, double (*f)(double)) { return (int)floor(32767 * f(angle) + 0.5); }
+
+/* Place 37 is 2 * 16 + 5: the angles of rows 5 and 16 + 2 add up to 3.7. */
+static void test_rotation(void) {
+    machine m;
+    moei_int_op op = operation(2, 2, 15, 0, 0);
+    int i, c, d;
+    machine_begin(&m);
+    for (i = 0; i < 16 + 3; i++) {
+        const double angle = i < 16 ? 0.1 * i : 1.6 * (i - 16);
+        put_16(m.constants + 4 * i, code(angle, cos));
+        put_16(m.constants + 4 * i + 2, code(angle, sin));
+    }
+    m.run.place = 37;
+    m.vectors.v[IN] = 10000;
+    m.vectors.v[IN + 1] = -5000;
+    moei_int_op_rotate(&op, &m.run);
+    CHECK_NEAR(m.vectors.v[OUT], 10000 * cos(3.7) + 5000 * sin(3.7), 2);
+    CHECK_NEAR(m.vectors.v[OUT + 1], 10000 * sin(3.7) - 5000 * cos(3.7), 2);
+    c = (code(0.5, cos) * code(3.2, cos) - code(0.5, sin) * code(3.2, sin)) >> 15;
+    d = (code(0.5, sin) * code(3.2, cos) + code(0.5, cos) * code(3.2, sin)) >> 15;
+    check_codes(&m, "to the nearest", (10000 * c + 5000 * d + 16384) >> 15, (10000 * d - 5000 * c + 16384) >> 15, 0, 0);
+}
+
+/* A row that the table does not have. */
+static void test_row_beyond(void) {
+    machine m;
+    moei_int_op op = operation(4, 3, 15, 0, 0);
+    machine_begin(&m);
+    m.run.token = 3;
+    moei_int_op_row(&op, &m.run);
+    CHECK(m.run.status == MOE_ERR_ARGUMENT, "token 3 of 3");
+    check_codes(&m, "nothing is written", 0, 0, 0, 0);
+    m.run.status = MOE_OK;
+    m.run.token = 2;
+    moei_int_op_row(&op, &m.run);
+    CHECK(m.run.status == MOE_OK, "token 2 of 3");
+}
+
 int main(void) {
     CASE(test_inverse_length());
     CASE(test_patterns());
@@ -315,5 +519,12 @@ int main(void) {
     CASE(test_row_sizes());
     CASE(test_balanced_steps());
     CASE(test_tensor_names());
+    CASE(test_digits());
+    CASE(test_alignment());
+    CASE(test_measures());
+    CASE(test_weights());
+    CASE(test_clusters());
+    CASE(test_rotation());
+    CASE(test_row_beyond());
     return test_end();
 }

@@ -281,6 +281,7 @@ static void test_ranks_without_heap(void) {
     CHECK(moe_transport_begin(&transport, &error) == MOE_OK);
     no_allocator(moe_layer_load_part(&layer, "x", 0, MOE_KERNELS_C, &transport, NULL, &error));
     moe_transport_end(&transport);
+    CHECK(transport.memory == NULL && transport.memory_size == 0 && transport.batch.hooks == NULL);
 }
 
 int main(void) {

@@ -1874,6 +1874,51 @@ static void test_attention_room(void) {
     CHECK(size[1][1] > 3 * size[1][0], "a router reads the weights");
 }
 
+static moe_real *tensor_of(moe_net *net, const char *name) {
+    size_t i;
+    for (i = 0; i < net->n_tensors; i++)
+        if (strcmp(net->tensors[i].name, name) == 0) return net->tensors[i].data;
+    return NULL;
+}
+
+/* router_residual: the logits of the MoE layer before, times a matrix, are added. Here that is
+   twice the identity and the layer's own weights are 0, so that its logits are twice the others. */
+static void test_residual_logits(void) {
+    enum { WIDE = 6, E = 4, TOKENS = 5 };
+    moe_layer_config c;
+    moe_net net;
+    moe_net_pass pass;
+    moe_call call;
+    moe_rng rng;
+    moe_real x[TOKENS * WIDE], *weight, *residual;
+    size_t size = 0, i;
+    void *work;
+    memset(&c, 0, sizeof c);
+    memset(&call, 0, sizeof call);
+    c.router.n_experts = E;
+    c.d_ff = 3;
+    CHECK(moe_net_init(&net, WIDE, MOE_KERNELS_C, NULL) == MOE_OK && moe_net_mixture(&net, &c) == MOE_OK);
+    c.router.router_residual = 1;
+    CHECK(moe_net_mixture(&net, &c) == MOE_OK && moe_net_build(&net, 0, 3, NULL) == MOE_OK);
+    weight = tensor_of(&net, "1.router.weight");
+    residual = tensor_of(&net, "1.router.residual");
+    if (!CHECK(weight != NULL && residual != NULL)) return;
+    memset(weight, 0, E * WIDE * sizeof *weight);
+    for (i = 0; i < E * E; i++) residual[i] = (moe_real)(i % (E + 1) == 0 ? 2 : 0);
+    moe_rng_seed(&rng, 8);
+    for (i = 0; i < TOKENS * WIDE; i++) x[i] = moe_rng_normal(&rng);
+    call.n_tokens = TOKENS;
+    call.x = x;
+    CHECK(moe_net_work_size(&net, TOKENS, 0, &size) == MOE_OK);
+    work = grab(size, 1);
+    if (CHECK(moe_net_forward(&net, &call, work, size, &pass) == MOE_OK)) {
+        const moe_routing *first = moe_net_routing(&net, &pass, 0), *second = moe_net_routing(&net, &pass, 1);
+        for (i = 0; i < TOKENS * E; i++) CHECK_NEAR(second->logits[i], 2 * first->logits[i], 1e-5);
+    }
+    free(work);
+    moe_net_free(&net);
+}
+
 int main(int count, char **words) {
     const char *folder = count > 1 ? words[1] : ".";
     if (strlen(folder) > 500) {
@@ -1910,5 +1955,6 @@ int main(int count, char **words) {
     CASE(test_training_without_memory());
     CASE(test_files_without_memory());
     CASE(test_attention_room());
+    CASE(test_residual_logits());
     return test_end();
 }
