@@ -5975,21 +5975,21 @@ static size_t moei_pass_deepseek(const moei_cut_pass *pass, const char *p, const
 
 /* A run of certain runes; with option, a white space before it belongs to it. */
 static size_t moei_pass_run(const moei_cut_pass *pass, const char *p, const char *end, int *taken) {
-    moei_rune r = moei_rune_at(p, end);
-    const size_t first = r.size;
-    const char *at = p;
-    int n = 0;
-    if (pass->option && r.kind == MOEI_RUNE_SPACE) {
-        at += r.size;
-        r = moei_rune_at(at, end);
+    const moei_rune first = moei_rune_at(p, end);
+    int way, n = 0;
+    *taken = 0;
+    for (way = pass->option && first.kind == MOEI_RUNE_SPACE ? 0 : 1; way < 2 && n == 0; way++) {
+        const char *at = way == 0 ? p + first.size : p;
+        moei_rune r = moei_rune_at(at, end);
+        for (; r.size > 0 && (pass->most == 0 || n < pass->most); n++) {
+            if ((r.kind & pass->mask) == 0 && !moei_rune_is_in(r.code, pass->set)) break;
+            at += r.size;
+            r = moei_rune_at(at, end);
+        }
+        *taken = n > 0 && n >= pass->least;
+        if (*taken) return (size_t)(at - p);
     }
-    for (; r.size > 0 && (pass->most == 0 || n < pass->most); n++) {
-        if ((r.kind & pass->mask) == 0 && !moei_rune_is_in(r.code, pass->set)) break;
-        at += r.size;
-        r = moei_rune_at(at, end);
-    }
-    *taken = n > 0 && n >= pass->least;
-    return *taken ? (size_t)(at - p) : first;
+    return first.size;
 }
 
 /* White space at the end of a piece. */

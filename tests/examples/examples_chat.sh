@@ -14,7 +14,7 @@ root=$PWD
 
 prepare() {
     # CC may hold several words.
-    # shellcheck disable=SC2086
+    # shellcheck disable=SC2046,SC2086
     $CC $(strict_flags "$CC") -O1 -DMOE_NO_SIMD -I"$root" examples/chat.c -o "$prepared/chat" -lm -pthread || return 1
     python3 tests/examples/chat_model.py "$prepared/model.gguf" || return 1
     python3 tests/examples/chat_model.py "$prepared/plain.gguf" --no-words || return 1

@@ -305,6 +305,7 @@ static void test_cuts(void) {
          "\346\227\245\346\234\254|Abc| \xE3\x81\x82's| |123|4|/"},
         {"deepseek-v3", "x1234 .abc ~~\n\xE6\x97\xA5z", "x|123|4| .|abc| ~~\n|\xE6\x97\xA5|z"},
         {"deepseek-llm", "ab\xC3\xA9 12\n,. \xE6\x97\xA5  ", "ab|\xC3\xA9| |12|\n|,.| |\xE6\x97\xA5|  "},
+        {"deepseek-llm", "\343\200\200\343\203\274", "\343\200\200|\343\203\274"}, /* the space is a mark, too */
         {"deepseek-coder", "ab 12\n ,. \xE6\x97\xA5", "ab| |1|2|\n| ,.| |\xE6\x97\xA5"},
         {"falcon", "a+b 12345 x", "a|+|b| |123|45| x"},
         {"default", "a`b, 1234", "a|`|b|,| |123|4"}};
@@ -635,6 +636,10 @@ static void test_refused_gguf(void) {
     refuse_changed(&b, "ggml.tokens\t\0\0\0\x08\0\0\0", "ggml.tokens\x04\0\0\0\x08\0\0\0", 19, MOE_ERR_FORMAT, "byte");
     refuse_changed(&b, "ggml.bos_token_id\x04", "ggml.bos_token_id\x06", 18, MOE_ERR_FORMAT, "has type 6");
     refuse_changed(&b, "he ll", "he_ll", 5, MOE_ERR_FORMAT, "not two texts");
+    v.fewer = 1;
+    b.size = 0;
+    vocab_gguf(&v, &b);
+    refuse(MOE_ERR_FORMAT, "a.gguf", b.data, b.size, "elements for");
     refuse(MOE_ERR_FORMAT, "a.gguf", "GGUF\3\0\0\0", 8, "ends");
     refuse(MOE_ERR_FORMAT, "a.gguf", "GG", 2, "object");
     moe_buffer_free(&b);
@@ -716,6 +721,205 @@ static void test_expressions(void) {
     }
 }
 
+/* ---- memory, paths and what few files have ---- */
+
+/* Every allocation fails once, while loading and while encoding. */
+static void test_memory(void) {
+    vocab v;
+    int kind;
+    for (kind = 0; kind < 5; kind++) {
+        moe_buffer b;
+        moe_import_source sources[2];
+        moe_tokenizer t;
+        test_heap heap;
+        int32_t ids[64];
+        size_t n;
+        long k;
+        moe_status status = MOE_ERR_MEMORY;
+        memset(&b, 0, sizeof b);
+        if (kind % 3 == 0) vocab_bytes(&v);
+        else vocab_pieces(&v, kind == 1 ? VOCAB_SCORES : kind == 2 ? VOCAB_RANKS : VOCAB_UNIGRAM);
+        if (kind < 2) vocab_gguf(&v, &b);
+        else vocab_json(&v, kind == 3 ? byte_parts : kind == 2 ? piece_parts : meta_parts, 0, &b);
+        sources[0] = moe_import_memory("a", b.data, b.size);
+        sources[1] = moe_import_memory("tokenizer_config.json", "{\"chat_template\":\"abc\"}", 23);
+        for (k = 1; status == MOE_ERR_MEMORY && k < 500; k++) {
+            const moe_allocator a = test_allocator(&heap, k);
+            heap.fail_on = 1;
+            error.message[0] = '\0';
+            status = moe_import_read_tokenizer(&t, sources, 2, &a, &error);
+            CHECK(status == MOE_OK || (status == MOE_ERR_MEMORY && error.message[0] != '\0' && heap.blocks == 0));
+        }
+        if (!CHECKF(status == MOE_OK, "%d: %s", kind, error.message)) return;
+        status = MOE_ERR_MEMORY;
+        for (k = 1; status == MOE_ERR_MEMORY && k < 100; k++) {
+            heap.calls = 0;
+            heap.fail_at = k;
+            status = moe_tokenizer_encode(&t, "hello abc aaaa <|im_end|>", 25, MOE_TOKENIZER_SPECIAL, ids, 64, &n);
+        }
+        CHECK_STATUS(status, MOE_OK);
+        moe_tokenizer_free(&t);
+        CHECK(heap.blocks == 0 && heap.bytes == 0 && !heap.wrong_size);
+        moe_buffer_free(&b);
+    }
+}
+
+/* A source of which one read fails. */
+typedef struct brittle {
+    const moe_buffer *bytes;
+    long left; /* reads until then */
+} brittle;
+
+static moe_status read_brittle(void *ctx, uint64_t at, void *to, size_t size) {
+    brittle *b = (brittle *)ctx;
+    if (b->left-- == 0) return MOE_ERR_IO;
+    memcpy(to, b->bytes->data + at, size);
+    return MOE_OK;
+}
+
+static void test_reads(void) {
+    vocab v;
+    moe_tokenizer t;
+    moe_buffer b;
+    int kind;
+    memset(&b, 0, sizeof b);
+    for (kind = 0; kind < 3; kind++) {
+        moe_status status = MOE_ERR_IO;
+        long k;
+        b.size = 0;
+        if (kind != 1) vocab_bytes(&v);
+        else vocab_pieces(&v, VOCAB_SCORES);
+        if (kind < 2) vocab_gguf(&v, &b);
+        else vocab_json(&v, byte_parts, 0, &b);
+        for (k = 0; status == MOE_ERR_IO && k < 500; k++) {
+            brittle at = {&b, k};
+            moe_import_source source = moe_import_memory("a", b.data, b.size);
+            source.ctx = &at;
+            source.read_at = read_brittle;
+            status = moe_import_read_tokenizer(&t, &source, 1, NULL, &error);
+        }
+        CHECK_STATUS(status, MOE_OK);
+        CHECK(k > 1);
+        moe_tokenizer_free(&t);
+    }
+    moe_buffer_free(&b);
+}
+
+/* Texts that only merges have, more of them than tokens; a merge whose result is no token. */
+static void test_growing(void) {
+    static char merges[400][12];
+    vocab v;
+    moe_tokenizer t;
+    moe_buffer b;
+    int i;
+    memset(&b, 0, sizeof b);
+    memset(&v, 0, sizeof v);
+    v.kind = VOCAB_BYTES;
+    v.pre = "llama-bpe";
+    vocab_add(&v, "a", 0, 1);
+    vocab_add(&v, "b", 0, 1);
+    vocab_add(&v, "aba", 0, 1);
+    vocab_add(&v, "a", 0, 1); /* of equal texts the last one counts */
+    for (i = 0; i < 30; i++) {
+        sprintf(merges[i], "x%d y%d", i, i);
+        v.merges[v.n_merges++] = merges[i];
+    }
+    v.merges[v.n_merges++] = "a b";
+    vocab_gguf(&v, &b);
+    if (!CHECKF(load(&t, "a.gguf", &b) == MOE_OK, "%s", error.message)) return;
+    CHECK(t.n_symbols > 60 && t.add_bos == 0); /* there is no bos */
+    encodes(&t, "aab", 0, "a|a|b"); /* ab is no token: its bytes */
+    encodes(&t, "aba", 0, "aba"); /* a whole word that is a token */
+    encodes(&t, "azb", 0, "a|b"); /* z is unknown, and there is no token for that */
+    CHECK(moe_tokenizer_find(&t, "a") == 3);
+    moe_tokenizer_free(&t);
+    moe_buffer_free(&b);
+}
+
+static void test_places(void) {
+    static char path[5000];
+    vocab v;
+    moe_tokenizer t;
+    moe_buffer b;
+    FILE *f;
+    memset(&b, 0, sizeof b);
+    vocab_pieces(&v, VOCAB_SCORES);
+    vocab_gguf(&v, &b);
+    CHECK((f = fopen("tokens-test.gguf", "wb")) != NULL);
+    if (f == NULL) return;
+    CHECK(fwrite(b.data, 1, b.size, f) == b.size && fclose(f) == 0);
+    CHECK_STATUS(moe_import_tokenizer(&t, "tokens-test.gguf", NULL, &error), MOE_OK);
+    moe_tokenizer_free(&t);
+    remove("tokens-test.gguf");
+    CHECK_STATUS(moe_import_tokenizer(&t, "tokens-test.gguf", NULL, &error), MOE_ERR_IO);
+    b.size = 0;
+    vocab_pieces(&v, VOCAB_RANKS);
+    vocab_json(&v, piece_parts, 0, &b);
+    CHECK((f = fopen("tokenizer.json", "wb")) != NULL);
+    if (f == NULL) return;
+    CHECK(fwrite(b.data, 1, b.size, f) == b.size && fclose(f) == 0);
+    CHECK_STATUS(moe_import_tokenizer(&t, "tokenizer.json", NULL, &error), MOE_OK);
+    moe_tokenizer_free(&t);
+    CHECK_STATUS(moe_import_tokenizer(&t, ".", NULL, &error), MOE_OK);
+    moe_tokenizer_free(&t);
+    CHECK_STATUS(moe_import_tokenizer(&t, "./", NULL, &error), MOE_OK);
+    moe_tokenizer_free(&t);
+    remove("tokenizer.json");
+    memset(path, 'a', sizeof path - 1);
+    CHECK_STATUS(moe_import_tokenizer(&t, path, NULL, &error), MOE_ERR_ARGUMENT);
+    strcpy(path + 300, ".gguf");
+    CHECK_STATUS(moe_import_tokenizer(&t, path, NULL, &error), MOE_ERR_ARGUMENT);
+    CHECK_STATUS(moe_import_tokenizer(&t, NULL, NULL, &error), MOE_ERR_ARGUMENT);
+    CHECK_STATUS(moe_import_tokenizer(NULL, path, NULL, &error), MOE_ERR_ARGUMENT);
+    moe_buffer_free(&b);
+}
+
+/* Files of tokenizer.json that are whole, but unusual: what it says, what is asked, what comes. */
+static void test_unusual(void) {
+    static const struct {
+        const char *json, *text, *wanted;
+    } rows[] = {
+        {"{\"normalizer\":{\"type\":\"NFC\"},\"pre_tokenizer\":{\"type\":\"Sequence\",\"pretokenizers\":["
+         "{\"type\":\"Split\",\"behavior\":\"Removed\",\"invert\":true,\"pattern\":{\"Regex\":\"\\\\p{N}\"}},{\"type\":"
+         "\"ByteLevel\",\"add_prefix_space\":false,\"use_regex\":false}]},"
+         "\"model\":{\"vocab\":{\"1\":0,\"a\":1,\"11\":2},\"merges\":[\"1 1\"]}}", "11a", "1|1|a"},
+        {"{\"pre_tokenizer\":{\"type\":\"Digits\"},\"model\":{\"type\":\"BPE\",\"vocab\":{\"1\":0,\"a\":1,\"11\":2,"
+         "\"a1\":5},\"merges\":[[\"a\",\"1\"],[\"1\",\"1\"]]}}", "a11", "a|11"},
+        {"{\"normalizer\":{\"type\":\"Replace\",\"pattern\":{\"String\":\" \"},\"content\":\"\342\226\201\"},"
+         "\"model\":{\"vocab\":{\"a\":0,\"\342\226\201\":1}},\"post_processor\":{\"type\":\"Sequence\","
+         "\"processors\":[]}}", "a a", "a|\342\226\201|a"},
+        {"{\"pre_tokenizer\":{\"type\":\"Sequence\"},\"model\":{\"type\":\"Unigram\",\"unk_id\":0,\"vocab\":[[\"?\",0],"
+         "[\"ab\",-2],[\"a\",-1.5],[\"b\",-1.5]]}}", "abzzb", "ab|?|b"},
+        {"{\"model\":{\"type\":\"BPE\",\"vocab\":{\"a\":0}}}", "aza", "a|a"}};
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof *rows; i++) {
+        const moe_import_source source = moe_import_memory("tokenizer.json", rows[i].json, strlen(rows[i].json));
+        moe_tokenizer t;
+        if (!CHECKF(moe_import_read_tokenizer(&t, &source, 1, NULL, &error) == MOE_OK, "%s", error.message)) continue;
+        CHECK(t.wants_nfc == (i == 0));
+        encodes(&t, rows[i].text, 0, rows[i].wanted);
+        moe_tokenizer_free(&t);
+    }
+}
+
+/* Ends that only their text tells. */
+static void test_ends(void) {
+    vocab v;
+    moe_tokenizer t;
+    moe_buffer b;
+    memset(&b, 0, sizeof b);
+    vocab_bytes(&v);
+    vocab_add(&v, "<|endoftext|>", 0, 3);
+    vocab_add(&v, "<|eom_id|>", 0, 1); /* not a control token */
+    vocab_gguf(&v, &b);
+    if (!CHECKF(load(&t, "a.gguf", &b) == MOE_OK, "%s", error.message)) return;
+    CHECK(moe_tokenizer_is_end(&t, moe_tokenizer_find(&t, "<|endoftext|>")));
+    CHECK(!moe_tokenizer_is_end(&t, moe_tokenizer_find(&t, "<|eom_id|>")));
+    CHECK(!moe_tokenizer_is_end(&t, moe_tokenizer_find(&t, "~~")));
+    moe_tokenizer_free(&t);
+    moe_buffer_free(&b);
+}
+
 /* ---- chat ---- */
 
 static void test_chat(void) {
@@ -776,6 +980,12 @@ static void test_chat(void) {
 
 int main(void) {
     CASE(test_chat());
+    CASE(test_memory());
+    CASE(test_reads());
+    CASE(test_growing());
+    CASE(test_places());
+    CASE(test_unusual());
+    CASE(test_ends());
     CASE(test_merges());
     CASE(test_unigram());
     CASE(test_cuts());

@@ -22,6 +22,7 @@ typedef struct vocab {
     int n_tokens;
     const char *merges[32]; /* "a b" */
     int n_merges;
+    int fewer; /* types of the GGUF file than tokens */
     char room[400][8];
 } vocab;
 
@@ -149,8 +150,8 @@ static inline void vocab_gguf(const vocab *v, moe_buffer *b) {
     vocab_text_key(b, "tokenizer.ggml.pre", bytes ? v->pre : "default");
     vocab_array(b, "tokenizer.ggml.tokens", 8, v->n_tokens);
     for (i = 0; i < v->n_tokens; i++) vocab_string(b, v->tokens[i].text);
-    vocab_array(b, "tokenizer.ggml.token_type", 5, v->n_tokens);
-    for (i = 0; i < v->n_tokens; i++) vocab_number(b, (unsigned)v->tokens[i].kind, 4);
+    vocab_array(b, "tokenizer.ggml.token_type", 5, v->n_tokens - v->fewer);
+    for (i = 0; i < v->n_tokens - v->fewer; i++) vocab_number(b, (unsigned)v->tokens[i].kind, 4);
     if (bytes) {
         vocab_array(b, "tokenizer.ggml.merges", 8, v->n_merges);
         for (i = 0; i < v->n_merges; i++) vocab_string(b, v->merges[i]);
