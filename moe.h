@@ -6507,10 +6507,10 @@ static moe_status moei_module_complete(moe_net *net, moe_module *m, moe_error *e
 /* Takes the settings of *from and checks their ranges. Numbers of a module itself have no
    default. */
 static moe_status moei_module_take(moe_module *m, const moe_module *from, moe_error *error) {
-    const moe_field *fields = moei_module_fields(m->kind), *field;
-    if (m->kind == MOE_MODULE_ATTENTION) m->attention = from->attention;
-    if (moei_is_layer(m)) m->layer.config = from->layer.config;
-    if (m->kind == MOE_MODULE_ATTENTION || moei_is_layer(m)) return MOE_OK; /* checked where they are completed */
+    const moe_field *fields = moei_module_fields(from->kind), *field;
+    if (from->kind == MOE_MODULE_ATTENTION) m->attention = from->attention;
+    if (moei_is_layer(from)) m->layer.config = from->layer.config;
+    if (from->kind == MOE_MODULE_ATTENTION || moei_is_layer(from)) return MOE_OK; /* checked where they are completed */
     for (field = fields; field->name != NULL; field++) {
         memcpy((char *)m + field->offset, (const char *)from + field->offset,
                field->kind == MOE_FIELD_REAL ? sizeof(moe_real) : sizeof(int));

@@ -39,6 +39,16 @@ setup_tool() { command -v "$1" >/dev/null 2>&1; }
 
 # The clock does not matter: a busy machine fails nothing. A process that sleeps forever is ended
 # after an hour.
+# Puts a text between the lines "<!-- NAME -->" and "<!-- end -->" of a file.
+setup_write_between() { # name text file
+    awk -v name="<!-- $1 -->" '
+        FNR == NR { text = text $0 "\n"; next }
+        inside && $0 == "<!-- end -->" { inside = 0 }
+        !inside { print }
+        $0 == name { inside = 1; printf "\n%s\n", text }
+    ' "$2" "$3" >"$3.new" && mv "$3.new" "$3"
+}
+
 setup_limit() ( # processor seconds, command...
     ulimit -S -t "$1" 2>/dev/null
     shift

@@ -3,8 +3,10 @@
 # training: one with as many weights, one with as many active weights, and the widest whose
 # inference takes no more instructions on Cortex-M4. Prints a table in Markdown: accuracy in float
 # and int8 over several seeds, bytes, and instructions that QEMU counts on Cortex-M4, M55 and M0
-# (gcc -Os).
+# (gcc -Os), and cycles of M4 by tests/port/devices/cortex_m4.txt.
 #   sh tests/bench/rivals.sh [SEEDS]    (10; some minutes)
+# examples/mcu/README.md has the table between the lines "<!-- rivals -->" and "<!-- end -->"; with
+# WRITE=1 the script puts it there.
 
 LC_ALL=C
 export LC_ALL
@@ -14,7 +16,7 @@ root=$PWD
 . tests/setup.sh
 
 case ${1:-10} in
--h | --help) sed -n '2,7s/^# \{0,1\}//p' "$0" && exit 0 ;;
+-h | --help) sed -n '2,9s/^# \{0,1\}//p' "$0" && exit 0 ;;
 *[!0-9]* | 0 | 1) setup_die "SEEDS is a number from 2: sh tests/bench/rivals.sh -h" ;;
 esac
 seeds=${1:-10}
@@ -46,11 +48,12 @@ $CC -std=c99 -O2 -I"$root" tests/port/devices/rivals.c -o "$scratch/rivals" -lm 
 
 address() { arm-none-eabi-nm "$scratch/firmware.elf" | awk -v name="$1" '$3 == name { print "0x" $1 }'; }
 
-# Instructions of one inference of a model, the mean of 50 digits.
+# Instructions of one inference of a model and, on Cortex-M4, "/" and cycles, the mean of 50 digits.
 instructions() { # device header
     # shellcheck disable=SC2046
     set -- "$2" $(devices | awk -v name="$1" '$1 == name')
-    header=$1 machine=$3
+    header=$1 machine=$3 cycles=
+    [ "$2" != m4 ] || cycles=",cycles=$root/tests/port/devices/cortex_m4.txt"
     shift 3
     arm-none-eabi-gcc --specs=picolibc.specs --crt0=minimal -mthumb "$@" -std=c99 -Os -ffunction-sections \
         -fdata-sections -Wl,--gc-sections -Wl,-z,noexecstack \
@@ -61,16 +64,23 @@ instructions() { # device header
         -o "$scratch/firmware.elf" || setup_die "$header does not compile"
     setup_limit 60 qemu-system-arm -M "$machine" -nographic -monitor none -serial none -chardev stdio,id=lines \
         -semihosting-config enable=on,target=native,chardev=lines -d plugin \
-        -plugin "$scratch/count.so,from=$(address device_begin),to=$(address device_end)" -kernel \
-        "$scratch/firmware.elf" \
+        -plugin "$scratch/count.so,from=$(address device_begin),to=$(address device_end)$cycles" \
+        -kernel "$scratch/firmware.elf" \
         >"$scratch/lines" 2>"$scratch/counted" || setup_die "$header does not run on $machine"
     tail -n 1 "$scratch/lines" | grep -q '^end' || setup_die "$header does not end on $machine"
-    awk '$1 == "count" && $3 == 50 { printf "%d\n", $5 / $3; found = 1 } END { exit !found }' "$scratch/counted" ||
+    awk '$1 == "count" && $3 == 50 {
+            printf("%d", $5 / $3)
+            if (NF > 8) printf("/%d", $9 / $3)
+            print ""
+            found = 1
+        }
+        END { exit !found }' "$scratch/counted" ||
         setup_die 'nothing was counted'
 }
 
 size() { # hidden
-    "$scratch/rivals" examples/data/digits.csv size "$scratch/size.h" "$1" && instructions m4 "$scratch/size.h"
+    "$scratch/rivals" examples/data/digits.csv size "$scratch/size.h" "$1" &&
+        instructions m4 "$scratch/size.h" | sed 's,/.*,,'
 }
 
 # The widest dense net, in steps of 2, that takes no more instructions than the mixture.
@@ -95,19 +105,24 @@ done >"$scratch/instructions"
 
 awk -v active="$same_active" -v equal="$low" -v total="$same_total" -v seeds="$seeds" '
     function name(hidden) {
-        if (hidden == 0) return "**mixture**, 8 experts, 2 at a time"
+        if (hidden == 0) return "**mixture**, 2 of 8 experts"
         if (hidden < 0) return "linear"
-        return "dense, " hidden " hidden: " (hidden == active ? "as many active weights" :
+        return "dense " hidden ": " (hidden == active ? "as many active weights" :
             hidden == total ? "as many weights" : "as many instructions")
     }
-    FNR == NR { m4[$1] = $2; m55[$1] = $3; m0[$1] = $4; next }
-    FNR == 1 {
-        printf "Means of %d seeds; in brackets the worst. ", seeds
-        print "More: points more than the mixture in int8, and the 95 % interval of their mean.\n"
-        print "| digits | net | products | weight bytes | M4 | M55 | M0 | float | int8 | more |"
-        print "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|"
+    function thousands(n,   text) {
+        for (text = ""; n >= 1000; n = int(n / 1000)) text = sprintf(",%03d", n % 1000) text
+        return n text
     }
-    { printf "| %s | %s | %d | %d | %d | %d | %d | %s %% | %s %% (%s) | %s |\n",
-          $1, name($2), $3, $4, m4[$2], m55[$2], m0[$2], $5, $6, $7,
-          $2 == 0 ? "" : $8 " (" $9 " to " $10 ")" }
-' "$scratch/instructions" "$scratch/rows"
+    FNR == NR { split($2, both, "/"); m4[$1] = both[1]; cycles[$1] = both[2]; m55[$1] = $3; m0[$1] = $4; next }
+    FNR == 1 {
+        print "Means of " seeds " seeds.\n"
+        print "| digits | network | products | bytes | M4 | M4 cycles | M55 | M0 | float | int8 (worst seed) | more |"
+        print "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
+    }
+    { printf "| %s | %s | %s | %s | %s | %s | %s | %s | %s %% | %s %% (%s) | %s |\n",
+          $1, name($2), thousands($3), thousands($4), thousands(m4[$2]), thousands(cycles[$2]), thousands(m55[$2]),
+          thousands(m0[$2]), $5, $6, $7, $2 == 0 ? "" : $8 " (" $9 " to " $10 ")" }
+' "$scratch/instructions" "$scratch/rows" >"$scratch/table" || exit 1
+cat "$scratch/table"
+[ "${WRITE:-0}" != 1 ] || setup_write_between rivals "$scratch/table" examples/mcu/README.md
