@@ -126,9 +126,9 @@
      (--gc-sections), only those that the model names stay.
 
      Calibration.   The network runs on the calibration data in float. The largest magnitude of each
-     vector sets its scale; values beyond it saturate (16-bit codes have room for four times as much).
-     Use data like that in the field, without outliers. If an int8 model loses accuracy, try more
-     calibration data first. int4 halves the weights and loses more.
+     vector sets its scale; values beyond it saturate (16-bit codes have room for four times as
+     much). Use data like that in the field, without outliers. If an int8 model loses accuracy, try
+     more calibration data first. int4 halves the weights and loses more.
 
      What can be a model.   Every network that decodes token by token (moe_net_decode_size), but
      for scores and selections of the caller, forced routing (select = given), and hashes of ids

@@ -4,9 +4,9 @@
 # and instructions on the devices.
 #   sh tests/port/devices.sh [-v] [WORD]        only the checks that have WORD in their line; -v
 #                                               prints all lines
-#   sh tests/port/devices.sh --write            measures and writes tests/port/devices/figures.txt and
-#                                               the table of examples/mcu/README.md; integer models
-#                                               of every later run must have the same figures
+#   sh tests/port/devices.sh --write            measures and writes tests/port/devices/figures.txt
+#                                               and the table of examples/mcu/README.md; integer
+#                                               models of later runs must have the same figures
 # A tool that is missing is a skip, with REQUIRE_TOOLS=1 a failure. The figures are printed as a
 # table; the last line is "N passed, N failed, N skipped".
 
@@ -653,8 +653,8 @@ published_table() { # figures
             split("Cortex-M0,Cortex-M3,Cortex-M4,Cortex-M7,Cortex-M33,Cortex-M33 without DSP and FPU," \
                 "Cortex-M55 (Helium),RISC-V rv32imac,AVR ATmega2560", text, ",")
             for (i in device) name[device[i]] = text[i]
-            print "| processor | weights | flash | of it code | RAM | stack | instructions | per multiplication | cycles" \
-                " | per multiplication |"
+            print "| processor | weights | flash | of it code | RAM | stack | instructions | per multiplication" \
+                " | cycles | per multiplication |"
             print "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|"
         }
         function thousands(n,   text) {
@@ -663,8 +663,9 @@ published_table() { # figures
             return n text
         }
         !/^#/ {
-            printf "| %s | %s | %s | %s | %s | %s | %s | %s | %s | %s |\n", name[$1], $2, thousands($3), thousands($5),
-                thousands($6), thousands($7), thousands($8), $10, thousands($11), $12 == "-" ? "" : $12
+            printf "| %s | %s | %s | %s | %s | %s | %s | %s | %s | %s |\n", name[$1], $2, thousands($3),
+                thousands($5), thousands($6), thousands($7), thousands($8), $10, thousands($11),
+                $12 == "-" ? "" : $12
         }' "$1"
 }
 
