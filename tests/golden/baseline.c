@@ -77,7 +77,8 @@ static const row rows[] = {
     {"preset soft_moe", UINT64_C(0xaa575799a3d157b5), NULL},
     {"preset top_p", UINT64_C(0x12d70f7fc87d9a10), NULL},
     {"preset dynmoe", UINT64_C(0xb9d057e9a80c3954), "loss_diversity=0 loss_simplicity=0"},
-    {"preset competesmoe", UINT64_C(0x991d225b165813e9), NULL},
+    {"preset competesmoe", UINT64_C(0x991d225b165813e9),
+     "score=competition gate=identity weight=sum compete_rate=0 loss_distill=0 distill=ce_hard loss_balance=0"},
     {"preset remoe", UINT64_C(0x8235df2e2912da04), "l1_controller=layer"},
     {"preset mixtral", UINT64_C(0x55f7e4487fa9339b), NULL},
     {"preset qwen2_moe", UINT64_C(0x566adf938f3dc92a), NULL},
@@ -94,10 +95,10 @@ static const row rows[] = {
     {"preset granite_moe", UINT64_C(0x676bf9340fb2d2f0), NULL},
     {"preset gemma4", UINT64_C(0x0282b10215945b28), "raw_input=0 expert=swiglu act=relu"},
     {"preset minimax_m2", UINT64_C(0x7dd230edf4d85d42), NULL},
-    {"preset nemotron3", UINT64_C(0xb72e43b10f750e45), NULL}, /* this and the next seven: of 0.2.0 */
-    {"preset sigma_moe", UINT64_C(0x7dc1792248e5eb5b), NULL},
+    {"preset nemotron3", UINT64_C(0xb72e43b10f750e45), "loss_balance=0"}, /* this and the next seven: of 0.2.0 */
+    {"preset sigma_moe", UINT64_C(0x7dc1792248e5eb5b), "loss_usage_entropy=0.001"},
     {"preset moe_pp", UINT64_C(0x14a40c2d5741d1c5), NULL},
-    {"preset adamoe", UINT64_C(0xa0e6e88fb65019e6), NULL},
+    {"preset adamoe", UINT64_C(0xa0e6e88fb65019e6), "top_k=3 n_zero=4 loss_balance=0.01"},
     {"preset longcat_flash", UINT64_C(0x8ec33fff3be5f336), NULL},
     {"preset expert_threshold", UINT64_C(0x917acb10eefd2197), NULL},
     {"preset moge", UINT64_C(0x0057c10fdd8b30f1), NULL},
