@@ -96,6 +96,7 @@
 #define moe_route_backward moe_route_backward_f64
 #define moei_int_gate_logits moei_int_gate_logits_f64
 #define moei_int_gate_relu moei_int_gate_relu_f64
+#define moei_int_gate_predicted moei_int_gate_predicted_f64
 #define moei_int_gate_softmax moei_int_gate_softmax_f64
 #define moei_int_gate_sigmoid moei_int_gate_sigmoid_f64
 #define moei_int_gate_sqrt_softplus moei_int_gate_sqrt_softplus_f64
@@ -174,8 +175,7 @@
    name, kind, range, default, names of its values. moe_router_check fills in the defaults and
    refuses what cannot work; the message names the field, or both fields that clash.
 
-   Arithmetic is in moe_real, whatever the experts use. Matrix products use the kernels given to
-   moe_router_init.
+   Arithmetic is in moe_real, whatever the experts use.
 
    Ties. Of equal scores the lower expert index wins. A NaN is never chosen.
 
@@ -861,9 +861,8 @@ enum { MOE_MAX_EXPERTS = sizeof(int) > 2 ? 65536 : 32767, MOE_MAX_WIDTH = sizeof
         "> 0: it reads an embedding of the token id, this wide, instead of the router's input") \
     REAL(loss_predictor, 0, 0, 1e6, "w of the predictor's cross-entropy; reaches it alone") \
     REAL(compete_rate, 0, 1e-6, 1, \
-        "> 0: with this probability a training call computes all experts, which compete for its tokens, and the " \
-        "router learns their choice by loss_distill (CompeteSMoE)") \
-    INT(compete_from, 0, 1, MOE_MAX_WIDTH, "from this step on; 0: from the start") \
+        "probability that all experts compete for the tokens of a training call; loss_distill teaches the router") \
+    INT(compete_from, 0, 1, MOE_MAX_WIDTH, "from this step on") \
     CHOICE(compete, COMPETE, compete, "by what") \
     REAL(expert_temperature, 0, 1, 1e6, \
         "T > 1 of the experts' own loss in a classical mixture (dual temperature) [that of the gate]") \
@@ -1541,6 +1540,7 @@ MOE_API moe_status moe_gate_errors(size_t n, size_t n_experts, const int32_t *pr
      moei_int_gate_sqrt_softplus                   2^-(8 + z_bits/2) sqrt(ln 2), z_bits even and at
                                                    most 14
      moei_int_gate_logits, moei_int_gate_relu       1/256 of that of z: a bias may be finer than z
+     moei_int_gate_predicted                       the same, of the predictor's z [E] behind z
    Selection is by z, or by p + bias; the lower index wins ties. Weights are int16 in units of 2^-15
    (1 is stored as 32767), times a power of two that the exporter gives. Against float arithmetic on
    the same z a weight is off by less than 2^-13 (sqrt_softplus: while z_bits is 8 or more). Choices
@@ -1596,7 +1596,8 @@ enum { MOEI_INT_FALLBACK = 1, MOEI_INT_TOP2_SUM = 2 };
 /* For gate and values: n logits z -> p; softmax is over these n. Shares are for quotients: the gate
    in a finer unit and without a factor common to all n, p < 2^24. */
 MOEI_API moei_int_gate moei_int_gate_logits, moei_int_gate_relu, moei_int_gate_softmax, moei_int_gate_sigmoid,
-    moei_int_gate_sqrt_softplus, moei_int_share_softmax, moei_int_share_sigmoid, moei_int_share_sqrt_softplus;
+    moei_int_gate_sqrt_softplus, moei_int_gate_predicted, moei_int_share_softmax, moei_int_share_sigmoid,
+    moei_int_share_sqrt_softplus;
 /* For select: the K largest z (no gate, no bias); the K largest p + bias; the others as in
    MOE_SELECTS. They may overwrite p. */
 MOEI_API moei_int_select moei_int_select_logits, moei_int_select_top_k, moei_int_select_grouped, moei_int_select_each,
@@ -2940,8 +2941,8 @@ static const moe_preset moei_presets[] = {
          "threshold_fallback=evaluation weight=uniform loss_diversity=0.01 loss_simplicity=0.01", ""},
     {"competesmoe", "",
      "Nguyen et al. 2025, CompeteSMoE: statistically guaranteed mixture of experts training via competition",
-     "smoe; in 7 % of the training calls the experts with the largest c_e = mean softplus(f_e(x)) are taken, w = c / "
-         "sum c, and the router learns softmax(c); compete = norm: as Pham et al. 2024",
+     "smoe; in 7 % of the training calls the largest c_e = mean softplus(f_e(x)) choose, w = c / sum c, and the "
+         "router learns softmax(c)",
      "n_experts=16 top_k=2 weight=softmax compete_rate=0.07 loss_distill=0.001 distill=mse loss_balance=0.01", ""},
     {"remoe", "",
      "Wang, Chen, Zhu 2024, ReMoE: fully differentiable mixture-of-experts with ReLU routing",
@@ -8508,6 +8509,10 @@ void moei_int_gate_logits(const moei_int_router *r, size_t n, const int16_t *z, 
     size_t i;
     (void)r;
     for (i = 0; i < n; i++) p[i] = (int32_t)z[i] * 256;
+}
+
+void moei_int_gate_predicted(const moei_int_router *r, size_t n, const int16_t *z, int32_t *p) {
+    moei_int_gate_logits(r, n, z + n, p);
 }
 
 void moei_int_gate_relu(const moei_int_router *r, size_t n, const int16_t *z, int32_t *p) {

@@ -738,7 +738,7 @@ static moe_status moei_check_list(moei_check *c, int list, uint32_t first, uint3
 
 static moe_status moei_check_gate(const moei_check *c, const char *field, moei_int_gate *gate,
                                   const moei_int_router *r) {
-    static moei_int_gate *const known[] = {moei_int_gate_logits,         moei_int_gate_relu,
+    static moei_int_gate *const known[] = {moei_int_gate_predicted,      moei_int_gate_logits, moei_int_gate_relu,
                                            moei_int_gate_softmax,        moei_int_gate_sigmoid,
                                            moei_int_share_softmax,       moei_int_share_sigmoid,
                                            moei_int_gate_sqrt_softplus,  moei_int_share_sqrt_softplus};
@@ -812,6 +812,7 @@ static moe_status moei_check_router(const moei_check *c, const moei_int_router *
     MOEI_CHECK_NEED(reads == (r->values != NULL), "router.values", "weight reads them, or it does not");
     MOEI_CHECK_NEED(r->scale == NULL || r->scale == moei_int_scale_weights, "router.scale",
                     "no function of integer routers");
+    MOEI_CHECK_NEED(r->values != moei_int_gate_predicted, "router.values", "this gate is for selection");
     MOEI_CHECK_DO(moei_check_select(c, r, taken));
     if (r->select == moei_int_select_hash) MOEI_CHECK_DO(moei_check_hash(c, r));
     if (r->thresholds != MOEI_INT_NONE)
@@ -917,7 +918,8 @@ static moe_status moei_check_parts(const moei_check *c, const moei_int_mixture *
 
 /* What the router reads and writes. */
 static moe_status moei_check_routing(moei_check *c, const moei_int_mixture *m) {
-    const uint32_t n = m->router.n_experts, p = 2 * (uint32_t)m->router.scratch;
+    const uint32_t n = m->router.n_experts * (m->router.gate == moei_int_gate_predicted ? 2u : 1u);
+    const uint32_t p = 2 * (uint32_t)m->router.scratch;
     const moei_check_span choices = moei_check_span_of(m->choices, 1 + 2 * (uint32_t)m->router.most);
     MOEI_CHECK_DO(moei_check_read(c, "z", m->z, n, MOEI_CHECK_ANY - 1, NULL));
     MOEI_CHECK_NEED(!moei_check_meet(moei_check_span_of(m->z, n), moei_check_span_of(m->p, p)), "p", "overlaps z");

@@ -1333,6 +1333,8 @@ static const moei_ir_select_row moei_ir_selects[] = {{MOE_SELECT_TOP_K, moei_int
                                                      {MOE_SELECT_BALANCED, moei_int_select_top_k, 0},
                                                      {MOE_SELECT_GROUPED_EACH, moei_int_select_each, 0},
                                                      {MOE_SELECT_EXPERT_THRESHOLD, moei_int_select_threshold, 1},
+                                                     /* only with a predictor */
+                                                     {MOE_SELECT_EXPERT_CHOICE, moei_int_select_threshold, 1},
                                                      {-1, NULL, 0}};
 
 static const moei_ir_weight_row moei_ir_weights[] = {{MOE_WEIGHT_SUM, moei_int_weight_sum, 3},
@@ -1389,7 +1391,10 @@ static int moei_ir_is(moe_real a, double b) { return !((double)a < b) && !((doub
 static moe_status moei_ir_supported(const moei_ir_planner *s, int frozen) {
     const moe_router_config *c = s->c;
     if (c->n_experts > MOEI_INT_EXPERTS) return moei_ir_refuse(s, "n_experts", ": at most 256");
-    if (moei_ir_select_of(c->select)->select == NULL) return moei_ir_refuse(s, "select", "");
+    if (moei_ir_select_of(c->select)->select == NULL || (c->select == MOE_SELECT_EXPERT_CHOICE && !c->predictor))
+        return moei_ir_refuse(s, "select", "");
+    if (c->predictor && !(moei_score_flags[c->score] & MOEI_SCORE_WEIGHT && c->score != MOE_SCORE_COSINE))
+        return moei_ir_refuse(s, "predictor", " with this score");
     if (moei_ir_gate_of(c->gate)->gate == NULL) return moei_ir_refuse(s, "gate", "");
     if (moei_ir_weight_row_of(c->weight)->weight == NULL) return moei_ir_refuse(s, "weight", "");
     if (c->refine != MOE_REFINE_NONE) return moei_ir_refuse(s, "refine", "");
@@ -1666,6 +1671,7 @@ static void moei_ir_plan_select(moei_ir_planner *s) {
     }
     if (c->select == MOE_SELECT_HASH && moei_ir_weight_row_of(s->weight)->reads == 0)
         r->gate = NULL; /* the order does not matter */
+    if (c->predictor) r->gate = moei_int_gate_predicted; /* above 0 */
     if (c->select == MOE_SELECT_GROUPED_EACH) r->groups = (uint16_t)c->groups;
     if (c->select == MOE_SELECT_GROUPED_TOP_K) {
         r->groups = (uint16_t)c->groups;
@@ -1875,10 +1881,10 @@ static void moei_mixture_plan(moei_maker *m, moei_scoring *s, double finest) {
     moei_free(&m->made.allocator, table, s->plan.table_size);
 }
 
-/* z = W v + b in the units of the router; w [E,k]. */
-static uint32_t moei_logits_product(moei_maker *m, moei_scoring *s, const moe_real *w, const moe_real *bias, size_t k,
-                                    uint32_t in) {
-    const moei_matrix x = moei_matrix_of(w, bias, 1, (size_t)s->now.n_experts, k);
+/* z = W v + b in the units of the router; w [n,k]. */
+static uint32_t moei_logits_product(moei_maker *m, moei_scoring *s, const moe_real *w, const moe_real *bias, size_t n,
+                                    size_t k, uint32_t in) {
+    const moei_matrix x = moei_matrix_of(w, bias, 1, n, k);
     if (m->status != MOE_OK) return 0;
     moei_mixture_plan(m, s, moei_matrix_max_scale(m, &x, moei_input_scale(m, in)) * moei_product_unit(m, in) / 0.49);
     return moei_product(m, &x, in, MOEI_WIDE, 0, s->range->z.most, m->status == MOE_OK ? (double)s->plan.z_scale : 1);
@@ -1961,13 +1967,36 @@ static uint32_t moei_router_input(moei_maker *m, const moei_scoring *s, int limi
 }
 
 /* linear, random */
-static uint32_t moei_logits_linear(moei_maker *m, moei_scoring *s) {
+/* The rows of the predictor, whose outputs' signs alone count: as large as those of the score. */
+static void moei_predictor_rows(const moei_scoring *s, const moe_real *w, const moe_real *gain, moe_real *to) {
     const size_t n = (size_t)s->now.n_experts, d = (size_t)s->now.d_model;
-    const moe_real *gain;
+    const moe_real *from = s->layer->tensors[MOE_ROUTER_PREDICTOR];
+    moe_real most = MOEI_R(0.0), own;
+    size_t e, q;
+    for (q = 0; q < n * d; q++) most = MOEI_F(fabs)(w[q]) > most ? MOEI_F(fabs)(w[q]) : most;
+    for (e = 0; e < n; e++) {
+        for (q = 0, own = MOEI_R(0.0); q < d; q++) {
+            to[e * d + q] = from[e * d + q] * (gain != NULL ? gain[q] : MOEI_R(1.0));
+            own = MOEI_F(fabs)(to[e * d + q]) > own ? MOEI_F(fabs)(to[e * d + q]) : own;
+        }
+        for (q = 0; q < d && own > MOEI_R(0.0) && most > MOEI_R(0.0); q++) to[e * d + q] *= most / own;
+    }
+}
+
+/* With a predictor its outputs follow the logits. */
+static uint32_t moei_logits_linear(moei_maker *m, moei_scoring *s) {
+    const size_t n = (size_t)s->now.n_experts, d = (size_t)s->now.d_model, rows = s->now.predictor ? 2 * n : n;
+    const moe_real *gain, *weight = s->layer->tensors[MOE_ROUTER_WEIGHT], *bias = s->layer->tensors[MOE_ROUTER_BIAS];
     const uint32_t u = moei_router_input(m, s, MOEI_NARROW, &gain);
-    moe_real *w = moei_router_matrix(m, s->layer->tensors[MOE_ROUTER_WEIGHT], gain, n, d);
-    const uint32_t z = moei_logits_product(m, s, w, s->layer->tensors[MOE_ROUTER_BIAS], d, u);
-    moei_router_matrix_free(m, w, n, d);
+    moe_real *w = moei_router_matrix(m, NULL, NULL, rows, d), *biases = moei_router_matrix(m, NULL, NULL, rows, 1);
+    uint32_t z;
+    size_t i;
+    for (i = 0; i < n * d && w != NULL; i++) w[i] = weight[i] * (gain != NULL ? gain[i % d] : MOEI_R(1.0));
+    if (rows > n && w != NULL) moei_predictor_rows(s, w, gain, w + n * d);
+    for (i = 0; i < rows && biases != NULL; i++) biases[i] = bias != NULL && i < n ? bias[i] : MOEI_R(0.0);
+    z = moei_logits_product(m, s, w, bias != NULL ? biases : NULL, rows, d, u);
+    moei_router_matrix_free(m, w, rows, d);
+    moei_router_matrix_free(m, biases, rows, 1);
     return z;
 }
 
@@ -1991,7 +2020,7 @@ static uint32_t moei_logits_mlp(moei_maker *m, moei_scoring *s) {
     const size_t h = moei_router_hidden(&s->now);
     const uint32_t v = moei_router_hidden_ops(m, s, h);
     return moei_logits_product(m, s, s->layer->tensors[MOE_ROUTER_FC2_WEIGHT], s->layer->tensors[MOE_ROUTER_FC2_BIAS],
-                               h, v);
+                               (size_t)s->now.n_experts, h, v);
 }
 
 /* The input of cosines: u, or its projection. */
@@ -2025,7 +2054,7 @@ static uint32_t moei_logits_cosine(moei_maker *m, moei_scoring *s) {
         const moe_real inverse = moei_inverse_length(s->layer->kernels, w + e * r, r);
         for (q = 0; q < r; q++) w[e * r + q] = (moe_real)((double)(w[e * r + q] * inverse) / tau);
     }
-    z = moei_logits_product(m, s, w, NULL, r, v);
+    z = moei_logits_product(m, s, w, NULL, n, r, v);
     moei_router_matrix_free(m, w, n, r);
     return z;
 }
@@ -2043,7 +2072,7 @@ static uint32_t moei_logits_grap(moei_maker *m, moei_scoring *s) {
     size_t q;
     if (s->now.grap_cosine) v = moei_unit(m, v, 0, s->range->unit.most);
     for (q = 0; q < d && w != NULL; q++) w[q / block * d + q] = share * (gain != NULL ? gain[q] : MOEI_R(1.0));
-    z = moei_logits_product(m, s, w, NULL, d, v);
+    z = moei_logits_product(m, s, w, NULL, n, d, v);
     moei_router_matrix_free(m, w, n, d);
     return z;
 }
@@ -3378,6 +3407,7 @@ static const struct moei_function_name {
 #define MOEI_FUNCTION_NAME(function) {(moei_any_function)(function), #function},
 #define MOEI_OP_NAME(name) MOEI_FUNCTION_NAME(moei_int_op_##name)
     MOEI_INT_OPS(MOEI_OP_NAME) MOEI_FUNCTION_NAME(moei_int_gate_logits) MOEI_FUNCTION_NAME(moei_int_gate_relu)
+    MOEI_FUNCTION_NAME(moei_int_gate_predicted)
         MOEI_FUNCTION_NAME(moei_int_gate_softmax) MOEI_FUNCTION_NAME(moei_int_gate_sigmoid)
             MOEI_FUNCTION_NAME(moei_int_gate_sqrt_softplus) MOEI_FUNCTION_NAME(moei_int_share_softmax)
                 MOEI_FUNCTION_NAME(moei_int_share_sigmoid) MOEI_FUNCTION_NAME(moei_int_share_sqrt_softplus)

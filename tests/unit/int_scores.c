@@ -831,7 +831,8 @@ static void prints(const char *preset, const char *const *names) {
     memset(&t, 0, sizeof t);
     memset(&built, 0, sizeof built);
     memset(&stream, 0, sizeof stream);
-    CHECK(moe_layer_preset(preset, &t.layer[0], &error) == MOE_OK, preset);
+    if (strchr(preset, '=') == NULL) CHECK(moe_layer_preset(preset, &t.layer[0], &error) == MOE_OK, preset);
+    else CHECK(moe_fields_apply(moe_layer_fields(), &t.layer[0], preset, &error) == MOE_OK, preset);
     t.layer[0].router.n_experts = 4;
     t.layers = 1;
     t.d = t.layer[0].router.d_model = 16;
@@ -861,6 +862,7 @@ static void test_printing(void) {
     static const char *const qwen[] = {"moei_int_op_set_weight,", NULL};
     static const char *const base[] = {"moei_int_op_add_rest,", NULL};
     static const char *const gate[] = {"moei_int_op_match,", NULL};
+    static const char *const depths[] = {"moei_int_gate_predicted,", NULL};
     static const char *const compete[] = {"moei_int_op_norm_l1,", "moei_int_op_curve,", NULL};
     prints("aoe", aoe);
     prints("gemma4", gemma);
@@ -868,7 +870,66 @@ static void test_printing(void) {
     prints("qwen2_moe", qwen);
     prints("base", base);
     prints("attentive_gate", gate);
-    prints("competesmoe", compete);
+    prints("score=competition gate=identity", compete);
+    prints("mixture_of_depths", depths);
+}
+
+/* Mixture of depths: each expert takes the tokens for which its predictor is above 0, as decoding
+   does; the logits are those of the score. */
+static void check_predictor(const char *settings) {
+    trial t;
+    moe_net net;
+    moe_built_model built;
+    moe_error error;
+    moe_choice choices[MOST_EXPERTS];
+    int8_t input[16];
+    int16_t output[16];
+    unsigned char *scratch;
+    long taken = 0, sure = 0;
+    int row, q, e;
+    memset(&t, 0, sizeof t);
+    memset(&built, 0, sizeof built);
+    CHECK(moe_layer_preset("mixture_of_depths", &t.layer[0], &error) == MOE_OK, settings);
+    CHECK(moe_fields_apply(moe_layer_fields(), &t.layer[0], settings, &error) == MOE_OK, settings);
+    t.layers = 1;
+    t.d = t.layer[0].router.d_model = 16;
+    t.layer[0].d_ff = 8;
+    t.weights = MOE_WEIGHTS_INT8;
+    CHECK(build(&t, &net, &error) == MOE_OK, settings);
+    draw(calibration, ROWS, (size_t)t.d);
+    if (!CHECK(create(&t, &net, &built, &error) == MOE_OK, error.message)) return;
+    scratch = (unsigned char *)malloc(built.model.scratch_size);
+    for (row = 0; row < 200; row++) {
+        const moe_real *predictor = net.modules[0].layer.tensors[MOE_ROUTER_PREDICTOR];
+        size_t count = 0, i;
+        for (q = 0; q < t.d; q++) input[q] = (int8_t)((int)below(201) - 100);
+        if (!CHECK(run_model(&built, input, output, scratch) == MOE_OK, settings) ||
+            !CHECK(moe_infer_choices(&built.model, 0, scratch, choices, MOST_EXPERTS, &count) == MOE_OK, settings))
+            break;
+        for (e = 0; e < t.layer[0].router.n_experts; e++) {
+            double v = 0.0, size = 0.0;
+            int chosen = 0;
+            for (q = 0; q < t.d; q++) {
+                v += (double)predictor[e * t.d + q] * input[q];
+                size += fabs((double)predictor[e * t.d + q] * input[q]);
+            }
+            for (i = 0; i < count; i++) chosen |= choices[i].expert == e;
+            taken += chosen;
+            if (fabs(v) < 0.02 * size) continue; /* within the rounding of weights */
+            sure++;
+            CHECK(chosen == (v > 0.0), "the predictor decides");
+        }
+    }
+    CHECK(sure > 100 && taken > 20, "enough tokens on both sides");
+    free(scratch);
+    moe_model_free(&built);
+    moe_net_free(&net);
+}
+
+static void test_predictor(void) {
+    check_predictor("");
+    check_predictor("n_experts=3 router_bias=1 gate=softmax");
+    check_predictor("n_experts=4 gate=sqrt_softplus weight=sum input=scaled_rms");
 }
 
 /* ---- refusals ---- */
@@ -992,6 +1053,7 @@ int main(int argc, char **argv) {
     CASE(test_random(argc > 1 && strcmp(argv[1], "quick") == 0 ? 30 : 150));
     CASE(test_nobody());
     CASE(test_loading(argc > 1 && strcmp(argv[1], "quick") == 0 ? 10 : 40));
+    CASE(test_predictor());
     CASE(test_printing());
     CASE(test_refusals());
     CASE(test_shaped(argc > 1 && strcmp(argv[1], "quick") == 0 ? 8 : 60));
