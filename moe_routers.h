@@ -146,11 +146,9 @@
      dispatch plan  all assignments, sorted by expert: what dispatch and combine need to know.
      capacity     the largest number of assignments per expert. Without one (the default) routing is
                   dropless.
-     parameter    a tensor of the router, trained, frozen or state.
      workspace    the caller's memory in which a call computes and to which its results point.
      forced routing  the caller supplies the choices (call.given). Routing replay is forced routing
                   with the recorded choices of an earlier call.
-     trait        what a router needs or does: causal, needs_all_experts, stateful, ...
 
    >>manual
 
@@ -185,8 +183,7 @@
    magnitude (as initialized). An expert whose selection bias or learned threshold is NaN is never
    chosen by it. Losses are not checked here; the trainer of moe.h checks them.
 
-   Gradients flow through weights, gates, scores and losses. Selection is a constant in the backward
-   pass.
+   Gradients flow through weights, gates, scores and losses. Selection is a constant.
 
    Padding (mask 0) is routed nowhere and counts nowhere. Its row may hold anything, NaN included:
    it reaches no result and no gradient.
@@ -1305,7 +1302,7 @@ MOE_API moe_status moe_route(const moe_router *router, const moe_call *call, voi
    (NULL entries are skipped), to dx [N,d], the gradient of x or of router_x if that was given
    (NULL: not wanted), and to d_activations [E,N,activation_width] (NULL unless the score reads
    activations). call is
-   that of moe_route, with training = 1. Selection is a constant. MOE_ERR_STATE: it was not a
+   that of moe_route, with training = 1. MOE_ERR_STATE: it was not a
    training call; MOE_ERR_ARGUMENT: NULL; or what a custom score returns. */
 MOE_API moe_status moe_route_backward(const moe_router *router, const moe_call *call, moe_routing *routing,
                                       moe_real *const *d_tensors, moe_real *dx, moe_real *d_activations);
@@ -2762,7 +2759,8 @@ moe_status moe_router_check_decoding(const moe_router_config *config, moe_error 
 
 /* ==== >>code_presets ========================================================================== */
 
-/* Sources of several presets. */
+/* Sources of several presets. No public source has these values: the bias_rate of longcat_flash,
+   affinity_sum_auto, loss_locality and every switch_share. */
 #define MOEI_NGUYEN "Nguyen et al. 2025, Improving routing in sparse mixture of experts with graph of tokens"
 #define MOEI_NIELSEN "Nielsen et al. 2025, Tight clusters make specialized experts"
 #define MOEI_KRISHNAMURTHY \

@@ -178,9 +178,12 @@ static const row rows[] = {
     {"loss_selector_entropy", "", "{loss_selector_entropy} mean over tokens of the sum over codes of their H"},
     {"loss_selector_reach", "",
      "{loss_selector_reach} mean over tokens of the sum over codes of 1/(their mass on experts that exist)"},
+    {"compete_rate", "",
+     "in training with probability {compete_rate}{compete_from? from step {compete_from} on}: S = the {top_k} largest "
+     "c_e = {compete}"},
     {"loss_distill", "",
      "{loss_distill} {distill}, q = softmax({student!z}{student?V }{student_dim!{student?u}}{student_dim?h}), teacher "
-     "= {student!the caller's}{student?z}"},
+     "= {compete_rate?c}{compete_rate!{student!the caller's}}{student?z}"},
     {"loss_predictor", "", "{loss_predictor} mean over tokens of the cross-entropy of q to S; reaches V alone"},
     {"expert_temperature", "",
      "the experts learn from p at T = {expert_temperature}, the gate from p at T = {gate_temperature}"},
@@ -290,10 +293,13 @@ static const row rows[] = {
     {"bias_rule", "proportional", "d_e = {bias_rate} (t - n_e) / sum n"},
     {"bias_rule", "smebu",
      "m_e, m_e = {bias_beta} m_e + (1 - {bias_beta}) d_e, d_e = {bias_rate} tanh({bias_kappa} (t - n_e) / t)"},
+    {"compete", "softplus", "mean over features of ln(1 + exp(f_e(x))), w_e = c_e / sum over S of c"},
+    {"compete", "norm", "|f_e(x)|, w = softmax over S of c"},
     {"distill", "ce_hard", "mean -ln q at the teacher's best expert"},
     {"distill", "ce_soft", "cross-entropy of q and softmax(teacher)"},
     {"distill", "mse", "mean squared difference of q and softmax(teacher)"},
     {"act", "relu", "a(v) = max(v, 0)"},
+    {"act", "default", "a(v) = max(v, 0)"}, /* of mlp; the layer fills in that of glu */
     {"act", "silu", "a(v) = v/(1 + exp(-v))"},
     {"act", "gelu", "a(v) = v Phi(v)"},
     {"act", "tanh", "a(v) = tanh v"},
@@ -322,6 +328,7 @@ static const char *const *choices_of(const char *name) {
 static const row *row_of(const char *name, const char *value) {
     const char *const *choices = choices_of(name);
     const row *r;
+    if (strcmp(name, "router_act") == 0) name = "act"; /* another list of the same functions */
     for (r = rows; r->field != NULL; r++)
         if (strcmp(r->value, value) == 0 &&
             (strcmp(r->field, name) == 0 || (choices != NULL && choices == choices_of(r->field))))
