@@ -1,7 +1,7 @@
 /* A router of one's own: trained in a network, saved, loaded, compared with the linear score.
      cc -std=c99 -O2 -I. examples/own_router.c -o own_router -lm && ./own_router
-   z_e = -|u - c_e|^2 with trained centers c [E,D]; chosen is every expert with p above ctx. All else
-   is the library's: gate, weights, losses, backward pass, optimizer, files. */
+   z_e = -|u - c_e|^2 with trained centers c [E,D]; chosen is every expert with p above ctx. All
+   else is the library's: gate, weights, losses, backward pass, optimizer, files. */
 #define MOE_IMPLEMENTATION
 #include "moe.h"
 #include <stdio.h>

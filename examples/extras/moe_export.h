@@ -1985,8 +1985,10 @@ static void moei_predictor_rows(const moei_scoring *s, const moe_real *w, const 
 
 /* With a predictor its outputs follow the logits. */
 static uint32_t moei_logits_linear(moei_maker *m, moei_scoring *s) {
-    const size_t n = (size_t)s->now.n_experts, d = (size_t)s->now.d_model, rows = s->now.predictor ? 2 * n : n;
-    const moe_real *gain, *weight = s->layer->tensors[MOE_ROUTER_WEIGHT], *bias = s->layer->tensors[MOE_ROUTER_BIAS];
+    const size_t n = (size_t)s->now.n_experts, d = (size_t)s->now.d_model;
+    const size_t rows = s->now.predictor ? 2 * n : n;
+    const moe_real *gain, *weight = s->layer->tensors[MOE_ROUTER_WEIGHT];
+    const moe_real *bias = s->layer->tensors[MOE_ROUTER_BIAS];
     const uint32_t u = moei_router_input(m, s, MOEI_NARROW, &gain);
     moe_real *w = moei_router_matrix(m, NULL, NULL, rows, d), *biases = moei_router_matrix(m, NULL, NULL, rows, 1);
     uint32_t z;
