@@ -961,16 +961,16 @@ static void test_float_length(void) {
 }
 
 int main(int argc, char **argv) {
+    CASE(test_apart());
+    CASE(test_biases());
+    CASE(test_places());
     quick = argc > 1 && strcmp(argv[1], "quick") == 0;
     CASE(test_models());
     CASE(test_single_norms());
     CASE(test_single_sums());
     CASE(test_single_attention());
     CASE(test_shares());
-    CASE(test_places());
     CASE(test_overlap());
-    CASE(test_apart());
-    CASE(test_biases());
     if (!MOE_REAL_IS_DOUBLE) {
         CASE(test_floats());
         CASE(test_float_modules());

@@ -2304,8 +2304,17 @@ static void test_long_names(void) {
 
 int main(void) {
     fill();
-    CASE(test_struct_places());
+    CASE(test_experts_alone());
+    CASE(test_one_sample());
+    CASE(test_two_sequences());
+    CASE(test_small_groups());
+    CASE(test_not_ready());
+    CASE(test_frozen_factor());
+    CASE(test_long_names());
+    CASE(test_consistency());
     CASE(test_layers());
+    CASE(test_clashes());
+    CASE(test_struct_places());
     CASE(test_nets());
     CASE(test_training());
     CASE(test_modular());
@@ -2322,7 +2331,6 @@ int main(void) {
     CASE(test_beyond_size());
 #endif
     CASE(test_model_memory());
-    CASE(test_clashes());
     CASE(test_classical());
     CASE(test_supplies());
     CASE(test_first_modules());
@@ -2334,13 +2342,5 @@ int main(void) {
     CASE(test_net_call_errors());
     CASE(test_net_batches());
     CASE(test_sequence_call_errors());
-    CASE(test_experts_alone());
-    CASE(test_one_sample());
-    CASE(test_two_sequences());
-    CASE(test_small_groups());
-    CASE(test_not_ready());
-    CASE(test_frozen_factor());
-    CASE(test_long_names());
-    CASE(test_consistency());
     return test_end();
 }

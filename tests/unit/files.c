@@ -1666,9 +1666,12 @@ static void test_long_paths(void) {
 }
 
 int main(void) {
+    CASE(test_first_hole());
+    CASE(test_flags());
+    CASE(test_long_paths());
+    CASE(test_messages());
     CASE(test_malformed());
     CASE(test_lengths());
-    CASE(test_messages());
     CASE(test_accepted());
     CASE(test_empty_tensors());
     CASE(test_metadata());
@@ -1689,8 +1692,5 @@ int main(void) {
     CASE(test_changed_later());
     CASE(test_random());
     CASE(test_hostile());
-    CASE(test_first_hole());
-    CASE(test_flags());
-    CASE(test_long_paths());
     return test_end();
 }

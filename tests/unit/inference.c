@@ -2840,9 +2840,9 @@ int main(int argc, char **argv) {
         write_models(argv[2]);
         return test_end();
     }
+    CASE(test_tables());
     CASE(test_output_range());
     CASE(test_levels());
-    CASE(test_tables());
     CASE(test_random_nets());
     CASE(test_accuracy());
     for (operation = 0; operation < OPERATIONS; operation++) CASE(test_operations(operation));

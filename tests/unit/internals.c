@@ -509,6 +509,14 @@ static void test_row_beyond(void) {
 }
 
 int main(void) {
+    CASE(test_measures());
+    CASE(test_weights());
+    CASE(test_clusters());
+    CASE(test_rotation());
+    CASE(test_row_beyond());
+    CASE(test_tensor_names());
+    CASE(test_digits());
+    CASE(test_alignment());
     CASE(test_inverse_length());
     CASE(test_patterns());
     CASE(test_points());
@@ -518,13 +526,5 @@ int main(void) {
     CASE(test_nearest());
     CASE(test_row_sizes());
     CASE(test_balanced_steps());
-    CASE(test_tensor_names());
-    CASE(test_digits());
-    CASE(test_alignment());
-    CASE(test_measures());
-    CASE(test_weights());
-    CASE(test_clusters());
-    CASE(test_rotation());
-    CASE(test_row_beyond());
     return test_end();
 }

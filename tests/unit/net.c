@@ -1920,6 +1920,8 @@ static void test_residual_logits(void) {
 }
 
 int main(int count, char **words) {
+    CASE(test_attention_room());
+    CASE(test_residual_logits());
     const char *folder = count > 1 ? words[1] : ".";
     if (strlen(folder) > 500) {
         fprintf(stderr, "net: the folder's name is too long\n");
@@ -1954,7 +1956,5 @@ int main(int count, char **words) {
     CASE(test_build_without_memory());
     CASE(test_training_without_memory());
     CASE(test_files_without_memory());
-    CASE(test_attention_room());
-    CASE(test_residual_logits());
     return test_end();
 }

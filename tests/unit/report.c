@@ -1563,6 +1563,10 @@ int main(int count, char **words) {
     usual_numbers();
     test_bytes();
     usual_numbers();
+    CASE(test_history());
+    CASE(test_regions());
+    CASE(test_curve());
+    CASE(test_widths());
     CASE(test_kinds());
     CASE(test_large());
     CASE(test_odd_numbers());
@@ -1577,7 +1581,6 @@ int main(int count, char **words) {
     CASE(test_places());
     CASE(test_inside());
     CASE(test_middles());
-    CASE(test_regions());
     CASE(test_columns());
     CASE(test_drawn());
     CASE(test_bar_reference());
@@ -1589,13 +1592,10 @@ int main(int count, char **words) {
     CASE(test_limits());
     CASE(test_gloss());
     CASE(test_signs());
-    CASE(test_curve());
     CASE(test_shades());
-    CASE(test_widths());
     CASE(test_streams());
     CASE(test_arguments());
     CASE(test_metrics());
-    CASE(test_history());
 #ifndef MOE_NO_STDIO
     CASE(test_files());
 #endif
