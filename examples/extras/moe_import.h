@@ -1,19 +1,23 @@
-/* moe_import.h - MoE layers of other programs' weight files - an extra of moe, after moe.h
+/* moe_import.h - models of other programs and their MoE layers - an extra of moe, after moe.h
 
-   Reads the MoE layers of Mixtral, Qwen, OLMoE, DeepSeek, Llama 4, GPT-OSS and others from the
-   files that their authors publish (safetensors and GGUF), and writes safetensors with the same
-   names. Converts llama.cpp's quantized rows to packed weights. MIT or public domain, as moe.h.
+   Makes networks of published mixture-of-experts language models (GGUF, and folders of Hugging
+   Face's form), which read the weights where they lie in the files. Reads single MoE layers, and
+   writes them under the same names. Converts llama.cpp's quantized rows to packed weights. MIT or
+   public domain, as moe.h.
 
    Contents: search for
      >>recipe   >>program   >>options   >>manual   >>families   >>limits
      >>layer       moe_import_layer, moe_import_read, moe_import_source, moe_import_memory
+     >>model       moe_import_model, moe_import_read_model, moe_import_free
      >>save        moe_import_save, moe_import_write
      >>tokenizer   moe_import_tokenizer, moe_tokenizer_encode, moe_tokenizer_decode
      >>chat        moe_chat_find, moe_chat_put
      >>blocks      moe_import_pack_blocks, moe_import_unpack_blocks
      >>code        the implementation, in the order of the data flow:
                    >>names >>sources >>gguf >>json >>walk >>prefix >>collect >>family >>shapes
-                   >>settings >>values >>complete >>files >>write >>panels
+                   >>settings >>values >>complete >>models >>model_names >>model_settings
+                   >>model_blocks >>model_attention >>model_check >>model_memory >>model_build
+                   >>files >>write >>panels
 
    >>recipe
      In the one source file that defines MOE_IMPLEMENTATION, and wherever you call these functions:
@@ -62,16 +66,28 @@
  * --- end ---
 
    >>options
-     None of its own. MOE_NO_STDIO leaves out moe_import_layer and moe_import_save, MOE_NO_TRAIN
+     None of its own. MOE_NO_STDIO leaves out what takes a path, MOE_NO_TRAIN
      leaves out moe_import_write and moe_import_save, MOE_NO_QUANT leaves out the functions for
      blocks, MOE_NO_FLOAT leaves out everything. In the double build each function carries the
      suffix _f64, as in moe.h.
 
    >>manual
-     Import.  A path, the prefix of the layer's tensor names, and usually nothing else:
+     A model.  A path, and usually nothing else; then it is a network like any other:
+       moe_import_model(&model, "olmoe-q4_k.gguf", NULL, NULL, &error);
+       moe_net_decode_size(&model.net, 4096, 512, &size, &bytes, &error);
+       moe_net_cache_init(&cache, &model.net, 4096, malloc(size), size, &error);
+       moe_net_decode(&model.net, &cache, &call, work, bytes, &pass);    token ids to logits
+       moe_import_free(&model);
+     The files are mapped and read in place: memory is taken for the cache, the workspace, and norms
+     and biases that are not float32. The operating system keeps the experts in memory that are in
+     use. options.exact = 1 computes with float activations; by default products of some quantized
+     types quantize their activations, as llama.cpp does, which is faster. options.top_k lets every
+     token take fewer experts than the model was trained with.
+
+     A layer.  A path, the prefix of the layer's tensor names, and usually nothing else:
        moe_import_layer(&layer, "Mixtral-8x7B", "model.layers.3", NULL, NULL, &error);
      The path is a .safetensors file, the index of several (.index.json), a .gguf file (of a split
-     one, part 1, NAME-00001-of-00003.gguf, with the others beside it), or a folder
+     one, NAME-00001-of-00003.gguf, any part, with the others beside it), or a folder
      that holds model.safetensors or model.safetensors.index.json. Only headers and the tensors of
      that layer are read from large files. If the prefix does not lead to an MoE layer, the message
      lists those of the file.
@@ -118,31 +134,54 @@
      gpt_oss
        router.weight, router.bias, experts.gate_up_proj [E,d,2f] with alternating columns of gate
        and up, experts.down_proj [E,f,d], experts.gate_up_proj_bias, experts.down_proj_bias
-     granite_moe
+       or in MXFP4 experts.gate_up_proj_blocks, experts.gate_up_proj_scales and so on
+     granite_moe, granite_moe_shared
        router.layer.weight, input_linear.weight [E,2f,d], output_linear.weight [E,d,f]
+       granite_moe_shared, of a model, also shared_mlp.input_linear, .output_linear
+     ernie4_5_moe
+       as qwen3_moe, also moe_statics.e_score_correction_bias [1,E], shared_experts.*
+     hunyuan_moe
+       gate.wg.weight, experts.%.gate_proj.weight, ..., shared_mlp.*
+     lfm2_moe
+       gate.weight, expert_bias, experts.%.w1.weight, ...
+     deepseek, bailing_moe, bailing_moe_v2, dbrx, grok: GGUF only
      GGUF, any family
        ffn_gate_inp, ffn_gate_exps, ffn_up_exps, ffn_down_exps or ffn_gate_up_exps, in older files
        ffn_gate.%, ffn_up.%, ffn_down.%; ffn_gate_shexp, ffn_up_shexp, ffn_down_shexp,
        ffn_gate_inp_shexp; exp_probs_b; .bias of router and experts
-     A family is also the name of its preset, except that qwen3_next computes as qwen2_moe, and
-     glm4_moe and dots1 as deepseek_v3. model_type and general.architecture have the same names or
-     those that the programs use (phimoe, granitemoe, deepseek2, ...).
+     A family is also the name of its preset, except that qwen3_next computes as qwen2_moe, glm4_moe
+     and dots1 as deepseek_v3, and those from granite_moe_shared on have none. model_type and
+     general.architecture have the same names or those that the programs use (phimoe, granitemoe,
+     deepseek2, ...).
+
+     Models, by general.architecture (GGUF) / model_type (folder):
+       llama (with experts) / mixtral, granitemoe / granitemoe and granitemoeshared, olmoe / olmoe,
+       qwen2moe / qwen2_moe, qwen3moe / qwen3_moe, deepseek, deepseek2 / deepseek_v2 and deepseek_v3
+       and kimi_k2, gpt-oss / gpt_oss, phimoe / phimoe, dots1 / dots1, glm4moe / glm4_moe,
+       ernie4_5-moe / ernie4_5_moe, hunyuan-moe / hunyuan_v1_moe, bailingmoe, bailingmoe2,
+       lfm2moe / lfm2_moe, minimax-m2 / minimax_m2, llama4 / llama4 and llama4_text, dbrx, grok
 
    >>limits
-     - One layer at a time: attention, norms and embeddings are not imported.
+     - A layer has no attention, norms or embeddings; a model is for inference: its network is
+       neither trained nor saved. Images, audio and predicted further tokens are left out.
      - Element types: F32, F16, BF16, F64; in GGUF also Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K,
-       IQ4_NL, IQ4_XS and MXFP4, dequantized exactly (rounded once). Other quantized files (IQ1 to
-       IQ3, and safetensors of MXFP4, FP8, GPTQ, AWQ) are refused: dequantize or convert them.
+       IQ4_NL, IQ4_XS and MXFP4; in safetensors FP8 (E4M3, with a scale for each block) and MXFP4.
+       All are dequantized exactly (rounded once). Others (IQ1 to IQ3, GPTQ, AWQ) are refused.
      - GGUF versions 2 and 3, little-endian. config.json up to 1 MiB.
-     - Experts are SwiGLU, those of grok1 and gemma4 glu with gelu_tanh. Any other hidden_act
-       is refused, as is an unknown tensor of the layer.
+     - Experts are SwiGLU, those of grok and gemma4 glu with gelu_tanh. Any other hidden_act is
+       refused, as is an unknown tensor, grok's dense part among them.
      - Losses, noise and learning rates of the original training are not read.
      - deepseek_v2 with norm_topk_prob ignores routed_scaling_factor, like its own program.
-     - A GGUF file computes what llama.cpp computes: phi35_moe a softmax over the chosen experts,
-       not sparsemixer; groups compared by their two best experts; minimax_m2 and dots1 need
-       expert_gating_func. llama.cpp also takes 6.1e-5 for a smaller sum of weights.
-     - Tested with small stand-ins of every family, whose outputs tests/unit/published.py computes
-       independently. No published weights were available.
+     - A GGUF file computes what llama.cpp computes, a folder what its authors' program computes.
+       They differ: phimoe has RMS norms with a bias and a softmax over the chosen experts in GGUF,
+       layer norms and sparsemixer in a folder; the range of yarn is rounded in GGUF, in a folder as
+       "truncate" says (gpt_oss); groups are compared by their two best experts in GGUF; minimax-m2
+       and dots1 need expert_gating_func in GGUF. llama.cpp also takes 6.1e-5 for a smaller sum of
+       weights. transformers 5 leaves the square of mscale out of the scale of deepseek_v2; here it
+       is in, as in DeepSeek's own program and in llama.cpp. grok's GELU is computed in float32.
+     - Tested with small models with random weights of every architecture, whose logits llama.cpp
+       (GGUF) and transformers' own classes (folders) computed, and with small stand-ins of the
+       families, whose outputs tests/unit/published.py computes. No published weights were at hand.
      - Tokenizers: expressions that cut text are known by their text, others are refused by name, as
        are WordPiece, tokenizer.model and tiktoken files, and normalizers other than SentencePiece's
        spaces; NFC is not applied (moe_tokenizer.wants_nfc). Classes are those of Unicode 14. At
@@ -166,7 +205,7 @@
 #define moe_import_layer moe_import_layer_f64
 #define moe_import_memory moe_import_memory_f64
 #define moe_import_model moe_import_model_f64
-#define moe_import_model_read moe_import_model_read_f64
+#define moe_import_read_model moe_import_read_model_f64
 #define moe_import_pack_blocks moe_import_pack_blocks_f64
 #define moe_import_read moe_import_read_f64
 #define moe_import_read_tokenizer moe_import_read_tokenizer_f64
@@ -291,7 +330,7 @@ MOE_API moe_status moe_import_model(moe_imported *model, const char *path, const
 #endif
 /* The same of sources, as moe_import_read takes them. Those of moe_import_memory are read where
    they lie and must outlive the model; others are read into memory as a whole. */
-MOE_API moe_status moe_import_model_read(moe_imported *model, const moe_import_source *sources, size_t n_sources,
+MOE_API moe_status moe_import_read_model(moe_imported *model, const moe_import_source *sources, size_t n_sources,
                                          const moe_import_options *options, const moe_allocator *allocator,
                                          moe_error *error);
 /* Frees the network, what it reads and the mappings, and makes *model {0}; {0} and NULL are
@@ -3386,10 +3425,10 @@ static const moei_arch moei_archs[] = {
     {"llama", "mixtral", MOEI_ARCH_PLAIN,
      MOEI_ARCH_NEIGHBOURS | MOEI_ARCH_FREQS | MOEI_ARCH_FUSED | MOEI_ARCH_MAY_BIAS, MOEI_ARCH_WINDOWS},
     {"granitemoe", "granitemoe granitemoeshared", MOEI_ARCH_PLAIN | MOEI_ARCH_MULTIPLIERS,
-     MOEI_ARCH_NEIGHBOURS | MOEI_ARCH_FREQS | MOEI_ARCH_FUSED, 0},
-    {"olmoe", "olmoe", MOEI_ARCH_PLAIN | MOEI_ARCH_WHOLE_NORM, 0, MOEI_ARCH_CLAMP},
+     MOEI_ARCH_NEIGHBOURS | MOEI_ARCH_FREQS | MOEI_ARCH_FUSED, MOEI_ARCH_MAY_BIAS},
+    {"olmoe", "olmoe", MOEI_ARCH_PLAIN | MOEI_ARCH_WHOLE_NORM, 0, MOEI_ARCH_CLAMP | MOEI_ARCH_MAY_BIAS},
     {"qwen2moe", "qwen2_moe", MOEI_ARCH_PLAIN | MOEI_ARCH_BIAS, 0, MOEI_ARCH_DENSE},
-    {"qwen3moe", "qwen3_moe", MOEI_ARCH_PLAIN | MOEI_ARCH_HEAD_NORM, 0, MOEI_ARCH_DENSE},
+    {"qwen3moe", "qwen3_moe", MOEI_ARCH_PLAIN | MOEI_ARCH_HEAD_NORM, 0, MOEI_ARCH_DENSE | MOEI_ARCH_MAY_BIAS},
     {"deepseek", "", MOEI_ARCH_PLAIN | MOEI_ARCH_DENSE, MOEI_ARCH_NEIGHBOURS, 0},
     {"deepseek2", "deepseek_v2 deepseek_v3 kimi_k2",
      MOEI_ARCH_LATENT | MOEI_ARCH_SECOND_FFN | MOEI_ARCH_DENSE | MOEI_ARCH_NEIGHBOURS, 0, 0},
@@ -3399,12 +3438,13 @@ static const moei_arch moei_archs[] = {
     {"phimoe", "phimoe",
      MOEI_ARCH_PLAIN | MOEI_ARCH_BIAS | MOEI_ARCH_OUT_BIAS | MOEI_ARCH_NORM_BIAS | MOEI_ARCH_HEAD_BIAS,
      MOEI_ARCH_FACTORS, MOEI_ARCH_LAYER_NORM | MOEI_ARCH_WINDOWS},
-    {"dots1", "dots1", MOEI_ARCH_PLAIN | MOEI_ARCH_HEAD_NORM | MOEI_ARCH_DENSE, 0, 0},
+    {"dots1", "dots1", MOEI_ARCH_PLAIN | MOEI_ARCH_HEAD_NORM | MOEI_ARCH_DENSE, 0, MOEI_ARCH_MAY_BIAS},
     {"glm4moe", "glm4_moe",
      MOEI_ARCH_SEPARATE | MOEI_ARCH_MAY_BIAS | MOEI_ARCH_MAY_HEAD_NORM | MOEI_ARCH_DENSE, MOEI_ARCH_SECOND_POST,
      MOEI_ARCH_SECOND_FFN},
     {"ernie4_5-moe", "ernie4_5_moe", MOEI_ARCH_PLAIN | MOEI_ARCH_DENSE | MOEI_ARCH_NEIGHBOURS, 0, 0},
-    {"hunyuan-moe", "hunyuan_v1_moe", MOEI_ARCH_PLAIN | MOEI_ARCH_HEAD_NORM | MOEI_ARCH_NORM_AFTER, 0, 0},
+    {"hunyuan-moe", "hunyuan_v1_moe", MOEI_ARCH_PLAIN | MOEI_ARCH_HEAD_NORM | MOEI_ARCH_NORM_AFTER, 0,
+     MOEI_ARCH_MAY_BIAS},
     {"bailingmoe", "", MOEI_ARCH_PLAIN | MOEI_ARCH_NEIGHBOURS | MOEI_ARCH_ROT_SCALE, 0, 0},
     {"bailingmoe2", "", MOEI_ARCH_PLAIN | MOEI_ARCH_FUSED | MOEI_ARCH_HEAD_NORM | MOEI_ARCH_DENSE, 0, 0},
     {"lfm2moe", "lfm2_moe",
@@ -3538,7 +3578,7 @@ typedef struct moei_model {
     int vocabulary, d_dense; /* of the tensors */
     int is_long;             /* 1: a context longer than that of the training */
     moe_real eps, base, base_window, rotated_part, factor, attention_factor, log_multiplier;
-    moe_real beta_fast, beta_slow, mscale, mscale_all, low_freq, high_freq, long_mscale, short_mscale;
+    moe_real beta_fast, beta_slow, mscale, mscale_all, low_freq, high_freq, long_mscale, short_mscale, alpha;
     moe_real embedding_scale, residual_scale, attention_scale, logit_scale, clamp, output_scale, score_cap, logit_cap;
     moe_real tuning;
     const moei_import_tensor *places[MOEI_PLACE_FIRST];
@@ -3599,6 +3639,7 @@ static const moei_model_key moei_model_keys[] = {
     MOEI_MODEL_REAL("", "rope_scaling.mscale_all_dim rope_parameters.mscale_all_dim", mscale_all, -1e6, 1e6),
     MOEI_MODEL_REAL("", "rope_scaling.low_freq_factor rope_parameters.low_freq_factor", low_freq, 0, 1e6),
     MOEI_MODEL_REAL("", "rope_scaling.high_freq_factor rope_parameters.high_freq_factor", high_freq, 0, 1e6),
+    MOEI_MODEL_REAL("", "rope_scaling.alpha rope_parameters.alpha", alpha, 0, 1e9),
     MOEI_MODEL_REAL("", "rope_scaling.long_mscale", long_mscale, 0, 1e6),
     MOEI_MODEL_REAL("", "rope_scaling.short_mscale", short_mscale, 0, 1e6),
     MOEI_MODEL_REAL("embedding_scale", "embedding_multiplier", embedding_scale, -1e6, 1e6),
@@ -3996,7 +4037,10 @@ static moe_status moei_folder_rotary(const moei_importer *r, const moei_model *m
     if (kind == MOEI_VALUE_NONE || moei_strcmp(type, "default") == 0) return MOE_OK;
     c->rotary_factor = m->factor;
     if (moei_strcmp(type, "linear") == 0) c->rotary_scaling = MOE_ROTARY_LINEAR;
-    else if (moei_strcmp(type, "llama3") == 0) {
+    else if (moei_strcmp(type, "dynamic") == 0) { /* without alpha, angles up to context do not change */
+        if (m->alpha > MOEI_R(0.0) && m->key > 2)
+            c->rotary_base *= (moe_real)pow((double)m->alpha, (double)m->key / ((double)m->key - 2.0));
+    } else if (moei_strcmp(type, "llama3") == 0) {
         c->rotary_scaling = MOE_ROTARY_LLAMA3;
         c->rotary_length = m->original;
         c->low_factor = m->low_freq;
@@ -4107,7 +4151,8 @@ static moe_status moei_model_block_attention(const moei_importer *r, const moei_
     c->rotary = 1;
     c->rotary_base = b->window > 0 && m->base_window > MOEI_R(0.0) ? m->base_window : m->base;
     c->rotary_dims = m->n_rot;
-    c->rotary_neighbours = (m->traits & MOEI_ARCH_NEIGHBOURS) != 0;
+    c->rotary_neighbours = (m->traits & MOEI_ARCH_NEIGHBOURS) != 0 &&
+                           (!moei_model_is_folder(r) || moei_model_flag(r, "rope_interleave", 1));
     status = moei_model_is_folder(r) ? moei_folder_rotary(r, m, c) : moei_gguf_rotary(r, m, c);
     if (c->rotary_scaling == MOE_ROTARY_PLAIN || c->rotary_scaling == MOE_ROTARY_FACTORS)
         c->rotary_factor = MOEI_R(0.0);
@@ -4656,14 +4701,14 @@ static moe_status moei_build_matrices(moei_build *b, moe_layer *layer, const moe
     return status;
 }
 
-/* Zeros for all parameters that are no matrices of experts. */
+/* Memory of zeros for the parameters that have no place yet. */
 static moe_status moei_build_zeros(moei_build *b, moe_layer *layer) {
     int param;
     moe_parameter slot;
     void *memory;
     moe_status status = MOE_OK;
     for (param = 0; param < MOE_LAYER_PARAMETER_COUNT && status == MOE_OK; param++) {
-        if (!(layer->present >> param & 1u) || moei_build_is_matrix(param) ||
+        if (!(layer->present >> param & 1u) || layer->external[param] != NULL || layer->tensors[param] != NULL ||
             moe_layer_parameter(&layer->config, param, &slot) != MOE_OK)
             continue;
         status = moei_build_take(b, slot.count > 0 ? slot.count : 1, sizeof(moe_real), &memory);
@@ -4672,17 +4717,38 @@ static moe_status moei_build_zeros(moei_build *b, moe_layer *layer) {
     return status;
 }
 
+/* Lets a parameter of a mixture lie where its tensor has it. *there: it can. */
+static moe_status moei_build_there(moei_build *b, moe_layer *layer, const moei_import_tensor *f, int *there) {
+    const moei_tensor_name *row = f->row;
+    const unsigned char *bytes;
+    moe_status status;
+    *there = 0;
+    if (moei_build_is_matrix(row->param)) {
+        *there = 1;
+        status = moei_build_matrices(b, layer, f, row->param, 0);
+        return status == MOE_OK && row->second >= 0 ? moei_build_matrices(b, layer, f, row->second, 1) : status;
+    }
+    if (row->second >= 0 || moei_is_per_expert(row) || (row->flags & MOEI_TENSOR_TRANSPOSED) != 0) return MOE_OK;
+    status = moei_build_bytes(b, f->shard, f->at, &bytes);
+    *there = status == MOE_OK && moei_build_is_plain(f, bytes);
+    if (*there) memcpy(&layer->tensors[row->param], &bytes, sizeof bytes);
+    return status;
+}
+
 /* Tensors of a mixture, which are in r->found. */
 static moe_status moei_build_layer(moei_build *b, moe_layer *layer) {
-    size_t i, n = moei_import_tensor_count(&b->r->found);
-    moe_status status = moei_build_zeros(b, layer);
+    const size_t n = moei_import_tensor_count(&b->r->found);
+    size_t i;
+    int there, second;
+    moe_status status = MOE_OK;
     memset(b->externals, 0, sizeof b->externals);
-    for (i = 0; i < n && status == MOE_OK; i++) {
-        const moei_import_tensor *f = moei_import_tensor_at(&b->r->found, i);
-        if (moei_build_is_matrix(f->row->param)) {
-            status = moei_build_matrices(b, layer, f, f->row->param, 0);
-            if (status == MOE_OK && f->row->second >= 0) status = moei_build_matrices(b, layer, f, f->row->second, 1);
-        } else status = moei_import_tensor_read(b->r, f, layer);
+    for (second = 0; second < 2 && status == MOE_OK; second++) {
+        for (i = 0; i < n && status == MOE_OK; i++) {
+            const moei_import_tensor *f = moei_import_tensor_at(&b->r->found, i);
+            status = moei_build_there(b, layer, f, &there);
+            if (status == MOE_OK && second && !there) status = moei_import_tensor_read(b->r, f, layer);
+        }
+        if (status == MOE_OK && !second) status = moei_build_zeros(b, layer);
     }
     return status;
 }
@@ -4928,7 +4994,7 @@ moe_status moe_import_read(moe_layer *layer, const moe_import_source *sources, s
                            allocator, error);
 }
 
-moe_status moe_import_model_read(moe_imported *model, const moe_import_source *sources, size_t n_sources,
+moe_status moe_import_read_model(moe_imported *model, const moe_import_source *sources, size_t n_sources,
                                  const moe_import_options *options, const moe_allocator *allocator, moe_error *error) {
     moei_import_sources s;
     moei_import_folder folder = moei_import_sources_folder(&s);

@@ -100,12 +100,12 @@ static void test_sources(void) {
     moe_import_free(&model);
     moe_import_free(NULL);
     source = moe_import_memory(NULL, b.p, b.n);
-    if (!CHECK(moe_import_model_read(&model, &source, 1, NULL, NULL, &error) == MOE_OK, error.message)) return;
+    if (!CHECK(moe_import_read_model(&model, &source, 1, NULL, NULL, &error) == MOE_OK, error.message)) return;
     CHECK(logits(&model, of_memory) && same_reals(of_path, of_memory, 4 * 80));
     moe_import_free(&model);
     source.ctx = &b;
     source.read_at = read_slowly;
-    if (!CHECK(moe_import_model_read(&model, &source, 1, NULL, NULL, &error) == MOE_OK, error.message)) return;
+    if (!CHECK(moe_import_read_model(&model, &source, 1, NULL, NULL, &error) == MOE_OK, error.message)) return;
     free(b.p);
     CHECK(logits(&model, of_copy) && same_reals(of_path, of_copy, 4 * 80));
     moe_import_free(&model);
@@ -126,10 +126,10 @@ static void test_folder(void) {
     moe_import_free(&model);
     sources[0] = moe_import_memory("model.safetensors", file.p, file.n);
     sources[1] = moe_import_memory("config.json", config.p, config.n);
-    if (!CHECK(moe_import_model_read(&model, sources, 2, NULL, NULL, &error) == MOE_OK, error.message)) return;
+    if (!CHECK(moe_import_read_model(&model, sources, 2, NULL, NULL, &error) == MOE_OK, error.message)) return;
     CHECK(logits(&model, of_memory) && same_reals(of_path, of_memory, 4 * 80));
     moe_import_free(&model);
-    CHECK_STATUS(moe_import_model_read(&model, sources, 1, NULL, NULL, &error), MOE_ERR_UNSUPPORTED);
+    CHECK_STATUS(moe_import_read_model(&model, sources, 1, NULL, NULL, &error), MOE_ERR_UNSUPPORTED);
     CHECK(strstr(error.message, "model_type") != NULL, error.message);
     free(file.p);
     free(config.p);
@@ -166,7 +166,7 @@ static void test_options(void) {
     CHECK(moe_import_model(&model, GGUF, &options, NULL, &error) != MOE_OK);
     CHECK_STATUS(moe_import_model(NULL, GGUF, NULL, NULL, &error), MOE_ERR_ARGUMENT);
     CHECK_STATUS(moe_import_model(&model, NULL, NULL, NULL, &error), MOE_ERR_ARGUMENT);
-    CHECK_STATUS(moe_import_model_read(&model, NULL, 1, NULL, NULL, NULL), MOE_ERR_ARGUMENT);
+    CHECK_STATUS(moe_import_read_model(&model, NULL, 1, NULL, NULL, NULL), MOE_ERR_ARGUMENT);
     CHECK(moe_import_model(&model, FOLDER "nothing.gguf", NULL, NULL, &error) != MOE_OK);
     CHECK(moe_import_model(&model, FOLDER, NULL, NULL, &error) != MOE_OK);
 }
@@ -214,7 +214,7 @@ static void refuse(bytes b, const char *name, const bytes *config, const refusal
     if (config != NULL && changed.p == b.p) settings = replaced(*config, r->text, r->with);
     sources[0] = moe_import_memory(name, changed.p, changed.n);
     sources[1] = moe_import_memory("config.json", settings.p, settings.n);
-    status = moe_import_model_read(&model, sources, config != NULL ? 2 : 1, NULL, NULL, &error);
+    status = moe_import_read_model(&model, sources, config != NULL ? 2 : 1, NULL, NULL, &error);
     CHECKF(status == r->status && strstr(error.message, r->says) != NULL, "%s -> %s: %s: %s, wanted: %s", r->text,
            r->with, moe_status_text(status), error.message, r->says);
     moe_import_free(&model);
@@ -267,45 +267,62 @@ static void test_refusals_folder(void) {
 
 /* ---- files from strangers ---- */
 
-/* Whatever the bytes of the header are: the importer refuses, or the model runs. */
-static void test_bytes(const char *path, size_t header, size_t step) {
+/* Imports the sources, and runs the model where it is one; whether it is. */
+static int import_anything(const moe_import_source *sources, size_t n) {
     static moe_real y[LOGITS];
-    const bytes b = read_file(path);
+    moe_imported model;
+    moe_error error;
+    const moe_status status = moe_import_read_model(&model, sources, n, NULL, NULL, &error);
+    if (status == MOE_OK && model.vocabulary <= 128) (void)logits(&model, y);
+    if (status != MOE_OK) CHECK(model.owned == NULL && error.code == status && error.message[0] != '\0');
+    moe_import_free(&model);
+    return status == MOE_OK;
+}
+
+/* Whatever single bytes of a file's first `header` bytes are: the importer refuses, or the model
+   runs. The file is source `which` of n; each step skips up to `step` bytes. */
+static void test_bytes(const char *const *paths, size_t n, size_t which, size_t header, size_t step) {
+    static const char *const names[] = {"model.safetensors", "config.json"};
+    moe_import_source sources[2];
+    bytes files[2];
     moe_rng rng;
-    size_t at, made = 0, tried = 0;
+    size_t at, i, made = 0, tried = 0;
     moe_rng_seed(&rng, 7);
-    for (at = 0; at < header && at < b.n; at += 1 + (size_t)(moe_rng_next(&rng) % step)) {
-        const unsigned char before = b.p[at];
-        moe_import_source source = moe_import_memory(NULL, b.p, b.n);
-        moe_imported model;
-        b.p[at] = (unsigned char)(before ^ (1u << moe_rng_next(&rng) % 8));
-        if (moe_import_model_read(&model, &source, 1, NULL, NULL, NULL) == MOE_OK) {
-            made++;
-            if (model.vocabulary <= 128) (void)logits(&model, y);
-        } else CHECK(model.owned == NULL);
-        moe_import_free(&model);
-        b.p[at] = before;
-        tried++;
+    for (i = 0; i < n; i++) {
+        files[i] = read_file(paths[i]);
+        sources[i] = moe_import_memory(names[i], files[i].p, files[i].n);
+    }
+    if (header > files[which].n) header = files[which].n;
+    for (at = 0; at < header; at += 1 + (size_t)(moe_rng_next(&rng) % step), tried++) {
+        unsigned char *byte = files[which].p + at, before = *byte;
+        *byte = (unsigned char)(moe_rng_next(&rng) % 4 == 0 ? '0' + moe_rng_next(&rng) % 10
+                                                            : before ^ 1u << moe_rng_next(&rng) % 8);
+        made += (size_t)import_anything(sources, n);
+        *byte = before;
     }
     CHECKF(tried > 20 && made < tried, "%lu of %lu files are models", (unsigned long)made, (unsigned long)tried);
-    for (at = 0; at < b.n; at += 1 + b.n / 50) {
-        moe_import_source source = moe_import_memory(NULL, b.p, at);
-        moe_imported model;
-        CHECK(moe_import_model_read(&model, &source, 1, NULL, NULL, NULL) != MOE_OK);
-        CHECK(model.owned == NULL);
+    for (at = 0; at < files[which].n; at += 1 + files[which].n / 50) {
+        sources[which].size = at;
+        CHECK(!import_anything(sources, n));
     }
-    free(b.p);
+    for (i = 0; i < n; i++) free(files[i].p);
 }
 
 int main(void) {
+    static const char *const gguf[] = {GGUF}, *const gguf_oss[] = {GGUF_OSS};
+    static const char *const folder[] = {FOLDER "deepseek_v3-bf16/model.safetensors",
+                                         FOLDER "deepseek_v3-bf16/config.json"};
     CASE(test_sources());
     CASE(test_folder());
     CASE(test_options());
     CASE(test_memory(GGUF));
     CASE(test_memory(FOLDER "gpt_oss-mxfp4"));
+    CASE(test_memory(FOLDER "lfm2_moe-bf16"));
     CASE(test_refusals_gguf());
     CASE(test_refusals_folder());
-    CASE(test_bytes(GGUF, 2500, 8));
-    CASE(test_bytes(GGUF_OSS, 3500, 12));
+    CASE(test_bytes(gguf, 1, 0, 2500, 8));
+    CASE(test_bytes(gguf_oss, 1, 0, 3500, 12));
+    CASE(test_bytes(folder, 2, 0, 9000, 60));
+    CASE(test_bytes(folder, 2, 1, 2000, 8));
     return test_end();
 }
