@@ -124,7 +124,6 @@
 #define moe_layer_backward_experts moe_layer_backward_experts_f64
 #define moe_layer_observe moe_layer_observe_f64
 #define moe_layer_advance moe_layer_advance_f64
-#define moe_layer_upcycle moe_layer_upcycle_f64
 #define moe_net_observe moe_net_observe_f64
 #define moe_net_advance moe_net_advance_f64
 #define moe_layer_write moe_layer_write_f64
@@ -840,19 +839,6 @@ MOE_API moe_status moe_layer_backward_experts(const moe_layer *layer, const moe_
    made with trainable = 1. They do nothing for a layer without state. */
 MOE_API moe_status moe_layer_observe(moe_layer *layer, const moe_layer_pass *pass);
 MOE_API moe_status moe_layer_advance(moe_layer *layer);
-/* Sparse upcycling (Komatsuzaki et al. 2023; Nakamura et al. 2025, Drop-Upcycling): makes every
-   expert of layer a copy of dense, the layer of a feed_forward (net.modules[i].layer) or of one
-   expert, of the same kind and widths; the router stays as it is. If a token's weights sum to 1,
-   copies compute what dense does. upcycle_share r, 0 to 1: floor(r d_ff) hidden units of each
-   expert are drawn, the same of all its matrices, and their rows and columns are drawn again, from
-   a normal distribution with the mean and standard deviation of the replaced numbers of that
-   matrix; biases stay. upcycle_noise, 0 to 1e6: the standard deviation of noise that is then added
-   to all matrices of experts. seed: of what is drawn; expert e does not depend on the number of
-   experts. Both layers have their tensors set, and those of layer can be written; it is no longer
-   packed. MOE_ERR_CONFIG: error names the setting that differs; MOE_ERR_SHAPE, MOE_ERR_ARGUMENT. On
-   failure layer is unchanged. */
-MOE_API moe_status moe_layer_upcycle(moe_layer *layer, const moe_layer *dense, moe_real upcycle_share,
-                                     moe_real upcycle_noise, uint64_t seed, moe_error *error);
 /* Writes configuration and tensors to a safetensors file; moe_layer_load reads it into a new layer
    with tensors of its own. A failed save leaves the old file unchanged, a failed load *layer.
    Errors as moe_file_write; a file's also as moe_file_replace. */
@@ -9404,137 +9390,6 @@ moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion,
     if (status == MOE_OK) status = moei_evaluate(net, data, criterion, work, result, error);
     if (work != NULL) moei_free(&net->allocator, work, size);
     return status;
-}
-
-/* ---- upcycling ------------------------------------------------------------------------------- */
-
-/* Whether the next of `units` units is one of the *left that are still to be drawn. */
-static int moei_unit_drawn(moe_rng *rng, size_t units, size_t *left) {
-    int drawn = moe_rng_below(rng, units) < *left;
-    *left -= (size_t)drawn;
-    return drawn;
-}
-
-/* Draws the rows or columns of `drawn` hidden units of a matrix again. A unit's numbers are
-   of_other apart, those of two units of_unit. The chooser is a copy, so all matrices of an expert
-   have the same units. */
-static void moei_upcycle_units(moe_real *w, size_t units, size_t of_unit, size_t others, size_t of_other, size_t drawn,
-                               moe_rng chooser, moe_rng *rng) {
-    double n = (double)drawn * (double)others, sum = 0.0;
-    double squares = 0.0;
-    size_t u, i, left;
-    int pass;
-    for (pass = 0; pass < 3; pass++) {
-        moe_rng choice = chooser;
-        for (u = 0, left = drawn; u < units; u++) {
-            if (!moei_unit_drawn(&choice, units - u, &left)) continue;
-            for (i = 0; i < others; i++) {
-                moe_real *at = w + u * of_unit + i * of_other;
-                double apart = (double)*at - sum / n;
-                if (pass == 0) sum += (double)*at;
-                else if (pass == 1) squares += apart * apart;
-                else {
-                    apart = sqrt(n > 1.0 ? squares / (n - 1.0) : 0.0) * (double)moe_rng_normal(rng);
-                    *at = (moe_real)(sum / n + apart);
-                }
-            }
-        }
-    }
-}
-
-static int moei_is_hidden(int activation) {
-    return activation != MOEI_X && activation != MOE_NODE_LOW && activation != MOE_NODE_OUTPUT;
-}
-
-/* The expert of `run` from the one of dense. */
-static void moei_upcycle_expert(const moei_expert_run *run, const moe_layer *dense, size_t drawn, moe_real noise,
-                                moe_rng chooser) {
-    size_t units = (size_t)run->layer->config.d_ff, i;
-    moe_rng rng;
-    int s;
-    moe_rng_seed(&rng, moe_rng_next(&chooser));
-    for (s = 0; s < run->kind->n_steps; s++) {
-        const moei_step *step = &run->kind->steps[s];
-        size_t out = run->width[step->to], in = run->width[step->from];
-        moe_real *w, *bias;
-        const moe_real *from;
-        if (step->op != MOEI_STEP_MATMUL) continue;
-        from = moei_block(run, step->weight, out * in);
-        memcpy(&w, &from, sizeof w);
-        memcpy(w, dense->tensors[step->weight], out * in * sizeof(moe_real));
-        from = moei_block(run, step->bias, out);
-        memcpy(&bias, &from, sizeof bias);
-        if (bias != NULL) memcpy(bias, dense->tensors[step->bias], out * sizeof(moe_real));
-        if (drawn > 0 && moei_is_hidden(step->to)) moei_upcycle_units(w, units, in, in, 1, drawn, chooser, &rng);
-        if (drawn > 0 && moei_is_hidden(step->from)) moei_upcycle_units(w, units, 1, out, in, drawn, chooser, &rng);
-        for (i = 0; i < out * in && noise > MOEI_R(0.0); i++) w[i] += noise * moe_rng_normal(&rng);
-    }
-}
-
-/* Whether two layers have experts of the same kind and settings. */
-static moe_status moei_upcycle_settings(const moe_layer_config *c, const moe_layer_config *dense, moe_error *error) {
-    const moe_field *field = moei_feed_forward_fields;
-    char has[40], wanted[40];
-    if (dense->router.n_experts != 1)
-        return moei_error(error, MOE_ERR_CONFIG, "n_experts = %d: the dense layer must have one expert",
-                          dense->router.n_experts);
-    for (; field->name != NULL; field++) {
-        moe_field_text(field, c, has, sizeof has);
-        moe_field_text(field, dense, wanted, sizeof wanted);
-        if (moei_strcmp(has, wanted) != 0)
-            return moei_error(error, MOE_ERR_CONFIG, "%s = %s: the dense layer has %s", field->name, has, wanted);
-    }
-    if (c->d_latent > 0 || dense->d_latent > 0)
-        return moei_error(error, MOE_ERR_CONFIG, "d_latent = %d: experts of a dense layer's width are needed",
-                          c->d_latent > 0 ? c->d_latent : dense->d_latent);
-    return MOE_OK;
-}
-
-/* Whether both layers have all tensors of experts, and of the same shapes. */
-static moe_status moei_upcycle_tensors(const moe_layer *layer, const moe_layer *dense, moe_error *error) {
-    moe_parameter slot, other;
-    int i;
-    memset(&slot, 0, sizeof slot);
-    memset(&other, 0, sizeof other);
-    for (i = MOE_EXPERTS_GATE; i < MOE_SHARED_GATE; i++) {
-        if (moei_expert_parameter(&layer->config, layer->config.expert, i, &slot) != 1) continue;
-        if (layer->tensors[i] == NULL || dense->tensors[i] == NULL)
-            return moei_error(error, MOE_ERR_ARGUMENT, "%s is not set", moei_layer_parameter_name(i));
-        if (moei_expert_parameter(&dense->config, dense->config.expert, i, &other) != 1 ||
-            slot.shape[1] != other.shape[1] || slot.shape[2] != other.shape[2])
-            return moei_error(error, MOE_ERR_SHAPE, "%s has another shape in the dense layer",
-                              moei_layer_parameter_name(i));
-    }
-    return MOE_OK;
-}
-
-moe_status moe_layer_upcycle(moe_layer *layer, const moe_layer *dense, moe_real upcycle_share, moe_real upcycle_noise,
-                             uint64_t seed, moe_error *error) {
-    moei_expert_run run;
-    moe_rng chooser;
-    moe_status status;
-    size_t first, experts, drawn;
-    if (layer == NULL || dense == NULL)
-        return moei_error(error, MOE_ERR_ARGUMENT, "%s must not be NULL", layer == NULL ? "layer" : "dense");
-    if (!(upcycle_share >= MOEI_R(0.0) && upcycle_share <= MOEI_R(1.0)))
-        return moei_error(error, MOE_ERR_ARGUMENT, "upcycle_share = %g: must be 0 to 1", (double)upcycle_share);
-    if (!(upcycle_noise >= MOEI_R(0.0) && upcycle_noise <= MOEI_R(1e6)))
-        return moei_error(error, MOE_ERR_ARGUMENT, "upcycle_noise = %g: must be 0 to 1e6", (double)upcycle_noise);
-    status = moei_upcycle_settings(&layer->config, &dense->config, error);
-    if (status == MOE_OK) status = moei_upcycle_tensors(layer, dense, error);
-    if (status != MOE_OK) return status;
-    run = moei_expert_run_begin(layer, layer->config.expert);
-    if (upcycle_share > MOEI_R(0.0) && run.kind->n_stages == 1)
-        return moei_error(error, MOE_ERR_CONFIG, "upcycle_share = %g: expert = %s has no hidden units",
-                          (double)upcycle_share, moei_expert_names[layer->config.expert]);
-    experts = moei_own_experts(&layer->config, &first);
-    drawn = (size_t)(upcycle_share * (moe_real)layer->config.d_ff);
-    for (run.expert = 0; run.expert < experts; run.expert++) {
-        moe_rng_seed(&chooser, seed + first + run.expert);
-        moei_upcycle_expert(&run, dense, drawn, upcycle_noise, chooser);
-    }
-    layer->is_packed = 0;
-    return MOE_OK;
 }
 
 /* ---- the trainer ----------------------------------------------------------------------------- */

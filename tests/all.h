@@ -13,6 +13,7 @@
 #include "../examples/extras/moe_import.h"
 #include "../examples/extras/moe_ranks.h"
 #include "../examples/extras/moe_report.h"
+#include "../examples/extras/moe_upcycle.h"
 
 #include "../examples/extras/moe_layout.h" /* last: it describes the structs of what comes before it */
 

@@ -3481,7 +3481,8 @@ static void test_list(void) {
                                           "examples/extras/moe_import.h",
                                           "examples/extras/moe_layout.h",
                                           "examples/extras/moe_ranks.h",
-                                          "examples/extras/moe_report.h"};
+                                          "examples/extras/moe_report.h",
+                                          "examples/extras/moe_upcycle.h"};
     static char names[400][64];
     const size_t n_rows = sizeof rows / sizeof rows[0];
     size_t n = 0, i, j, header, with_numbers = 0;
