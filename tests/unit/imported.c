@@ -171,6 +171,93 @@ static void test_options(void) {
     CHECK(moe_import_model(&model, FOLDER, NULL, NULL, &error) != MOE_OK);
 }
 
+/* ---- how folders and files turn positions into angles ---- */
+
+/* config.json in which `with` takes the place of what stands from `from` up to `to`. */
+static bytes edited(bytes b, const char *from, const char *to, const char *with) {
+    const size_t begin = find(b, from, 0), end = find(b, to, begin), n = strlen(with);
+    bytes copy;
+    CHECK(begin < b.n && end < b.n, from);
+    copy.n = begin + n + (b.n - end);
+    copy.p = (unsigned char *)grab(copy.n, 1);
+    memcpy(copy.p, b.p, begin);
+    memcpy(copy.p + begin, with, n);
+    memcpy(copy.p + begin + n, b.p + end, b.n - end);
+    return copy;
+}
+
+/* The attention of a block when config.json says something else. */
+typedef struct rotary_case {
+    const char *scaling, *types;
+    moe_status status;
+    int kind, context;
+    double factor, base, magnitude;
+    int windows[2];
+} rotary_case;
+
+static void test_rotary(void) {
+    static const rotary_case cases[] = {
+        {"\"rope_scaling\": null", NULL, MOE_OK, MOE_ROTARY_PLAIN, 0, 0, 150000, 0, {8, 0}},
+        {"\"rope_scaling\": {\"type\": \"linear\", \"factor\": 4}", NULL, MOE_OK, MOE_ROTARY_LINEAR, 0, 4, 150000, 0,
+         {8, 0}},
+        {"\"rope_parameters\": {\"rope_type\": \"default\", \"rope_theta\": 7}", NULL, MOE_OK, MOE_ROTARY_PLAIN, 0, 0,
+         150000, 0, {8, 0}},
+        {"\"rope_scaling\": {\"type\": \"dynamic\", \"alpha\": 2, \"factor\": 1}", NULL, MOE_OK, MOE_ROTARY_PLAIN, 0, 0,
+         331226.8, 0, {8, 0}},
+        {"\"rope_scaling\": {\"rope_type\": \"llama3\", \"factor\": 8, \"low_freq_factor\": 1, \"high_freq_factor\": 4, "
+         "\"original_max_position_embeddings\": 64}", NULL, MOE_OK, MOE_ROTARY_LLAMA3, 0, 8, 150000, 0, {8, 0}},
+        {"\"rope_scaling\": {\"type\": \"longrope\", \"short_factor\": [1,1,1,1,1,1,1,1], \"long_factor\": "
+         "[2,2,2,2,2,2,2,2], \"original_max_position_embeddings\": 64}", NULL, MOE_OK, MOE_ROTARY_FACTORS, 32, 0, 150000,
+         1.414214, {8, 0}},
+        {"\"rope_scaling\": {\"type\": \"su\", \"short_factor\": [1,1,1,1,1,1,1,1], \"long_factor\": "
+         "[2,2,2,2,2,2,2,2], \"long_mscale\": 1.5, \"original_max_position_embeddings\": 64}", NULL, MOE_OK, MOE_ROTARY_FACTORS, 100, 0,
+         150000, 1.5, {8, 0}},
+        {"\"rope_scaling\": {\"type\": \"longrope\", \"short_factor\": [1,1], "
+         "\"original_max_position_embeddings\": 64}", NULL, MOE_ERR_CONFIG, 0, 32, 0, 0, 0, {0, 0}},
+        {"\"rope_scaling\": {\"type\": \"spiral\"}", NULL, MOE_ERR_UNSUPPORTED, 0, 0, 0, 0, 0, {0, 0}},
+        {"\"rope_scaling\": null", "\"layer_kinds\": [\"x\"],", MOE_OK, MOE_ROTARY_PLAIN, 0, 0, 150000, 0, {8, 0}},
+        {"\"rope_scaling\": null", "\"layer_types\": [\"full_attention\", \"sliding_attention\"],", MOE_OK,
+         MOE_ROTARY_PLAIN, 0, 0, 150000, 0, {0, 8}},
+        {"\"rope_scaling\": null", "\"layer_types\": [\"full_attention\", \"sideways\"],", MOE_ERR_UNSUPPORTED, 0, 0, 0,
+         0, 0, {0, 0}}};
+    const bytes file = read_file(FOLDER "gpt_oss-mxfp4/model.safetensors");
+    const bytes config = read_file(FOLDER "gpt_oss-mxfp4/config.json");
+    size_t i, k;
+    for (i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        const rotary_case *c = &cases[i];
+        bytes one = edited(config, "\"rope_scaling\"", ",\n \"quantization_config\"", c->scaling), both = one;
+        moe_import_source sources[2];
+        moe_import_options options;
+        moe_imported model;
+        moe_error error;
+        static moe_real y[LOGITS];
+        int block = 0;
+        memset(&options, 0, sizeof options);
+        options.context = c->context;
+        error.message[0] = '\0';
+        if (c->types != NULL) both = edited(one, "\"layer_types\"", "\"attention_bias\"", c->types);
+        sources[0] = moe_import_memory("model.safetensors", file.p, file.n);
+        sources[1] = moe_import_memory("config.json", both.p, both.n);
+        CHECKF(moe_import_read_model(&model, sources, 2, &options, NULL, &error) == c->status, "%s: %s", c->scaling,
+               error.message);
+        for (k = 0; c->status == MOE_OK && k < model.net.n_modules; k++) {
+            const moe_attention_config *a = &model.net.modules[k].attention;
+            if (model.net.modules[k].kind != MOE_MODULE_ATTENTION) continue;
+            CHECKF(a->rotary_scaling == c->kind && a->window == c->windows[block++ % 2], "%s: %d, %d", c->scaling,
+                   a->rotary_scaling, a->window);
+            CHECK_NEAR(a->rotary_base, c->base, 1.0);
+            if (c->factor > 0.0) CHECK_NEAR(a->rotary_factor, c->factor, 1e-6);
+            if (c->magnitude > 0.0) CHECK_NEAR(a->rotary_magnitude, c->magnitude, 1e-3);
+        }
+        CHECK(c->status != MOE_OK || (block == 2 && logits(&model, y)));
+        moe_import_free(&model);
+        if (both.p != one.p) free(both.p);
+        free(one.p);
+    }
+    free(file.p);
+    free(config.p);
+}
+
 /* ---- memory ---- */
 
 /* Every call for memory fails once: the importer says so, and nothing stays behind. */
@@ -238,6 +325,20 @@ static void test_refusals_gguf(void) {
          "epsilon is missing"},
         {"llama.attention.head_count_kv", "llama.attention.head_count_kx", MOE_ERR_SHAPE, "attn_k.weight': the shape"}};
     const bytes b = read_file(GGUF);
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof rows[0]; i++) refuse(b, NULL, NULL, &rows[i]);
+    free(b.p);
+}
+
+static void test_refusals_oss(void) {
+    static const refusal rows[] = {
+        {"yarn", "spin", MOE_ERR_UNSUPPORTED, "rope.scaling.type = spin"},
+        {"yarn", "none", MOE_OK, ""},
+        {"gpt-oss.rope.scaling.type", "gpt-oss.rope.scaling.typo", MOE_OK, ""},
+        {"blk.1.attn_sinks.weight", "blk.1.attn_sunks.weight", MOE_ERR_NOT_FOUND, "attn_sinks.weight': missing"},
+        {"blk.1.attn_q.bias", "blk.1.attn_p.bias", MOE_ERR_NOT_FOUND, "attn_q.bias': missing"},
+        {"blk.1.ffn_up_exps.bias", "blk.1.ffn_up_expz.bias", MOE_ERR_UNSUPPORTED, "ffn_up_expz"}};
+    const bytes b = read_file(GGUF_OSS);
     size_t i;
     for (i = 0; i < sizeof rows / sizeof rows[0]; i++) refuse(b, NULL, NULL, &rows[i]);
     free(b.p);
@@ -315,10 +416,12 @@ int main(void) {
     CASE(test_sources());
     CASE(test_folder());
     CASE(test_options());
+    CASE(test_rotary());
     CASE(test_memory(GGUF));
     CASE(test_memory(FOLDER "gpt_oss-mxfp4"));
     CASE(test_memory(FOLDER "lfm2_moe-bf16"));
     CASE(test_refusals_gguf());
+    CASE(test_refusals_oss());
     CASE(test_refusals_folder());
     CASE(test_bytes(gguf, 1, 0, 2500, 8));
     CASE(test_bytes(gguf_oss, 1, 0, 3500, 12));
