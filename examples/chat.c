@@ -7,8 +7,13 @@
 #endif
 #define MOE_IMPLEMENTATION
 #include "moe.h"
-#include "examples/extras/moe_import.h"
+#include "extras/moe_import.h"
+#include <errno.h>
+#include <math.h>
 #include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 #include <time.h>
 #ifndef _WIN32
 #include <pthread.h>

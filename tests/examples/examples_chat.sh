@@ -109,11 +109,12 @@ help() { run chat -h >said && grep -q 'Ctrl-C ends a reply' said && grep -q -- '
 refused() { # what it says, with _ for spaces; arguments, files of which lie among those prepared
     wanted=$(echo "$1" | tr _ ' ')
     shift
-    (cd "$prepared" && ./chat "$@" >"$prepared/out" 2>&1 </dev/null)
+    here=$PWD
+    (cd "$prepared" && ./chat "$@" >"$here/out" 2>&1 </dev/null)
     status=$?
-    [ "$status" -ne 0 ] && [ "$status" -lt 3 ] && grep -q -- "$wanted" "$prepared/out" && return 0
+    [ "$status" -ne 0 ] && [ "$status" -lt 3 ] && grep -q -- "$wanted" out && return 0
     echo "status $status"
-    cat "$prepared/out"
+    cat out
     return 1
 }
 
