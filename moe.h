@@ -6828,17 +6828,17 @@ static void moei_net_bind(moe_net *net, moe_real *values, moe_real *gradients) {
     int place;
     for (i = 0; i < net->n_modules; i++) {
         moe_module *m = &net->modules[i];
+        const size_t owner = moei_l1_owner(net, i);
         if (moei_is_layer(m)) moei_layer_bind(&m->layer, values + at, gradients != NULL ? gradients + at : NULL);
         for (t = m->first_tensor; t < moei_last_tensor(net, i); t++) {
+            at += owner != i && m->layer.tensors[MOE_ROUTER_L1] == values + at; /* its own is not used */
             net->tensors[t].data = values + at;
             net->tensors[t].gradient = gradients != NULL ? gradients + at : NULL;
             at += net->tensors[t].count;
         }
-        if (moei_l1_owner(net, i) != i) {
-            const moe_layer *owner = &net->modules[moei_l1_owner(net, i)].layer;
-            m->layer.tensors[MOE_ROUTER_L1] = owner->tensors[MOE_ROUTER_L1];
-            m->layer.gradients[MOE_ROUTER_L1] = owner->gradients[MOE_ROUTER_L1];
-            at++; /* its own is not used */
+        if (owner != i) {
+            m->layer.tensors[MOE_ROUTER_L1] = net->modules[owner].layer.tensors[MOE_ROUTER_L1];
+            m->layer.gradients[MOE_ROUTER_L1] = net->modules[owner].layer.gradients[MOE_ROUTER_L1];
         }
         for (t = m->first_tensor, place = 0; place < MOE_MODULE_SLOTS && !moei_is_layer(m); place++) {
             const moe_tensor *tensor = moei_module_tensor_of(m, place).name != NULL ? &net->tensors[t++] : NULL;

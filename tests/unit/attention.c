@@ -352,7 +352,7 @@ static double *ref_expert(const moe_net *net, size_t i, const moe_layer_config *
         const double limit = c->swiglu_limit > 0 ? (double)c->swiglu_limit : HUGE_VAL;
         const double alpha = c->swiglu_alpha > 0 ? (double)c->swiglu_alpha : 1.0;
         const double g = fmin(gate[k], limit), u = fmax(-limit, fmin(up[k], limit));
-        if (c->expert == MOE_EXPERT_GLU) gate[k] = ref_act(c->act, g) * u;
+        if (c->expert == MOE_EXPERT_GLU) gate[k] = ref_act(c->act == 0 ? MOE_ACT_SILU : c->act, g) * u;
         else gate[k] = g / (1.0 + exp(-alpha * g)) * (u + (double)c->swiglu_offset);
     }
     return ref_affine(rows, o, f, gate, weights(net, i, "experts.down"),

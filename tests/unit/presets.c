@@ -212,6 +212,17 @@ static void test_shared_l1(void) {
         l1[1] = values(&net, alone ? "3.router.l1" : "net.l1");
         CHECK(alone == (moe_net_find(&net, "net.l1", &found) != MOE_OK), "one tensor or one for each layer");
         CHECK(alone == (moe_net_find(&net, "3.router.l1", &found) == MOE_OK), "not both");
+        for (m = 1; m < 4; m += 2) {
+            moe_tensor of_layer;
+            size_t t;
+            for (t = 0; moe_layer_tensor(&net.modules[m].layer, t, &of_layer) == MOE_OK; t++) {
+                char name[MOE_NAME_SIZE + 8];
+                sprintf(name, "%d.%s", m, of_layer.name);
+                if (moe_net_find(&net, name, &found) == MOE_OK)
+                    CHECK(found.data == of_layer.data && found.gradient == of_layer.gradient, name);
+                else CHECK(strcmp(of_layer.name, "router.l1") == 0, name);
+            }
+        }
         for (i = 0; i < 3; i++) {
             for (m = 0; m < 2; m++) {
                 load[m][3] = (moe_real)steps[i].pairs[m];
