@@ -2161,8 +2161,13 @@ static void test_experts_alone(void) {
         IS(MOE_OK, moe_net_mixture(&net, &c));
         if (!CHECK(moe_net_build(&net, 1, 1, &error) == MOE_OK, beside[i])) printf("    %s\n", error.message);
         if (i == 0) {
+            static moe_transport transport;
             IS(MOE_OK, moe_trainer_init(&trainer, &net, &config, &error));
             moe_trainer_free(&trainer);
+            net.transport = &transport;
+            REFUSED(MOE_ERR_UNSUPPORTED, "reads all experts, and net.transport distributes them over ranks",
+                    moe_trainer_init(&trainer, &net, &config, &error));
+            net.transport = NULL;
         } else {
             test_about = beside[i];
             REFUSED(MOE_ERR_CONFIG, "needs select = dense and weight = raw, and nothing beside it",
@@ -2282,6 +2287,85 @@ static void test_consistency(void) {
     CHECK_NEAR(moe_consistency_loss(2, 2, a, a, NULL, NULL), 0, 1e-6);
 }
 
+/* Two losses by their formulas, from the logits and choices of a call. */
+static void test_losses(void) {
+    moe_layer layer = make_layer("top_k=1 loss_stable_balance=0.5 loss_distill=2 distill=ce_hard", 1);
+    moe_call call = call_of(TOKENS, 1);
+    moe_real teacher[TOKENS * EXPERTS];
+    moe_layer_pass pass;
+    const moe_routing *r = &pass.routing;
+    double balance = 0, distance = 0;
+    size_t size, t, e;
+    void *work;
+    for (t = 0; t < TOKENS * EXPERTS; t++) teacher[t] = real((double)(t * 7 % 11));
+    call.teacher = teacher;
+    IS(MOE_OK, moe_layer_work_size(&layer, TOKENS, 1, &size));
+    work = grab(1, size);
+    IS(MOE_OK, moe_layer_forward(&layer, &call, y, work, size, &pass));
+    for (t = 0; t < TOKENS; t++) {
+        const moe_real *z = r->logits + t * EXPERTS;
+        const double mean = (double)TOKENS / EXPERTS;
+        const int32_t chosen = r->choices[t * r->max_choices];
+        double sum = 0;
+        size_t best = 0;
+        for (e = 0; e < EXPERTS; e++) {
+            sum += exp((double)z[e]);
+            if (teacher[t * EXPERTS + e] > teacher[t * EXPERTS + best]) best = e;
+        }
+        balance += ((double)r->counts[chosen] - mean) / mean / (1 + exp(-(double)z[chosen]));
+        distance += log(sum) - (double)z[best];
+    }
+    CHECK_NEAR(r->loss[MOE_LOSS_STABLE_BALANCE], 0.5 * balance, 1e-5);
+    CHECK_NEAR(r->loss[MOE_LOSS_DISTILL], 2 * distance / TOKENS, 1e-5);
+    free(work);
+    moe_layer_free(&layer);
+}
+
+/* A hash router names the token whose id its table does not have. */
+static void test_token_beyond(void) {
+    moe_layer layer = make_layer("select=hash table_size=4 top_k=2", 0);
+    static const int32_t ids[TOKENS] = {0, 1, 2, 3, 4, 0};
+    moe_call call = call_of(TOKENS, 0);
+    moe_layer_pass pass;
+    size_t size;
+    void *work;
+    call.token_ids = ids;
+    call.error = &error;
+    IS(MOE_OK, moe_layer_work_size(&layer, TOKENS, 0, &size));
+    work = grab(1, size);
+    REFUSED(MOE_ERR_ARGUMENT, "call.token_ids[4] = 4: must be 0 to 3",
+            moe_layer_forward(&layer, &call, y, work, size, &pass));
+    free(work);
+    moe_layer_free(&layer);
+}
+
+/* Picks of sparsemixer by noise that the caller gives: of equal logits the largest noise wins. */
+static void test_given_noise(void) {
+    moe_layer layer = make_layer("weight=sparsemixer sparsemixer_sample=1 top_k=2", 1);
+    moe_call call = call_of(TOKENS, 1);
+    moe_real gumbel[TOKENS * 2 * EXPERTS] = {0}, uniform[TOKENS * 2] = {0};
+    moe_layer_pass pass;
+    moe_tensor weight;
+    size_t size, t, j;
+    void *work;
+    IS(MOE_OK, moe_layer_find(&layer, "router.weight", &weight));
+    memset(weight.data, 0, weight.count * sizeof(moe_real));
+    for (t = 0; t < TOKENS; t++)
+        for (j = 0; j < 2; j++) gumbel[(t * 2 + j) * EXPERTS + (3 * t + j) % EXPERTS] = 1;
+    call.gumbel = gumbel;
+    call.uniform = uniform;
+    IS(MOE_OK, moe_layer_work_size(&layer, TOKENS, 1, &size));
+    work = grab(1, size);
+    IS(MOE_OK, moe_layer_forward(&layer, &call, y, work, size, &pass));
+    for (t = 0; t < TOKENS; t++) {
+        const int32_t *choices = pass.routing.choices + t * pass.routing.max_choices;
+        const int32_t a = (int32_t)(3 * t % EXPERTS), b = (int32_t)((3 * t + 1) % EXPERTS);
+        CHECK((choices[0] == a && choices[1] == b) || (choices[0] == b && choices[1] == a));
+    }
+    free(work);
+    moe_layer_free(&layer);
+}
+
 /* A name that is longer than any field's is not read as a field. */
 static void test_long_names(void) {
     char settings[200];
@@ -2311,6 +2395,9 @@ int main(void) {
     CASE(test_not_ready());
     CASE(test_frozen_factor());
     CASE(test_long_names());
+    CASE(test_losses());
+    CASE(test_given_noise());
+    CASE(test_token_beyond());
     CASE(test_consistency());
     CASE(test_layers());
     CASE(test_clashes());
