@@ -175,7 +175,8 @@ static void test_options(void) {
 
 /* config.json in which `with` takes the place of what stands from `from` up to `to`. */
 static bytes edited(bytes b, const char *from, const char *to, const char *with) {
-    const size_t begin = find(b, from, 0), end = find(b, to, begin), n = strlen(with);
+    const size_t begin = find(b, from, 0), end = find(b, to, begin);
+    const size_t n = strlen(with);
     bytes copy;
     CHECK(begin < b.n && end < b.n, from);
     copy.n = begin + n + (b.n - end);
@@ -204,14 +205,15 @@ static void test_rotary(void) {
          150000, 0, {8, 0}},
         {"\"rope_scaling\": {\"type\": \"dynamic\", \"alpha\": 2, \"factor\": 1}", NULL, MOE_OK, MOE_ROTARY_PLAIN, 0, 0,
          331226.8, 0, {8, 0}},
-        {"\"rope_scaling\": {\"rope_type\": \"llama3\", \"factor\": 8, \"low_freq_factor\": 1, \"high_freq_factor\": 4, "
+        {"\"rope_scaling\": {\"rope_type\": \"llama3\", \"factor\": 8, \"low_freq_factor\": 1, "
+         "\"high_freq_factor\": 4, "
          "\"original_max_position_embeddings\": 64}", NULL, MOE_OK, MOE_ROTARY_LLAMA3, 0, 8, 150000, 0, {8, 0}},
         {"\"rope_scaling\": {\"type\": \"longrope\", \"short_factor\": [1,1,1,1,1,1,1,1], \"long_factor\": "
-         "[2,2,2,2,2,2,2,2], \"original_max_position_embeddings\": 64}", NULL, MOE_OK, MOE_ROTARY_FACTORS, 32, 0, 150000,
-         1.414214, {8, 0}},
+         "[2,2,2,2,2,2,2,2], \"original_max_position_embeddings\": 64}", NULL, MOE_OK, MOE_ROTARY_FACTORS, 32, 0,
+         150000, 1.414214, {8, 0}},
         {"\"rope_scaling\": {\"type\": \"su\", \"short_factor\": [1,1,1,1,1,1,1,1], \"long_factor\": "
-         "[2,2,2,2,2,2,2,2], \"long_mscale\": 1.5, \"original_max_position_embeddings\": 64}", NULL, MOE_OK, MOE_ROTARY_FACTORS, 100, 0,
-         150000, 1.5, {8, 0}},
+         "[2,2,2,2,2,2,2,2], \"long_mscale\": 1.5, \"original_max_position_embeddings\": 64}", NULL, MOE_OK,
+         MOE_ROTARY_FACTORS, 100, 0, 150000, 1.5, {8, 0}},
         {"\"rope_scaling\": {\"type\": \"longrope\", \"short_factor\": [1,1], "
          "\"original_max_position_embeddings\": 64}", NULL, MOE_ERR_CONFIG, 0, 32, 0, 0, 0, {0, 0}},
         {"\"rope_scaling\": {\"type\": \"spiral\"}", NULL, MOE_ERR_UNSUPPORTED, 0, 0, 0, 0, 0, {0, 0}},
