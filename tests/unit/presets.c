@@ -189,6 +189,49 @@ static moe_real *values(moe_net *net, const char *name) {
     return CHECK(moe_net_find(net, name, &tensor) == MOE_OK, name) ? tensor.data : NULL;
 }
 
+/* CompeteSMoE: in training, from a step on, a share of the calls takes the experts with the largest
+   response, with weights by it; all others take those of the router. */
+static void test_competition(void) {
+    enum { N = 6, D = 4, CALLS = 600 };
+    moe_layer layer;
+    moe_layer_pass pass;
+    moe_tensor step;
+    moe_rng start = {3}, rng = {3};
+    moe_real *x = reals(N * D);
+    int by_norm, call, i;
+    for (i = 0; i < N * D; i++) x[i] = moe_rng_normal(&start);
+    for (by_norm = 0; by_norm < 2; by_norm++) {
+        int competed = 0;
+        if (!layer_of(&layer, "competesmoe", D, by_norm ? "n_experts=5 compete_rate=0.3 compete_from=2 compete=norm"
+                                                        : "n_experts=5 compete_rate=0.3 compete_from=2"))
+            return;
+        CHECK(moe_layer_find(&layer, "router.step", &step) == MOE_OK, "compete_from follows the step");
+        for (call = 0; call < CALLS + 2; call++) {
+            int training = call > 0;
+            void *work;
+            step.data[0] = call < 2 ? 1 : 2;
+            work = run_layer(&layer, N, x, &rng, training, &pass);
+            if (pass.call.activation_width > 0) competed++;
+            if (call < 2) CHECK(competed == 0, "not outside training, not before its step");
+            if (pass.call.activation_width > 0) {
+                const moe_real *c = pass.routing.logits, *w = pass.routing.choice_weights;
+                const int32_t *chosen = pass.routing.choices;
+                double one = (double)c[chosen[0]], two = (double)c[chosen[1]];
+                double first = by_norm ? 1 / (1 + exp(two - one)) : one / (one + two);
+                for (i = 0; i < 5; i++) CHECK(i == chosen[0] || c[i] <= c[chosen[1]], "the largest are taken");
+                CHECK_NEAR((double)w[0], first, bound);
+                CHECK(pass.routing.loss[MOE_LOSS_DISTILL] > 0, "the router learns");
+            } else {
+                CHECK(!(pass.routing.loss[MOE_LOSS_DISTILL] > 0), "there is nothing to learn from");
+            }
+            free(work);
+        }
+        CHECK(competed > 0.2 * CALLS && competed < 0.4 * CALLS, "at the rate");
+        moe_layer_free(&layer);
+    }
+    free(x);
+}
+
 /* ReMoE: two layers, 16 tokens, K 2 of E 8. */
 static void test_shared_l1(void) {
     static const struct {
@@ -384,5 +427,6 @@ int main(void) {
     CASE(test_trainer_steps());
     CASE(test_raw_input());
     CASE(test_parity());
+    CASE(test_competition());
     return test_end();
 }
