@@ -8,8 +8,8 @@
 #endif
 #define MOE_IMPLEMENTATION
 #include "moe.h"
-#include "extras/moe_classic.h"
-#include "report.h"
+#include "../extras/moe_classic.h"
+#include "../report.h"
 #include "claims.h"
 #include "judge.h"
 #include "worlds.h"
@@ -76,6 +76,18 @@ static int complain(const char *what, const char *why) {
 
 static void on_signal(int number) { bench_stopped = number; }
 
+static const world *find_world(const char *name) {
+    for (int i = 0; i < N_WORLDS; i++)
+        if (strcmp(worlds[i].name, name) == 0) return &worlds[i];
+    return NULL;
+}
+
+static const arm *find_arm(const char *name) {
+    for (int i = 0; i < N_ARMS; i++)
+        if (strcmp(arms[i].name, name) == 0) return &arms[i];
+    return NULL;
+}
+
 /* ---- rows ---- */
 
 /* One finished run. */
@@ -85,10 +97,17 @@ typedef struct row {
     int seed, steps;
     double rate, balance, seconds;
     found f;
+    size_t next; /* 1 + the index of the row before of the same world and router */
 } row;
 
 static row *rows;
-static size_t n_rows;
+static size_t n_rows, room_for_rows;
+static size_t last_row[N_WORLDS][N_ARMS]; /* 1 + the index of the last row */
+
+static void forget_rows(void) {
+    n_rows = 0;
+    memset(last_row, 0, sizeof last_row);
+}
 
 #define COLUMNS \
     "claims,world,checksum,arm,router,stage,seed,rate,balance,steps,outcomes,lists,version,commit,build," \
@@ -167,11 +186,12 @@ static int read_row(const char *line, row *r) {
     char claimed[FIELD], field[FIELD], version[16], compiler[24], kernels[16], threads[8];
     char *end;
     if (!next_field(&line, ',', claimed, sizeof claimed) || !next_field(&line, ',', r->world, sizeof r->world) ||
-        !next_field(&line, ',', field, sizeof field))
+        find_world(r->world) == NULL || !next_field(&line, ',', field, sizeof field))
         return 0;
     r->checksum = strtoull(field, &end, 16);
-    if (!next_field(&line, ',', r->arm, sizeof r->arm) || !next_field(&line, ',', r->router, sizeof r->router) ||
-        !next_field(&line, ',', r->stage, sizeof r->stage) || !next_field(&line, ',', field, sizeof field))
+    if (!next_field(&line, ',', r->arm, sizeof r->arm) || find_arm(r->arm) == NULL ||
+        !next_field(&line, ',', r->router, sizeof r->router) || !next_field(&line, ',', r->stage, sizeof r->stage) ||
+        !next_field(&line, ',', field, sizeof field))
         return 0;
     r->seed = atoi(field);
     if (!next_field(&line, ',', field, sizeof field)) return 0;
@@ -192,10 +212,16 @@ static int read_row(const char *line, row *r) {
 }
 
 static int keep_row(const row *r) {
-    row *more = (row *)realloc(rows, (n_rows + 1) * sizeof *rows);
-    if (more == NULL) return complain("rows", "out of memory");
-    rows = more;
-    rows[n_rows++] = *r;
+    size_t *last = &last_row[find_world(r->world) - worlds][find_arm(r->arm) - arms];
+    if (n_rows == room_for_rows) {
+        row *more = (row *)realloc(rows, (2 * n_rows + 64) * sizeof *rows);
+        if (more == NULL) return complain("rows", "out of memory");
+        rows = more;
+        room_for_rows = 2 * n_rows + 64;
+    }
+    rows[n_rows] = *r;
+    rows[n_rows].next = *last;
+    *last = ++n_rows;
     return 0;
 }
 
@@ -244,18 +270,6 @@ static int append_row(const char *part, const row *r) {
 
 /* ---- what is to be run ---- */
 
-static const world *find_world(const char *name) {
-    for (int i = 0; i < N_WORLDS; i++)
-        if (strcmp(worlds[i].name, name) == 0) return &worlds[i];
-    return NULL;
-}
-
-static const arm *find_arm(const char *name) {
-    for (int i = 0; i < N_ARMS; i++)
-        if (strcmp(arms[i].name, name) == 0) return &arms[i];
-    return NULL;
-}
-
 static int listed(const char *names, const char *name) {
     size_t length = strlen(name);
     for (const char *at = names; (at = strstr(at, name)) != NULL; at += length)
@@ -291,10 +305,9 @@ static const row *find_row(const job *j) {
     char router[2 * TEXT_ROOM + 80];
     uint64_t checksum = job_checksum(j);
     arm_router(j, router);
-    for (size_t i = 0; i < n_rows; i++) {
-        const row *r = &rows[i];
-        if (r->seed == j->seed && strcmp(r->world, j->w->name) == 0 && strcmp(r->arm, j->a->name) == 0 &&
-            (r->stage[0] == 't') == j->tuning && fabs(r->rate - j->rate) < 1e-9 &&
+    for (size_t i = last_row[j->w - worlds][j->a - arms]; i > 0; i = rows[i - 1].next) {
+        const row *r = &rows[i - 1];
+        if (r->seed == j->seed && (r->stage[0] == 't') == j->tuning && fabs(r->rate - j->rate) < 1e-9 &&
             fabs(r->balance - j->balance) < 1e-9 && r->steps == job_steps(j) && strcmp(r->router, router) == 0 &&
             (checksum == 0 || r->checksum == checksum))
             return r;
@@ -430,7 +443,7 @@ static int work_off(int in, int out) {
 /* New rows must not mix with those of another build. */
 static int check_builds(void) {
     for (int i = 0; i < n_jobs; i++)
-        for (size_t k = 0; k < n_rows; k++) {
+        for (size_t k = 0; k < n_rows && (i == 0 || jobs[i].w->part != jobs[i - 1].w->part); k++) {
             const char *part = jobs[i].w->part;
             if (strcmp(find_world(rows[k].world)->part, part) == 0 && strcmp(rows[k].build, this_build(part)) != 0)
                 return complain(path_of(part), "has rows of another build; keep new ones elsewhere with --rows");
@@ -475,7 +488,7 @@ static int run_jobs(void) {
 
 static int read_rows(int running) {
     static const char *const parts[] = {"worlds", "text", "short", "words", "digits"};
-    n_rows = 0;
+    forget_rows();
     for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
         int needed = !running;
         for (int c = 0; c < N_CLAIMS; c++)
@@ -735,8 +748,8 @@ static moe_status write_buffer(void *ctx, moe_stream *stream) {
 }
 
 /* Every claim that was run as a line: the difference in margins, the prediction to the right. */
-static moe_status write_figure(void *ctx, moe_stream *stream) {
-    const judgement *g = (const judgement *)ctx;
+static moe_status write_figure(const judgement *g, moe_stream *stream) {
+    moe_status status;
     static const char *const colors[] = {"#15803d", "#c2410c", "#a16207", "#0b62c4", "#777", "#777"};
     enum { STEP = 15, ZERO = 560, UNIT = 90, WIDE = 860 };
     int y = 50, shown = 0;
@@ -766,29 +779,40 @@ static moe_status write_figure(void *ctx, moe_stream *stream) {
         y += STEP;
     }
     print("</svg>\n");
-    return stream->write(stream->ctx, printed.data, printed.size);
+    status = stream->write(stream->ctx, printed.data, printed.size);
+    moe_buffer_free(&printed);
+    return status;
 }
 
-/* --write and --verify. */
-static int do_page(const judgement *g) {
+static int same_bytes(const moe_buffer *a, const moe_buffer *b) {
+    return a->size == b->size && memcmp(a->data, b->data, a->size) == 0;
+}
+
+/* --write and --verify: the page and the figure. */
+static int do_page(judgement *g) {
     char path[1024], figure[1024];
     moe_buffer page = {0}, made = {0};
+    moe_buffer kept = {0}, drawn = {0};
+    moe_stream drawing = moe_buffer_stream(&drawn);
     moe_error error;
     int failed;
     snprintf(path, sizeof path, "%s", example_file("bench/README.md"));
     snprintf(figure, sizeof figure, "%s", example_file("bench/claims.svg"));
-    if (moe_file_read(path, &page, &error) != MOE_OK) return complain(path, error.message);
-    (void)moe_buffer_stream(&page).write(&page, "", 0);
-    if ((failed = make_page(&page, g, &made)) == 0) {
-        failed = page.size != made.size || memcmp(page.data, made.data, page.size) != 0;
-        if (options.verify) printf("README.md %s\n", failed ? "DIFFERS from the rows" : "has what the rows say");
-        else if (moe_file_replace(path, write_buffer, &made, &error) != MOE_OK ||
-                 moe_file_replace(figure, write_figure, (void *)g, &error) != MOE_OK)
-            failed = complain(path, error.message);
-        else failed = 0;
-    }
+    if (moe_file_read(path, &page, &error) != MOE_OK || moe_buffer_stream(&page).write(&page, "", 1) != MOE_OK)
+        return complain(path, error.message); /* now it ends with 0, for strstr */
+    page.size--;
+    failed = make_page(&page, g, &made) || write_figure(g, &drawing) != MOE_OK;
+    if (!failed && options.verify) {
+        failed =
+            moe_file_read(figure, &kept, &error) != MOE_OK || !same_bytes(&page, &made) || !same_bytes(&kept, &drawn);
+        printf("README.md and claims.svg %s\n", failed ? "DIFFER from the rows" : "are what the rows say");
+    } else if (!failed && (moe_file_replace(path, write_buffer, &made, &error) != MOE_OK ||
+                           moe_file_replace(figure, write_buffer, &drawn, &error) != MOE_OK))
+        failed = complain(path, error.message);
     moe_buffer_free(&page);
     moe_buffer_free(&made);
+    moe_buffer_free(&kept);
+    moe_buffer_free(&drawn);
     return failed;
 }
 

@@ -105,6 +105,37 @@ static void check_run(const char *world_name, const char *arm_name, const char *
     check(!read_row(line, &three), "a row that is cut off is no row");
 }
 
+/* A file of rows: appended to, cut off, of two builds. */
+static void check_file(void) {
+    static row r;
+    job j = make_job(find_world("means"), find_arm("autonomy"), 0, 1, 0.01, 0.01);
+    moe_error error;
+    FILE *f;
+    options.rows = ".";
+    remove(path_of("check"));
+    check(run_job(&j, &r, &error) == MOE_OK && append_row("check", &r) == 0 && append_row("check", &r) == 0, "a file");
+    if ((f = fopen(path_of("check"), "ab")) == NULL || fputs("aoe.means,means,0000", f) < 0 || fclose(f) != 0) return;
+    forget_rows();
+    check(read_part("check", 1) == 0 && n_rows == 2 && find_row(&j) != NULL, "a line that is cut off is left out");
+    check(append_row("check", &r) == 0, "and the next begins in its place");
+    forget_rows();
+    check(read_part("check", 0) == 0 && n_rows == 3, "no row is lost");
+    jobs[0] = j;
+    n_jobs = 1;
+    check(check_builds() == 0, "rows of this build are continued");
+    fputs("the next two complaints are expected:\n", stderr);
+    strcpy(rows[0].build, "another");
+    check(check_builds() != 0, "those of another are not");
+    strcpy(r.build, "1,gcc 1,c,1");
+    check(append_row("check", &r) == 0, "a row of another build is there");
+    forget_rows();
+    check(read_part("check", 0) != 0, "a file of two builds is refused");
+    remove(path_of("check"));
+    options.rows = NULL;
+    forget_rows();
+    n_jobs = 0;
+}
+
 /* Every arm of every claim can be trained. */
 static void check_arms(void) {
     for (int c = 0; c < N_CLAIMS; c++)
@@ -159,6 +190,7 @@ static int check_all(void) {
     bench_short = 1;
     check_run("means", "autonomy", "a world gives the same numbers twice");
     check_run("topics", "similarity_swapped", "a router that is swapped in, too");
+    check_file();
     bench_short = 0;
     if (texts_read(0, headers[0], headers[1]) || digits_read()) return 1;
     check_resume();

@@ -3,7 +3,7 @@
 #ifndef BENCH_JUDGE_H
 #define BENCH_JUDGE_H
 
-#include "statistics.h"
+#include "../statistics.h"
 #include <math.h>
 #include <stdint.h>
 

@@ -5,7 +5,7 @@
 #ifndef BENCH_TEXTS_H
 #define BENCH_TEXTS_H
 
-#include "language.h"
+#include "../language.h"
 
 enum {
     TEXT_LAYERS = 4,

@@ -12,7 +12,7 @@ root=$PWD
 . tests/setup.sh
 . tests/checks.sh
 
-programs='quickstart microdigits export csv quantize digits text compare studies routers'
+programs='quickstart microdigits export csv quantize text routers'
 
 prepare() {
     setup_stb_flag "$CC"
@@ -45,20 +45,13 @@ csv         csv  replaced IN --epochs 1 --save other --firmware OUT
 csv         csv  replaced IN --epochs 1 --report OUT
 csv         net  -        --load IN --predict IN
 quantize    -    -        --epochs 1
-digits      csv  added    --methods expectation --seeds 1 --epochs 1 --data IN --csv OUT
 text        text replaced --steps 1 --width 8 --layers 1 --experts 2 --context 16 --batch 2 --generate 5 -o OUT IN
-compare     text added    --routers smoe --seeds 1 --steps 1 --width 8 --layers 1 --context 16
-    --batch 1 --experts 2 --held 64 --data IN --csv OUT
-studies     text -        locmoe --data IN
 quickstart  -    replaced --epochs 1 -o other --report OUT
 microdigits -    replaced --epochs 1 -o other --save other --report OUT
 export      -    replaced NET --calibration examples/data/digits.csv --divide 16 --rows 300 -o other --report OUT
 quantize    -    replaced --epochs 1 --report OUT
-digits      -    replaced --methods expectation --seeds 1 --epochs 1 --report OUT
 text        text replaced --steps 1 --width 8 --layers 1 --experts 2 --context 16 --batch 2 --generate 5
     -o other --report OUT IN
-compare     text replaced --routers smoe --seeds 1 --steps 1 --width 8 --layers 1 --context 16
-    --batch 1 --experts 2 --held 64 --data IN --report OUT
 routers     -    replaced smoe --report OUT
 TEXT
 }
@@ -85,8 +78,8 @@ plan() {
             call = $0
             for (i = 1; i <= n; i++)
                 if ($2 ~ "^(" wanted[i] ")$" || $3 ~ "^(" wanted[i] ")$") print condition[i], call
-            # a study takes too long, a net of no table stops before
-            if ($1 != "studies" && $4 != "--load") print "output full_screen", call
+            # a net of no table stops before
+            if ($4 != "--load") print "output full_screen", call
         }' "$prepared/conditions" -
 }
 

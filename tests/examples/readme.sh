@@ -26,7 +26,7 @@ root=$PWD
 . tests/setup.sh
 . tests/checks.sh
 
-pages='README.md examples/README.md examples/mcu/README.md examples/mpi/README.md'
+pages='README.md examples/README.md examples/bench/README.md examples/mcu/README.md examples/mpi/README.md'
 
 # Cuts the blocks out, each into files of its own whose names are numbers in the order of the pages:
 # text, language, what readme.txt says of it, where it is.

@@ -24,7 +24,7 @@ cd -- "$(dirname -- "$0")/../.." || exit 1
 . tests/setup.sh
 . tests/jobs.sh
 
-readers='QUICKSTART QUANTIZE MICRODIGITS DIGITS EXPORT CSV COMPARE TEXT LANGUAGE ROUTERS STUDIES'
+readers='QUICKSTART QUANTIZE MICRODIGITS EXPORT CSV BENCH TEXT LANGUAGE ROUTERS'
 targets=${FUZZ_TARGETS:-files texts configs}
 case ${1:-} in corpus) [ -n "${FUZZ_TARGETS:-}" ] || targets='files texts' ;; esac # fuzz_config is a program of its own
 passed=0

@@ -20,8 +20,8 @@
 
 /* An example's readers at work on options[1..count-1] and the file; 0: taken, 1: refused. */
 #define READERS(X) \
-    X(quickstart) X(quantize) X(microdigits) X(digits) X(export) X(csv) \
-    X(compare) X(text) X(language) X(routers) X(studies)
+    X(quickstart) X(quantize) X(microdigits) X(export) X(csv) \
+    X(bench) X(text) X(language) X(routers)
 #define READER(name) int take_##name(int count, char **argv, const char *contents, size_t size);
 READERS(READER)
 
@@ -30,9 +30,8 @@ FILE *fuzz_fopen(const char *path, const char *mode);
 void fuzz_exit(int status);
 int fuzz_remove(const char *path);
 
-#if defined(READ_QUICKSTART) || defined(READ_QUANTIZE) || defined(READ_MICRODIGITS) || defined(READ_DIGITS) || \
-    defined(READ_EXPORT) || defined(READ_CSV) || defined(READ_COMPARE) || defined(READ_TEXT) || \
-    defined(READ_LANGUAGE) || defined(READ_ROUTERS) || defined(READ_STUDIES)
+#if defined(READ_QUICKSTART) || defined(READ_QUANTIZE) || defined(READ_MICRODIGITS) || defined(READ_EXPORT) || \
+    defined(READ_CSV) || defined(READ_BENCH) || defined(READ_TEXT) || defined(READ_LANGUAGE) || defined(READ_ROUTERS)
 
 /* ---- an example ---- */
 
@@ -119,29 +118,6 @@ int take_microdigits(int count, char **argv, const char *contents, size_t size) 
 }
 #endif
 
-#ifdef READ_DIGITS
-#define main digits_main
-#include "examples/digits.c"
-
-/* The digits, or with --csv the table of results. */
-int take_digits(int count, char **argv, const char *contents, size_t size) {
-    FILE *csv;
-    (void)contents;
-    (void)size;
-    csv_path = NULL;
-    data_path = UNSAID;
-    n_results = 0;
-    wanted_methods = wanted_claims = NULL;
-    if (read_options(count, argv) || check_names()) return 1;
-    if (csv_path == NULL) return read_digits();
-    count = open_csv(&csv);
-    if (csv != NULL) fclose(csv);
-    for (size_t i = 0; i < n_results; i++)
-        if (find_result(results[i].key) == NULL) abort();
-    return count || n_results == 0;
-}
-#endif
-
 #ifdef READ_EXPORT
 #define main export_main
 #include "examples/export.c"
@@ -215,29 +191,27 @@ int take_csv(int count, char **argv, const char *contents, size_t size) {
 }
 #endif
 
-#ifdef READ_COMPARE
-#define main compare_main
-#include "examples/compare.c"
+#ifdef READ_BENCH
+#define main bench_main
+#include "examples/bench/bench.c"
 
-/* The table of runs, and what is computed of its curves. */
-int take_compare(int count, char **argv, const char *contents, size_t size) {
-    volatile double sum = 0;
+/* Rows of runs: what was read is written and read again. */
+int take_bench(int count, char **argv, const char *contents, size_t size) {
+    static char line[2 * LINE];
+    static row again;
     int refused;
     (void)contents;
     (void)size;
     memset(&options, 0, sizeof options);
-    csv_path = NULL;
-    csv_failed = 0;
-    quiet = 1;
-    n_seeds = 0;
+    report_path = NULL;
     if (read_options(count, argv)) return 1;
-    if (csv_path == NULL) csv_path = UNSAID;
-    refused = read_csv();
-    for (size_t i = 0; i < n_rows; i++)
-        if (rows[i].value[FINAL] > 0) sum += steps_saved(&rows[i], &rows[0]) + measure(&rows[i], RELATIVE);
-    free(rows);
-    rows = NULL;
-    n_rows = 0;
+    forget_rows();
+    refused = read_part(UNSAID, 0);
+    for (size_t i = 0; i < n_rows; i++) {
+        row_line(&rows[i], line);
+        if (!read_row(line, &again) || again.seed != rows[i].seed) abort();
+        if (strcmp(again.f.lists, rows[i].f.lists) != 0) abort();
+    }
     return refused;
 }
 #endif
@@ -325,20 +299,6 @@ int take_routers(int count, char **argv, const char *contents, size_t size) {
     report_path = NULL;
     report_free(); /* main runs more than once here */
     return routers_main(count, argv) != 0;
-}
-#endif
-
-#ifdef READ_STUDIES
-#define main studies_main
-#include "examples/studies.c"
-
-/* Its program runs a study, so only how it reads a number. */
-int take_studies(int count, char **argv, const char *contents, size_t size) {
-    (void)contents;
-    (void)size;
-    for (int i = 1; i < count; i++)
-        if (read_number(UNSAID, argv[i], 2, 20) > 20) abort();
-    return 0;
 }
 #endif
 

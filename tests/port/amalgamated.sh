@@ -371,7 +371,7 @@ examples() { # compiler
     cp -R "$root"/examples/*.h "$root/examples/extras" "$root/examples/data/digits.csv" . || return 1
     for extra in extras/moe_[!m]*.h; do echo "#include \"$extra\""; done >>moe.c
     run "$1" $language $quick -O1 -I. -c moe.c -o moe.o || return 1
-    for name in quickstart lecture digits text compare studies quantize routers export microdigits; do
+    for name in quickstart lecture text quantize routers export microdigits; do
         [ -f "$root/examples/$name.c" ] || { echo "there is no example $name" && return 1; }
     done
     for file in "$root"/examples/*.c; do
