@@ -92,7 +92,7 @@ static const arm *find_arm(const char *name) {
 
 /* One finished run. */
 typedef struct row {
-    char world[24], arm[32], router[FIELD / 2], stage[8], build[96], commit[48];
+    char world[24], arm[32], router[2 * TEXT_ROOM + 80], stage[8], build[96], commit[48];
     uint64_t checksum;
     int seed, steps;
     double rate, balance, seconds;
@@ -618,6 +618,8 @@ static void print(const char *format, ...) {
 static void print_verdict(const claim *c, const judgement *g) {
     int kept = g->verdict == OPPOSITE || g->verdict == EXCLUDED || g->verdict == NO_EFFECT;
     print("%s", verdict_names[g->verdict]);
+    if (g->verdict == REPRODUCED && c->kind != KEEPS && fmax(c->sign * g->r.low, c->sign * g->r.high) < c->margin)
+        print(", smaller than the margin");
     if (g->verdict == UNDERPOWERED) print(" (%d seeds would decide)", g->seeds);
     if (c->kind == FAILS && g->verdict != NOT_RUN)
         print(", %s", kept ? "as it must" : g->verdict == REPRODUCED ? "**though it must not be**" : "open");
