@@ -92,7 +92,8 @@ static void arm_router(const job *j, char *out) {
     char changes[TEXT_ROOM], after[TEXT_ROOM];
     arm_text(j, j->a->settings, changes);
     arm_text(j, j->a->after, after);
-    snprintf(out, 2 * TEXT_ROOM + 40, "%s %s%s%s where=%s%s", *j->a->preset != '\0' ? j->a->preset : "feed_forward", changes,
+    snprintf(out, 2 * TEXT_ROOM + 40, "%s %s%s%s where=%s%s",
+             *j->a->preset != '\0' ? j->a->preset : "feed_forward", changes,
              *after != '\0' ? " then " : "", after, j->a->where, j->a->forced ? " forced" : "");
     if (j->a->fast > 0) snprintf(out + strlen(out), 40, " fast=%g", j->a->fast);
 }
