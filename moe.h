@@ -6425,6 +6425,10 @@ static moe_status moei_refine_fit(const moe_net *net, moe_router_config *c, moe_
     attention = &net->modules[at];
     if (!attention->attention.full) c->causal = 1;
     if (c->refine != MOE_REFINE_ATTENTION) return MOE_OK;
+    if (attention->attention.kv_lora > 0)
+        return moei_error(error, MOE_ERR_CONFIG,
+                          "refine = attention is incompatible with kv_lora = %d of the attention before it, module %z",
+                          attention->attention.kv_lora, at);
     if (c->heads == 0) c->heads = attention->attention.heads;
     if (c->heads != attention->attention.heads)
         return moei_error(error, MOE_ERR_CONFIG,
@@ -8520,6 +8524,10 @@ static moe_status moei_net_decodes(const moe_net *net, moe_error *error) {
     if (net->transport != NULL)
         return moei_error(error, MOE_ERR_UNSUPPORTED,
                           "a network on several ranks cannot decode: load its file without transport");
+    if (net->cache_type != MOE_TYPE_REAL && net->cache_type != MOE_TYPE_F16 && net->cache_type != MOE_TYPE_BF16 &&
+        net->cache_type != MOE_TYPE_Q8_BLOCK)
+        return moei_error(error, MOE_ERR_ARGUMENT,
+                          "net.cache_type = %d: must be MOE_TYPE_REAL, F16, BF16 or Q8_BLOCK", net->cache_type);
     for (i = 0; i < net->n_modules; i++) {
         const moe_module *m = &net->modules[i];
         moe_status status = MOE_OK;

@@ -1031,6 +1031,7 @@ static moe_status moei_check_moe_layer(const moei_check *c, const moe_net *view,
 static moe_status moei_check_settings(const moei_check *c, const moe_net *net, size_t i) {
     const moe_module *m = &net->modules[i];
     moe_net view = *net;
+    moe_module scratch = *m;
     const int rows = m->kind == MOE_MODULE_EMBEDDING || m->kind == MOE_MODULE_POSITIONS;
     view.n_modules = i;
     MOEI_CHECK_NEED((m->kind == MOE_MODULE_EMBEDDING) == (m->d_in == 0), "kind",
@@ -1048,7 +1049,9 @@ static moe_status moei_check_settings(const moei_check *c, const moe_net *net, s
     MOEI_CHECK_NEED(m->kind == MOE_MODULE_LINEAR || m->kind == MOE_MODULE_EMBEDDING || m->kind == MOE_MODULE_TIED ||
                         moei_is_layer(m) || m->d_out == m->d_in,
                     "d_out", "must be d_in");
+    MOEI_CHECK_NEED(m->external == NULL, "external", "must be NULL");
     if (m->kind == MOE_MODULE_ATTENTION) return moei_check_attention(c, m);
+    if (!moei_is_layer(m)) return moei_module_take(&scratch, m, c->error);
     return moei_is_layer(m) ? moei_check_moe_layer(c, &view, m) : MOE_OK;
 }
 
@@ -1081,6 +1084,7 @@ static moe_status moei_check_float(moei_check *c) {
     moe_status status;
     if (MOE_REAL_IS_DOUBLE) return moei_check_refuse(c, MOE_ERR_UNSUPPORTED, "weights_are", "this build has doubles");
     MOEI_CHECK_NEED(net != NULL && net->modules != NULL && net->built, "net", "there is none, or it is not built");
+    MOEI_CHECK_NEED(!net->external && net->cache_type == MOE_TYPE_REAL, "net", "external and cache_type must be 0");
     MOEI_CHECK_NEED(net->n_modules >= 1 && net->n_modules <= MOE_NET_MAX_MODULES, "net", "has no modules or too many");
     MOEI_CHECK_NEED(net->d_in >= 0 && (size_t)net->d_in == model->d_in, "d_in", "not the network's");
     MOEI_CHECK_NEED(net->d_out >= 0 && (size_t)net->d_out == model->d_out, "d_out", "not the network's");

@@ -2910,8 +2910,26 @@ static const struct moei_module_maker {
     {MOE_MODULE_TIED, moei_module_tied},
 };
 
+/* A setting of a module that has no integer form, or NULL. */
+static const char *moei_integer_obstacle(const moe_module *m) {
+    const moe_field *field;
+    if (m->kind == MOE_MODULE_SCALE || m->kind == MOE_MODULE_CONVOLUTION) return moei_module_names[m->kind];
+    if (m->kind == MOE_MODULE_RMS_NORM && m->bias) return "bias";
+    if ((m->kind == MOE_MODULE_LAYER_NORM || m->kind == MOE_MODULE_TIED) && m->no_bias) return "no_bias";
+    if (m->kind != MOE_MODULE_ATTENTION) return NULL;
+    for (field = moe_field_find(moei_attention_fields, "kv_heads"); field->name != NULL; field++)
+        if (!moei_field_is_zero(field, &m->attention)) return field->name;
+    return NULL;
+}
+
 static uint32_t moei_module_make(moei_maker *m, const moe_module *module, const moei_ranges *range, int limit) {
+    const char *obstacle = moei_integer_obstacle(module);
     size_t i;
+    if (obstacle != NULL) {
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: %s has no integer form; use MOE_WEIGHTS_FLOAT",
+                          m->module, obstacle);
+        return 0;
+    }
     for (i = 0; i < sizeof moei_module_makers / sizeof *moei_module_makers; i++)
         if (moei_module_makers[i].kind == module->kind) return moei_module_makers[i].make(m, module, range, limit);
     moei_maker_fail(m, MOE_ERR_UNSUPPORTED);
