@@ -1054,6 +1054,10 @@ typedef struct moe_net {
        before moe_net_decode_size. Only MOE_TYPE_REAL decodes to the bits of moe_net_forward
        [real] */
     int cache_type;
+    /* 1: moe_net_decode computes the modules after the last one that mixes tokens or adds, such as
+       norm and logits, for the call's last token alone; pass.y is [1,d_out]. The caller's, set before
+       moe_net_decode_size [0] */
+    int last_only;
     moe_allocator allocator;
     moe_real *memory;     /* owned: the tensors' values, then their gradients */
     size_t memory_size;   /* bytes */
@@ -7150,8 +7154,8 @@ static void moei_attention_raw_layout(const moe_module *m, size_t n, moei_layout
     if (c->clamp > MOEI_R(0.0)) p->raw[2] = moei_take_reals(l, n, s.v);
 }
 
-static void moei_attention_layout(const moe_net *net, size_t i, const moei_extent *e, moei_layout *l,
-                                  struct moe_module_pass *p) {
+static void moei_attention_layout(const moe_net *net, size_t i, const moei_extent *e, moei_layout *kept,
+                                  moei_layout *l, struct moe_module_pass *p) {
     const moe_module *m = &net->modules[i];
     const moe_attention_config *c = &m->attention;
     moei_heads s = moei_heads_of(m);
@@ -7180,7 +7184,7 @@ static void moei_attention_layout(const moe_net *net, size_t i, const moei_exten
         p->values = moei_take_reals(l, e->n, s.heads * moei_head_value(c));
     }
     if (e->training) moei_attention_raw_layout(m, e->n, l, p);
-    if (c->rotary && moei_rotation_of(net, i) == i) p->rotations = moei_take_reals(l, e->n, moei_rotary_dims(c));
+    if (c->rotary && moei_rotation_of(net, i) == i) p->rotations = moei_take_reals(kept, e->n, moei_rotary_dims(c));
     if (!moei_is_read(net, i)) return;
     if (!moei_mul(e->n, s.heads, &rows) || !moei_mul(e->past + e->n, s.heads, &keys)) l->overflow = 1;
     p->t.weights = moei_take_reals(l, rows, e->past + e->n);
@@ -7195,20 +7199,34 @@ static int moei_refines(const moe_module *m) {
     return m->kind == MOE_MODULE_MIXTURE && m->layer.config.router.refine != MOE_REFINE_NONE;
 }
 
-/* Lays one module's pass out in memory. */
-static moe_status moei_module_layout(const moe_net *net, size_t i, const moei_extent *e, moei_layout *l,
-                                     struct moe_module_pass *p) {
+/* Whether a module computes each token by itself, from the output of the module before alone. */
+static int moei_is_rowwise(int kind) {
+    return kind == MOE_MODULE_LINEAR || kind == MOE_MODULE_ACTIVATION || kind == MOE_MODULE_LAYER_NORM ||
+           kind == MOE_MODULE_RMS_NORM || kind == MOE_MODULE_TIED || kind == MOE_MODULE_SCALE;
+}
+
+/* How many tokens module i computes: with last_only, the last modules one of a call. */
+static size_t moei_module_tokens(const moe_net *net, size_t i, const moei_extent *e) {
+    if (!net->last_only || !e->decoding || e->n < 2 || i == 0) return e->n;
+    while (i < net->n_modules && moei_is_rowwise(net->modules[i].kind)) i++;
+    return i == net->n_modules ? 1 : e->n;
+}
+
+/* Lays one module's pass out in memory: in kept what later modules read, in l the rest. Outputs and
+   the work of layers in one that keeps all (kept = l) too. */
+static moe_status moei_module_layout(const moe_net *net, size_t i, const moei_extent *e, moei_layout *kept,
+                                     moei_layout *l, struct moe_module_pass *p) {
     const moe_module *m = &net->modules[i];
-    size_t n = e->n;
+    size_t n = moei_module_tokens(net, i, e);
     int training = e->training;
     moe_status status = MOE_OK;
     memset(p, 0, sizeof *p);
-    p->y = moei_take_reals(l, n, (size_t)m->d_out);
+    if (kept == l) p->y = moei_take_reals(l, n, (size_t)m->d_out);
     if (training && i > 0) p->d_x = moei_take_reals(l, n, (size_t)m->d_in);
     if (m->kind == MOE_MODULE_LAYER_NORM) p->mean = moei_take_reals(l, n, 1);
     if (m->kind == MOE_MODULE_LAYER_NORM || m->kind == MOE_MODULE_RMS_NORM) p->rstd = moei_take_reals(l, n, 1);
     if (m->kind == MOE_MODULE_DROPOUT && training) p->stays = (unsigned char *)moei_take(l, n, (size_t)m->d_in);
-    if (m->kind == MOE_MODULE_ATTENTION) moei_attention_layout(net, i, e, l, p);
+    if (m->kind == MOE_MODULE_ATTENTION) moei_attention_layout(net, i, e, kept, l, p);
     if (m->kind == MOE_MODULE_CONVOLUTION) {
         p->parts = moei_take_reals(l, n, 3 * (size_t)m->d_in);
         p->t.mixed = moei_take_reals(l, n, (size_t)m->d_in);
@@ -7222,10 +7240,10 @@ static moe_status moei_module_layout(const moe_net *net, size_t i, const moei_ex
     if (m->kind == MOE_MODULE_MIXTURE && training && moei_logits_are_read(net, i))
         p->d_logits = moei_take_reals(l, n, (size_t)m->layer.config.router.n_experts);
     if (moei_is_layer(m)) {
-        p->layer = (moe_layer_pass *)moei_take(l, 1, sizeof *p->layer);
+        p->layer = (moe_layer_pass *)moei_take(kept, 1, sizeof *p->layer);
         status = moei_layer_size(&m->layer, n, moei_refines(m) ? e->past : 0, training, &p->work_size);
     }
-    if (moei_is_layer(m) && status == MOE_OK) p->work = moei_take(l, p->work_size, 1);
+    if (moei_is_layer(m) && status == MOE_OK && kept == l) p->work = moei_take(l, p->work_size, 1);
     return status;
 }
 
@@ -7317,24 +7335,113 @@ static moei_room moei_room_layout(const moe_net *net, const moe_module *m, const
     return room;
 }
 
+/* Whether modules of a pass may use each other's memory: in decoding, unless a router reads other
+   modules than the one before it. */
+static int moei_shares(const moe_net *net, const moei_extent *e) {
+    size_t i;
+    for (i = 0; i < net->n_modules && e->decoding; i++) {
+        const moe_router_config *c = &net->modules[i].layer.config.router;
+        if (net->modules[i].kind == MOE_MODULE_MIXTURE &&
+            (c->refine != MOE_REFINE_NONE || c->raw_input || c->router_residual ||
+             (moe_router_traits(c) & MOE_TRAIT_NEEDS_PREVIOUS_LAYER)))
+            return 0;
+    }
+    return e->decoding;
+}
+
+/* Memory that modules share. A layer's work begins with its routing, which stays for reports; the
+   rest lies where the next layer's begins. An output stays in one of a few places until the last
+   module that reads it. */
+enum { MOEI_PLACES = 6 };
+typedef struct moei_shared {
+    size_t scratch, works, work; /* bytes of the largest module, and of all layers; where the next begins */
+    size_t busy[MOEI_PLACES];    /* the last module that reads what is there */
+    size_t bytes[MOEI_PLACES];
+    unsigned char *at[MOEI_PLACES];
+} moei_shared;
+
+/* The last module that reads the output of module i. */
+static size_t moei_last_reader(const moe_net *net, size_t i) {
+    size_t last = i + 1, j;
+    for (j = i + 2; j < net->n_modules; j++)
+        if (net->modules[j].kind == MOE_MODULE_RESIDUAL && j - (size_t)net->modules[j].span == i + 1) last = j;
+    return last;
+}
+
+/* The place of module i's output; MOEI_PLACES: it needs one of its own. */
+static size_t moei_place_of(const moe_net *net, size_t i, size_t bytes, moei_shared *s) {
+    size_t k = 0;
+    while (k < MOEI_PLACES && i > 0 && s->busy[k] >= i) k++;
+    if (k == MOEI_PLACES) return k;
+    s->busy[k] = moei_last_reader(net, i);
+    s->bytes[k] = moei_larger(s->bytes[k], bytes);
+    return k;
+}
+
+/* Where a layer's work begins, from the beginning of all. */
+static size_t moei_work_of(const moe_module *m, size_t n, size_t size, moei_shared *s) {
+    size_t at = s->work, routing = 0;
+    if (m->kind == MOE_MODULE_MIXTURE && moei_route_bytes(&m->layer.router, n, n, 0, 0, &routing) == MOE_OK)
+        s->work += (routing + 2 * MOEI_ALIGN - 1) / MOEI_ALIGN * MOEI_ALIGN;
+    s->works = moei_larger(s->works, at + size);
+    return at;
+}
+
+/* Lays out what the modules share, after the bytes of all are known: lengths [3] of scratch, works
+   and outputs. */
+static moe_status moei_shared_begin(const moe_net *net, const moei_extent *e, int shares, moei_layout *l,
+                                    moei_shared *s, void **scratch, unsigned char **works) {
+    struct moe_module_pass unplaced;
+    size_t i;
+    memset(s, 0, sizeof *s);
+    for (i = 0; i < net->n_modules; i++) {
+        moei_layout room = moei_layout_begin(NULL), kept = room;
+        size_t n = moei_module_tokens(net, i, e), bytes = 0;
+        moe_status status = MOE_OK;
+        (void)moei_room_layout(net, &net->modules[i], e, &room);
+        if (shares) status = moei_module_layout(net, i, e, &kept, &room, &unplaced);
+        if (status != MOE_OK) return status;
+        if (shares && (!moei_mul(n, (size_t)net->modules[i].d_out, &bytes) || !moei_mul(bytes, sizeof(moe_real), &bytes)))
+            room.overflow = 1;
+        if (room.overflow) return MOE_ERR_OVERFLOW;
+        if (shares) (void)moei_place_of(net, i, bytes, s);
+        if (shares && moei_is_layer(&net->modules[i])) (void)moei_work_of(&net->modules[i], n, unplaced.work_size, s);
+        s->scratch = moei_larger(s->scratch, room.used);
+    }
+    *scratch = moei_take(l, s->scratch, 1);
+    *works = (unsigned char *)moei_take(l, s->works, 1);
+    for (i = 0; i < MOEI_PLACES; i++) s->at[i] = (unsigned char *)moei_take(l, s->bytes[i], 1);
+    memset(s->busy, 0, sizeof s->busy);
+    s->work = 0;
+    return MOE_OK;
+}
+
 /* Lays a pass out in memory; the same function with an empty base counts the bytes. Every module
-   keeps its output: any later residual or report may read it. */
+   keeps its output for later residuals and reports, unless they share. */
 static moe_status moei_net_layout(const moe_net *net, const moei_extent *e, moei_layout *l, moe_net_pass *pass) {
     struct moe_module_pass unplaced;
-    size_t i, most = 0;
+    moei_shared s;
+    unsigned char *works;
+    size_t i, k;
+    int shares = moei_shares(net, e);
+    moe_status status;
     memset(pass, 0, sizeof *pass);
     pass->modules = (struct moe_module_pass *)moei_take(l, net->n_modules, sizeof *pass->modules);
-    for (i = 0; i < net->n_modules; i++) {
-        moei_layout room = moei_layout_begin(NULL);
-        moe_status status =
-            moei_module_layout(net, i, e, l, pass->modules != NULL && !l->overflow ? &pass->modules[i] : &unplaced);
-        if (status != MOE_OK) return status;
-        (void)moei_room_layout(net, &net->modules[i], e, &room);
-        if (room.overflow) return MOE_ERR_OVERFLOW;
-        if (room.used > most) most = room.used;
+    status = moei_shared_begin(net, e, shares, l, &s, &pass->scratch, &works);
+    for (i = 0; i < net->n_modules && status == MOE_OK; i++) {
+        const moe_module *m = &net->modules[i];
+        struct moe_module_pass *p = pass->modules != NULL && !l->overflow ? &pass->modules[i] : &unplaced;
+        size_t n = moei_module_tokens(net, i, e);
+        moei_layout room = moei_layout_begin(pass->scratch);
+        (void)moei_room_layout(net, m, e, &room);
+        status = moei_module_layout(net, i, e, l, shares ? &room : l, p);
+        if (status != MOE_OK || !shares) continue;
+        k = moei_place_of(net, i, 0, &s);
+        p->y = k < MOEI_PLACES ? (moe_real *)(void *)s.at[k] : moei_take_reals(l, n, (size_t)m->d_out);
+        if (moei_is_layer(m)) k = moei_work_of(m, n, p->work_size, &s);
+        if (moei_is_layer(m)) p->work = works != NULL ? works + k : NULL;
     }
-    pass->scratch = moei_take(l, most, 1);
-    return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
+    return status == MOE_OK && l->overflow ? MOE_ERR_OVERFLOW : status;
 }
 
 static moe_status moei_net_size(const moe_net *net, const moei_extent *e, size_t *bytes) {
@@ -7367,13 +7474,16 @@ typedef struct moei_run {
 } moei_run;
 
 static moei_run moei_run_begin(const moe_net *net, moe_net_pass *pass, size_t i) {
+    moei_extent e;
     moei_run r;
     r.net = net;
     r.m = &net->modules[i];
     r.p = &pass->modules[i];
     r.pass = pass;
     r.i = i;
-    r.n = pass->n_tokens;
+    e = moei_extent_of(pass->n_tokens, 0);
+    e.decoding = pass->most > 0;
+    r.n = moei_module_tokens(net, i, &e);
     r.d_in = (size_t)r.m->d_in;
     r.d_out = (size_t)r.m->d_out;
     r.dy = r.d_outputs = r.d_weights = NULL;
@@ -8417,7 +8527,8 @@ static void moei_nonfinite_source(const moe_net *net, const moe_net_pass *p, siz
     size_t i, t;
     if (error == NULL) return;
     why = *error;
-    for (i = 0; i < end && moei_rows_finite(&p->call, p->modules[i].y, (size_t)net->modules[i].d_out); i++) {
+    i = p->most > 0 ? end : 0; /* decoding: outputs may be gone */
+    for (; i < end && moei_rows_finite(&p->call, p->modules[i].y, (size_t)net->modules[i].d_out); i++) {
         const moe_routing *routing = moe_net_routing(net, p, i);
         if (routing != NULL && !moei_all_finite(MOE_LOSS_COUNT, routing->loss)) break;
     }
@@ -8441,7 +8552,7 @@ static void moei_nonfinite_source(const moe_net *net, const moe_net_pass *p, siz
    ranks exchange the status before the next mixture, or at the end. */
 static moe_status moei_net_run(const moe_net *net, const moe_call *call, const moei_tokens *share, moe_net_pass *p) {
     moe_status status = MOE_OK;
-    size_t i;
+    size_t i, rows = call->n_tokens;
     int alone = 0;
     p->n_tokens = call->n_tokens;
     p->training = call->training;
@@ -8457,6 +8568,8 @@ static moe_status moei_net_run(const moe_net *net, const moe_call *call, const m
         if (status != MOE_OK && !alone) return status;
         /* nothing is read: any address will do */
         r.p->x = i > 0 ? p->modules[i - 1].y : net->d_in > 0 && call->x != NULL ? call->x : r.p->y;
+        if (r.n < rows) r.p->x += (rows - r.n) * r.d_in;
+        rows = r.n;
         if (status == MOE_OK) {
             status = moei_module_error(&r, moei_module_kinds[r.m->kind].forward(&r));
             if (status == MOE_ERR_NONFINITE) moei_nonfinite_source(net, p, i, call->error);
