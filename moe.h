@@ -1054,8 +1054,8 @@ typedef struct moe_net {
        before moe_net_decode_size. Only MOE_TYPE_REAL decodes to the bits of moe_net_forward
        [real] */
     int cache_type;
-    /* 1: moe_net_decode computes the modules after the last one that mixes tokens or adds, such as
-       norm and logits, for the call's last token alone; pass.y is [1,d_out]. The caller's, set before
+    /* 1: moe_net_decode computes the last modules that take each token by itself (norms, logits)
+       for the call's last token alone, and pass.y is [1,d_out]. The caller's, set before
        moe_net_decode_size [0] */
     int last_only;
     moe_allocator allocator;
@@ -1203,8 +1203,9 @@ MOE_API moe_status moe_net_cache_init(moe_cache *cache, const moe_net *net, size
                                       moe_error *error);
 /* Runs the call's tokens as the next ones of the sequence; pass->y [N,d_out] is what
    moe_net_forward on the whole sequence gives for them: the same bits for the same build and
-   kernels. One token or a whole prompt at once. call: x or token_ids, n_tokens; training, keep,
-   sequences, mask, n_past and the past_ arrays must be 0. Adds n_tokens to cache->n_tokens.
+   kernels (see net.cache_type and net.last_only). One token or a whole prompt at once; modules
+   share memory, so that work is small. call: x or token_ids, n_tokens; training, keep, sequences,
+   mask, n_past and the past_ arrays must be 0. Adds n_tokens to cache->n_tokens.
    MOE_ERR_SPACE: no room in the cache or in work; errors of moe_net_forward. On failure the cache
    is unchanged. */
 MOE_API moe_status moe_net_decode(const moe_net *net, moe_cache *cache, const moe_call *call, void *work,
@@ -2314,199 +2315,10 @@ moe_status moe_file_replace(const char *path, moe_status (*write_contents)(void 
 #endif
 #endif /* MOE_NO_STDIO */
 
-/* ---- JSON, as far as a safetensors header needs it ----------------------------------------------
-   Nothing relies on bytes that were checked before being unchanged: every step is bounded by the
-   end it is given. */
+/* ==== >>code_safetensors: one entry of the header ============================================= */
 
 enum { MOEI_FILE_START = 9 };           /* the header's first byte after its '{' */
 #define MOEI_FILE_MAX_HEADER 100000000u /* bytes; the format's own limit */
-
-/* Two pointers, always compared by <, and no length, so an analyzer that knows only the range of
-   each variable can prove that reads stay inside (tests/quality/eva.c). */
-typedef struct moei_span {
-    const unsigned char *p, *end; /* inside the quotes, escapes not decoded */
-} moei_span;
-
-static moei_span moei_span_of(const char *p, size_t n) {
-    moei_span s;
-    s.p = (const unsigned char *)p;
-    s.end = s.p + n;
-    return s;
-}
-
-static size_t moei_span_length(moei_span s) { return (size_t)(s.end - s.p); }
-
-typedef struct moei_json {
-    const unsigned char *bytes;
-    size_t at, end;
-    moei_span name; /* the tensor being read, for messages; p NULL: none */
-    moe_error *error;
-    int any_dtype; /* 1: one that is unknown reads as MOE_DTYPE_COUNT */
-} moei_json;
-
-/* A copy of a span that is safe to print: ASCII, terminated, cut with dots. Returns out. */
-static const char *moei_span_text(moei_span s, char out[52]) {
-    size_t i;
-    for (i = 0; s.p < s.end && i < 48; i++, s.p++) out[i] = (char)(*s.p >= 0x20 && *s.p < 0x7f ? *s.p : '?');
-    if (s.p < s.end) out[45] = out[46] = out[47] = '.';
-    out[i] = '\0';
-    return out;
-}
-
-/* Fills error with "tensor 'name', byte at: " and the rest; returns code. */
-static moe_status moei_json_refuse(moei_json *j, size_t at, moe_status code, const char *format, ...) {
-    char shown[52];
-    va_list arguments;
-    if (j->error == NULL) return code;
-    (void)moei_error(j->error, code, j->name.p != NULL ? "tensor '%s', byte %z: " : "%sbyte %z: ",
-                     j->name.p != NULL ? moei_span_text(j->name, shown) : "", at);
-    va_start(arguments, format);
-    moei_error_append(j->error, format, arguments);
-    va_end(arguments);
-    return code;
-}
-
-/* The next byte that is not white space, without consuming it; -1 at the end. */
-static int moei_json_peek(moei_json *j) {
-    while (j->at < j->end) {
-        int c = j->bytes[j->at];
-        if (c != ' ' && c != '\n' && c != '\r' && c != '\t') return c;
-        j->at++;
-    }
-    return -1;
-}
-
-static moe_status moei_json_take(moei_json *j, char wanted) {
-    char text[2];
-    int c = moei_json_peek(j);
-    if (c == (unsigned char)wanted) {
-        j->at++;
-        return MOE_OK;
-    }
-    text[0] = wanted;
-    text[1] = '\0';
-    return moei_json_refuse(j, j->at, MOE_ERR_FORMAT, c < 0 ? "the header ends where %s is expected" : "%s is expected",
-                            text);
-}
-
-/* The unescaped bytes of a string, one after another. */
-typedef struct moei_chars {
-    const unsigned char *p, *end;
-    unsigned char out[4];
-    int used, have;
-} moei_chars;
-
-static moei_chars moei_chars_of(moei_span s) {
-    moei_chars c;
-    memset(&c, 0, sizeof c);
-    c.p = s.p;
-    c.end = s.end;
-    return c;
-}
-
-static int moei_chars_next(moei_chars *c) {
-    if (c->used < c->have) return c->out[c->used++];
-    if (c->p >= c->end) return -1;
-    if (*c->p != '\\') return *c->p++;
-    c->p++;
-    c->have = moei_unescape(&c->p, c->end, c->out);
-    c->used = 1;
-    return c->have > 0 ? c->out[0] : -1;
-}
-
-static int moei_span_is(moei_span s, const char *text) {
-    moei_chars c = moei_chars_of(s);
-    int x;
-    while ((x = moei_chars_next(&c)) >= 0 && *text != '\0' && x == (unsigned char)*text) text++;
-    return x < 0 && *text == '\0';
-}
-
-static int moei_span_same(moei_span s, moei_span t) {
-    moei_chars a = moei_chars_of(s), b = moei_chars_of(t);
-    int x, y;
-    do {
-        x = moei_chars_next(&a);
-        y = moei_chars_next(&b);
-    } while (x == y && x >= 0);
-    return x == y;
-}
-
-static moe_status moei_json_string(moei_json *j, moei_span *s) {
-    const unsigned char *p, *end = j->bytes + j->end;
-    unsigned char out[4];
-    uint32_t code;
-    moe_status status = moei_json_take(j, '"');
-    if (status != MOE_OK) return status;
-    for (p = s->p = j->bytes + j->at; p < end && *p != '"';) {
-        const char *text = (const char *)p;
-        size_t at = (size_t)(p - j->bytes);
-        if (*p < 0x20) return moei_json_refuse(j, at, MOE_ERR_FORMAT, "control character %d in a string", (int)*p);
-        if (!moei_next_utf8(&text, (const char *)end, &code))
-            return moei_json_refuse(j, at, MOE_ERR_FORMAT, "a string is not UTF-8");
-        p = (const unsigned char *)text;
-        if (code == '\\' && !moei_unescape(&p, end, out))
-            return moei_json_refuse(j, at, MOE_ERR_FORMAT, "malformed escape in a string");
-    }
-    if (p >= end) return moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "the string does not end");
-    s->end = p;
-    j->at = (size_t)(p - j->bytes) + 1;
-    return MOE_OK;
-}
-
-/* Consumes the next key of an object and its colon; *more = 0: the end of the object instead, the
-   key is empty. */
-static moe_status moei_json_key(moei_json *j, int first, moei_span *key, int *more) {
-    moe_status status;
-    *more = 0;
-    key->p = key->end = j->bytes + j->at;
-    if (moei_json_peek(j) == '}') {
-        j->at++;
-        return MOE_OK;
-    }
-    if (!first && (status = moei_json_take(j, ',')) != MOE_OK) return status;
-    if ((status = moei_json_string(j, key)) != MOE_OK || (status = moei_json_take(j, ':')) != MOE_OK) return status;
-    *more = 1;
-    return MOE_OK;
-}
-
-static moe_status moei_json_size(moei_json *j, size_t *value) {
-    size_t start;
-    int first = moei_json_peek(j), next;
-    *value = 0;
-    start = j->at;
-    while (j->at < j->end && j->bytes[j->at] >= '0' && j->bytes[j->at] <= '9') {
-        if (!moei_mul(*value, 10, value) || !moei_add(*value, (size_t)(j->bytes[j->at] - '0'), value))
-            return moei_json_refuse(j, start, MOE_ERR_OVERFLOW, "the number does not fit size_t");
-        j->at++;
-    }
-    next = j->at < j->end ? j->bytes[j->at] : ' ';
-    if (j->at == start || (first == '0' && j->at > start + 1) || next == '.' || next == 'e' || next == 'E')
-        return moei_json_refuse(j, start, MOE_ERR_FORMAT, "a plain non-negative integer is expected");
-    return MOE_OK;
-}
-
-/* An array of at most max sizes. */
-static moe_status moei_json_sizes(moei_json *j, size_t *values, int max, int *count) {
-    moe_status status = moei_json_take(j, '[');
-    *count = 0;
-    if (status == MOE_OK && moei_json_peek(j) == ']') {
-        j->at++;
-        return MOE_OK;
-    }
-    for (; status == MOE_OK; status = moei_json_take(j, ',')) {
-        if (*count == max)
-            return moei_json_refuse(j, j->at, MOE_ERR_UNSUPPORTED, "the array has more than %d numbers", max);
-        if ((status = moei_json_size(j, &values[*count])) != MOE_OK) return status;
-        (*count)++;
-        if (moei_json_peek(j) == ']') {
-            j->at++;
-            return MOE_OK;
-        }
-    }
-    return status;
-}
-
-/* ==== >>code_safetensors: one entry of the header ============================================= */
 
 /* The element types in the order of MOE_DTYPE_. */
 typedef struct moei_dtype {
@@ -7154,8 +6966,8 @@ static void moei_attention_raw_layout(const moe_module *m, size_t n, moei_layout
     if (c->clamp > MOEI_R(0.0)) p->raw[2] = moei_take_reals(l, n, s.v);
 }
 
-static void moei_attention_layout(const moe_net *net, size_t i, const moei_extent *e, moei_layout *kept,
-                                  moei_layout *l, struct moe_module_pass *p) {
+static void moei_attention_layout(const moe_net *net, size_t i, const moei_extent *e, moei_layout *kept, moei_layout *l,
+                                  struct moe_module_pass *p) {
     const moe_module *m = &net->modules[i];
     const moe_attention_config *c = &m->attention;
     moei_heads s = moei_heads_of(m);
@@ -7401,7 +7213,8 @@ static moe_status moei_shared_begin(const moe_net *net, const moei_extent *e, in
         (void)moei_room_layout(net, &net->modules[i], e, &room);
         if (shares) status = moei_module_layout(net, i, e, &kept, &room, &unplaced);
         if (status != MOE_OK) return status;
-        if (shares && (!moei_mul(n, (size_t)net->modules[i].d_out, &bytes) || !moei_mul(bytes, sizeof(moe_real), &bytes)))
+        if (shares &&
+            (!moei_mul(n, (size_t)net->modules[i].d_out, &bytes) || !moei_mul(bytes, sizeof(moe_real), &bytes)))
             room.overflow = 1;
         if (room.overflow) return MOE_ERR_OVERFLOW;
         if (shares) (void)moei_place_of(net, i, bytes, s);
@@ -8639,8 +8452,8 @@ static moe_status moei_net_decodes(const moe_net *net, moe_error *error) {
                           "a network on several ranks cannot decode: load its file without transport");
     if (net->cache_type != MOE_TYPE_REAL && net->cache_type != MOE_TYPE_F16 && net->cache_type != MOE_TYPE_BF16 &&
         net->cache_type != MOE_TYPE_Q8_BLOCK)
-        return moei_error(error, MOE_ERR_ARGUMENT,
-                          "net.cache_type = %d: must be MOE_TYPE_REAL, F16, BF16 or Q8_BLOCK", net->cache_type);
+        return moei_error(error, MOE_ERR_ARGUMENT, "net.cache_type = %d: must be MOE_TYPE_REAL, F16, BF16 or Q8_BLOCK",
+                          net->cache_type);
     for (i = 0; i < net->n_modules; i++) {
         const moe_module *m = &net->modules[i];
         moe_status status = MOE_OK;
@@ -10583,83 +10396,7 @@ moe_status moe_layer_save(const moe_layer *layer, const char *path, moe_error *e
 
 /* ---- reading the configuration: a pull parser without recursion ------------------------------ */
 
-enum { MOEI_CONFIG_DEPTH = 16, MOEI_CONFIG_FIELDS = 192 };
-
-static int moei_digits(const unsigned char *p, size_t n, size_t *at) {
-    size_t from = *at;
-    while (*at < n && p[*at] >= '0' && p[*at] <= '9') ++*at;
-    return *at > from;
-}
-
-/* -?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)? */
-static int moei_is_json_number(moei_span s) {
-    const size_t n = moei_span_length(s);
-    size_t i = 0, whole;
-    if (i < n && s.p[i] == '-') i++;
-    whole = i;
-    if (!moei_digits(s.p, n, &i) || (s.p[whole] == '0' && i > whole + 1)) return 0;
-    if (i < n && s.p[i] == '.') {
-        i++;
-        if (!moei_digits(s.p, n, &i)) return 0;
-    }
-    if (i < n && (s.p[i] == 'e' || s.p[i] == 'E')) {
-        i++;
-        if (i < n && (s.p[i] == '+' || s.p[i] == '-')) i++;
-        if (!moei_digits(s.p, n, &i)) return 0;
-    }
-    return i == n;
-}
-
-/* The characters up to the next that cannot belong to a number or a word. */
-static moei_span moei_config_word(moei_json *j) {
-    moei_span s;
-    (void)moei_json_peek(j);
-    s.p = j->bytes + j->at;
-    while (j->at < j->end) {
-        int c = j->bytes[j->at];
-        if (!((c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '.' || c == '+' ||
-              c == '-'))
-            break;
-        j->at++;
-    }
-    s.end = j->bytes + j->at;
-    return s;
-}
-
-/* A value of any kind, of which nothing is wanted. */
-static moe_status moei_config_skip(moei_json *j) {
-    char open[MOEI_CONFIG_DEPTH];
-    moei_span s;
-    int depth = 0;
-    for (;;) {
-        int c = moei_json_peek(j), entered = c == '{' || c == '[';
-        moe_status status = MOE_OK;
-        if (entered) {
-            if (depth == MOEI_CONFIG_DEPTH)
-                return moei_json_refuse(j, j->at, MOE_ERR_UNSUPPORTED, "more than %d levels of nesting",
-                                        (int)MOEI_CONFIG_DEPTH);
-            open[depth++] = (char)(c == '{' ? '}' : ']');
-            j->at++;
-        } else if (c == '"') {
-            status = moei_json_string(j, &s);
-        } else {
-            s = moei_config_word(j);
-            if (!moei_is_json_number(s) && !moei_span_is(s, "true") && !moei_span_is(s, "false") &&
-                !moei_span_is(s, "null"))
-                return moei_json_refuse(j, (size_t)(s.p - j->bytes), MOE_ERR_FORMAT, "a value is expected");
-        }
-        while (status == MOE_OK && depth > 0 && moei_json_peek(j) == open[depth - 1]) {
-            j->at++;
-            depth--;
-            entered = 0;
-        }
-        if (status != MOE_OK || depth == 0) return status;
-        if (!entered) status = moei_json_take(j, ',');
-        if (status == MOE_OK && open[depth - 1] == '}' && (status = moei_json_string(j, &s)) == MOE_OK)
-            status = moei_json_take(j, ':');
-        if (status != MOE_OK) return status;
-    }
-}
+enum { MOEI_CONFIG_FIELDS = 192 };
 
 /* Keys that begin with _ are notes: nothing reads them. */
 static int moei_is_note(moei_span key) { return key.p < key.end && key.p[0] == '_'; }

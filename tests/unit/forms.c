@@ -488,7 +488,7 @@ static void unpack(const moe_kernels *k, const moe_external *w, size_t row, size
 }
 
 static moe_external matrix_of(const moe_real *values, size_t columns) {
-    static const moe_external_type type = {"test", 1, (int)sizeof(moe_real), unpack};
+    static const moe_external_type type = {"test", 1, (int)sizeof(moe_real), unpack, 0, 0, NULL};
     moe_external w;
     memset(&w, 0, sizeof w);
     w.type = &type;
@@ -613,6 +613,75 @@ static void test_lent_words(void) {
     free(again);
     moe_net_free(&net);
     moe_net_free(&lent);
+}
+
+static int make_words(moe_net *net) {
+    moe_module m = module_of(MOE_MODULE_TIED);
+    moe_layer_config mixture;
+    moe_error error;
+    int i;
+    memset(&mixture, 0, sizeof mixture);
+    mixture.router.n_experts = 4;
+    moe_net_init(net, 0, MOE_KERNELS_AUTO, NULL);
+    moe_net_embedding(net, V, 8);
+    for (i = 0; i < 3; i++) {
+        moe_net_rms_norm(net);
+        moe_net_attention(net, NULL);
+        moe_net_residual(net, 2);
+        moe_net_rms_norm(net);
+        moe_net_mixture(net, &mixture);
+        moe_net_residual(net, i > 0 ? 5 : 2);
+    }
+    moe_net_rms_norm(net);
+    m.no_bias = 1;
+    moe_net_append(net, &m);
+    m = module_of(MOE_MODULE_SCALE);
+    m.scale = 2;
+    moe_net_append(net, &m);
+    if (!CHECK_STATUS(moe_net_build(net, 0, 3, &error), MOE_OK, error.message)) return 0;
+    return 1;
+}
+
+/* With last_only a prompt gives the last token's logits, in less memory. */
+static void test_last_only(void) {
+    enum { N = 21 };
+    int32_t ids[N];
+    size_t size = 0, bytes[2] = {0, 0}, i;
+    void *memory, *work;
+    moe_real *y;
+    moe_net net;
+    moe_call call;
+    moe_cache cache;
+    moe_net_pass pass;
+    moe_error error;
+    for (i = 0; i < N; i++) ids[i] = (int32_t)(i * i % V);
+    memset(&call, 0, sizeof call);
+    call.n_tokens = N;
+    call.token_ids = ids;
+    call.error = &error;
+    if (!make_words(&net)) return;
+    y = run(&net, &call);
+    for (net.last_only = 0; net.last_only < 2; net.last_only++) {
+        const size_t rows = net.last_only ? 1 : N;
+        CHECK_STATUS(moe_net_decode_size(&net, N, N, &size, &bytes[net.last_only], &error), MOE_OK);
+        memory = grab(size, 1);
+        work = grab(bytes[net.last_only], 1);
+        CHECK_STATUS(moe_net_cache_init(&cache, &net, N, memory, size, &error), MOE_OK);
+        memset(work, 0xff, bytes[net.last_only]);
+        CHECK_STATUS(moe_net_decode(&net, &cache, &call, work, bytes[net.last_only], &pass), MOE_OK, error.message);
+        CHECK(same_reals(pass.y, y + (N - rows) * V, rows * V));
+        for (i = 0; i < 3; i++) {
+            const moe_routing *routing = moe_net_routing(&net, &pass, 5 + 6 * i);
+            CHECK(routing != NULL && routing->n_tokens == N && routing->n_choices[N - 1] == 2);
+        }
+        free(memory);
+        free(work);
+    }
+    CHECK(bytes[1] < bytes[0]);
+    free(y);
+    net.cache_type = MOE_TYPE_Q4;
+    CHECK_STATUS(moe_net_decode_size(&net, N, N, &size, &bytes[0], &error), MOE_ERR_ARGUMENT);
+    moe_net_free(&net);
 }
 
 /* ---- what is refused ---- */
@@ -835,6 +904,7 @@ int main(void) {
     for (i = 0; forms[i] != NULL; i++)
         for (way = 0; way < 3; way++) CASE(test_lent(forms[i], way));
     CASE(test_lent_words());
+    CASE(test_last_only());
     CASE(test_refused());
     CASE(test_refused_modules());
     CASE(test_window_cache());
