@@ -4940,9 +4940,6 @@ MOEI_AVX2 static void moei_quantize_avx2(int type, size_t m, size_t inner, const
         moei_quant_tiles(type, wide, most, moei_quant_rows_##set, m, panels, inner, rows, row_size, packed, \
                          panel_stride, c, ldc); \
     } \
-    static void moei_unpacked_##set(const moei_code_panels *p) { \
-        moei_code_tiles(wide, most, moei_quant_rows_##set, p); \
-    } \
     MOEI_QUANT_FUNCTIONS(set, )
 
 /* The whole set for vectors of 8, given a target and its name of the instruction. */
@@ -4968,7 +4965,8 @@ MOEI_AVX2 static void moei_quantize_avx2(int type, size_t m, size_t inner, const
         moei_finish_avx2(to, MOEI_AS(__m256i, sum), w_scale, scale, keep); \
     } \
     MOEI_DOT_TILE(set, target, __m256i, moei_int32x8, __m256, MOEI_EACH_6, 8) \
-    MOEI_DOT_PRODUCT(set, target, 1, 6)
+    MOEI_DOT_PRODUCT(set, target, 1, 6) \
+    static void moei_unpacked_##set(const moei_code_panels *p) { moei_code_tiles(1, 6, moei_quant_rows_##set, p); }
 
 #if defined(__apple_build_version__)
 #define MOEI_COMPILER_HAS_VNNI (__clang_major__ >= 13)
@@ -5035,6 +5033,89 @@ MOEI_VNNI512 MOEI_INLINE void moei_finish_vnni512(float *to, moei_int32x16 sum, 
 
 MOEI_DOT_TILE(vnni512, MOEI_VNNI512, __m512i, moei_int32x16, __m512, MOEI_EACH_12, 0)
 MOEI_DOT_PRODUCT(vnni512, MOEI_VNNI512, 2, 12)
+
+/* Pairs of rows of external products: the second row's codes stand for 1/256 of the first's, and
+   the sums of both become one integer, which is exact. C stays in registers. */
+#define MOEI_EACH_PAIR(X) X(0) X(1) X(2) X(3)
+#define MOEI_PAIR_BEGIN(r) \
+    __m512 c##r##0 = pairs > r && p->load ? _mm512_loadu_ps(c + 2 * r * p->ldc) : none, \
+           c##r##1 = pairs > r && p->load && beside ? _mm512_loadu_ps(c + 2 * r * p->ldc + beside) : none; \
+    const unsigned char *h##r = a + (pairs > r ? 2 * r * row : 0), *l##r = h##r + row;
+#define MOEI_PAIR_START(r) \
+    moei_int32x16 s##r##0, s##r##1, t##r##0, t##r##1; \
+    if (pairs > r) { \
+        s##r##0 = s##r##1 = moei_start_vnni512(start + 2 * r * row); \
+        t##r##0 = t##r##1 = moei_start_vnni512(start + (2 * r + 1) * row); \
+    }
+#define MOEI_PAIR_DOT(r) \
+    if (pairs > r) { \
+        x = moei_splat_vnni512(h##r); \
+        s##r##0 = moei_dot_vnni512(s##r##0, y0, x); \
+        s##r##1 = moei_dot_vnni512(s##r##1, y1, x); \
+        x = moei_splat_vnni512(l##r); \
+        t##r##0 = moei_dot_vnni512(t##r##0, y0, x); \
+        t##r##1 = moei_dot_vnni512(t##r##1, y1, x); \
+        h##r += 4; \
+        l##r += 4; \
+    }
+#define MOEI_PAIR_FINISH(r) \
+    if (pairs > r) { \
+        const __m512 scale = _mm512_castsi512_ps(moei_splat_vnni512(scales + (2 * r + 1) * row)); \
+        c##r##0 = _mm512_fmadd_ps(moei_pair_total_vnni512(s##r##0, t##r##0), _mm512_mul_ps(w_scale0, scale), c##r##0); \
+        c##r##1 = _mm512_fmadd_ps(moei_pair_total_vnni512(s##r##1, t##r##1), _mm512_mul_ps(w_scale1, scale), c##r##1); \
+    }
+#define MOEI_PAIR_END(r) \
+    if (pairs > r) { \
+        _mm512_storeu_ps(c + 2 * r * p->ldc, c##r##0); \
+        if (beside) _mm512_storeu_ps(c + 2 * r * p->ldc + beside, c##r##1); \
+        if (!p->load) { \
+            _mm512_storeu_ps(c + (2 * r + 1) * p->ldc, none); \
+            if (beside) _mm512_storeu_ps(c + (2 * r + 1) * p->ldc + beside, none); \
+        } \
+    }
+
+MOEI_VNNI512 MOEI_INLINE __m512 moei_pair_total_vnni512(moei_int32x16 high, moei_int32x16 low) {
+    const __m512i all = _mm512_add_epi32(_mm512_maskz_slli_epi32(MOEI_ALL_LANES, MOEI_AS(__m512i, high), 8),
+                                         MOEI_AS(__m512i, low));
+    return _mm512_maskz_cvtepi32_ps(MOEI_ALL_LANES, all);
+}
+
+/* pairs (1 to 4, a constant after inlining) of rows, from row `first` on, over one or two
+   panels. */
+MOEI_VNNI512 MOEI_INLINE void moei_pair_tile_vnni512(size_t pairs, const moei_code_panels *p, size_t first) {
+    const size_t row = p->row_size, beside = p->panels > 1 ? (size_t)MOEI_PANEL : 0;
+    const unsigned char *a = p->rows + first * row, *start = p->starts + first * row;
+    const unsigned char *w0 = p->codes[0], *w1 = p->codes[beside > 0];
+    const unsigned char *scales = p->scales + first * row;
+    const float *w_scales0 = p->weight_scales[0], *w_scales1 = p->weight_scales[beside > 0];
+    const __m512 none = _mm512_setzero_ps();
+    float *c = p->c + first * p->ldc;
+    size_t group, line;
+    MOEI_EACH_PAIR(MOEI_PAIR_BEGIN)
+    for (group = 0; group < p->groups; group++, start += 4, scales += 4) {
+        const __m512 w_scale0 = _mm512_loadu_ps(w_scales0 + group * MOEI_PANEL);
+        const __m512 w_scale1 = _mm512_loadu_ps(w_scales1 + group * MOEI_PANEL);
+        __m512i x;
+        MOEI_EACH_PAIR(MOEI_PAIR_START)
+        for (line = 0; line < p->lines; line++, w0 += MOEI_LINE, w1 += MOEI_LINE) {
+            const __m512i y0 = MOEI_LOAD_512(w0), y1 = MOEI_LOAD_512(w1);
+            MOEI_EACH_PAIR(MOEI_PAIR_DOT)
+        }
+        MOEI_EACH_PAIR(MOEI_PAIR_FINISH)
+    }
+    MOEI_EACH_PAIR(MOEI_PAIR_END)
+}
+
+MOEI_VNNI512 static void moei_unpacked_vnni512(const moei_code_panels *p) {
+    size_t i;
+    for (i = 0; i < p->m; i += 8) {
+        const size_t left = p->m - i;
+        if (left == 2) moei_pair_tile_vnni512(1, p, i);
+        else if (left == 4) moei_pair_tile_vnni512(2, p, i);
+        else if (left == 6) moei_pair_tile_vnni512(3, p, i);
+        else moei_pair_tile_vnni512(4, p, i);
+    }
+}
 
 #define MOEI_EXTRACT_256(v, half) _mm512_maskz_extracti64x4_epi64((__mmask8)0xff, v, half)
 
@@ -6477,9 +6558,9 @@ void moe_matmul_quantized(const moe_kernels *k, int type, size_t m, size_t n, si
 #endif
 
 /* Rows of activations for external weights of any type. A row is two: x as codes, then what is left
-   of it as codes, so that together they have 15 bits. Each holds codes, scales and initial sums as a
-   row for MOE_TYPE_Q8_BLOCK, then the sums for minima, then scales, initial sums and sums for groups
-   of 16. A sum is the scale times minus the sum of the codes. */
+   of it as codes, so that together they have 15 bits. Each holds codes, scales and initial sums as
+   a row for MOE_TYPE_Q8_BLOCK, then the sums for minima, then the same three for groups of 16. A
+   sum is the scale times minus the sum of the codes. */
 typedef struct moei_external_row {
     size_t scales[2], starts[2], sums[2], size; /* offsets, for groups of 32 and of 16 */
 } moei_external_row;
@@ -6532,35 +6613,52 @@ enum {
     MOEI_EXTERNAL_M = 36       /* rows that share unpacked panels */
 };
 
-/* Quantizes count numbers from number p of a row on, at most MOEI_EXTERNAL_PIECE; x becomes what is
-   left. */
+/* Writes the codes, and what belongs to them, of a group of 32. */
+static void moei_external_group(const moei_external_row *r, size_t group, const signed char *code, moe_real scale,
+                                unsigned char *row) {
+    int32_t start[3], first = 0, second = 0;
+    size_t i;
+    memcpy(row + group * MOEI_GROUP, code, MOEI_GROUP);
+    for (i = 0; i < MOEI_GROUP / 2; i++) {
+        first += code[i];
+        second += code[i + MOEI_GROUP / 2];
+    }
+    start[0] = -128 * (first + second);
+    start[1] = -128 * first;
+    start[2] = -128 * second;
+    for (i = 0; i < 3; i++) { /* of 32, and of the two 16 */
+        const size_t which = i > 0, at = i > 0 ? 2 * group + i - 1 : group;
+        const moe_real sum = scale * (moe_real)start[i] * MOEI_R(0.0078125);
+        memcpy(row + r->scales[which] + at * sizeof scale, &scale, sizeof scale);
+        memcpy(row + r->starts[which] + at * 4, &start[i], 4);
+        memcpy(row + r->sums[which] + at * sizeof sum, &sum, sizeof sum);
+    }
+}
+
+/* Quantizes the groups of x [count] from number p of a row on; x is padded with zeros. The second
+   row's scales are 1/256 of the first's. */
 static void moei_external_quantize_piece(const moe_kernels *k, const moei_external_row *r, size_t p, size_t count,
-                                         moe_real *x, unsigned char *row) {
-    enum { GROUPS = MOEI_EXTERNAL_PIECE / MOEI_GROUP, ROOM = MOEI_EXTERNAL_PIECE + GROUPS * 12 + 2 * MOEI_LINE };
-    unsigned char codes[ROOM];
+                                         const moe_real *x, unsigned char *row) {
+    enum { GROUPS = MOEI_EXTERNAL_PIECE / MOEI_GROUP };
+    unsigned char codes[MOEI_EXTERNAL_PIECE + (int)GROUPS * (4 + sizeof(moe_real)) + 2 * MOEI_LINE];
+    const moe_real magic = MOE_REAL_IS_DOUBLE ? MOEI_R(6755399441055744.0) : MOEI_R(12582912.0);
     moei_row_shape shape;
-    size_t g, i, from = p / MOEI_GROUP;
+    size_t g, i;
     (void)moei_shape_row(MOE_TYPE_Q8_BLOCK, count, &shape);
     k->quantize(MOE_TYPE_Q8_BLOCK, 1, count, x, count, codes);
-    memcpy(row + p, codes, shape.codes);
-    for (g = 0; g < shape.codes / MOEI_GROUP; g++, from++) {
+    for (g = 0; g < shape.codes / MOEI_GROUP; g++, x += MOEI_GROUP) {
         const signed char *code = (const signed char *)codes + g * MOEI_GROUP;
         const moe_real scale = moei_get_real(codes + shape.scales + g * sizeof scale);
-        int32_t start[3] = {0, 0, 0};
-        moe_real sum;
-        memcpy(start, codes + shape.starts + g * 4, 4);
-        for (i = 0; i < MOEI_GROUP / 2; i++) start[1] += code[i];
-        start[1] *= -128;
-        start[2] = start[0] - start[1];
-        for (i = 0; i < 3; i++) { /* of 32, and of the two 16 */
-            const size_t which = i > 0, at = i > 0 ? 2 * from + i - 1 : from;
-            sum = scale * (moe_real)start[i] * MOEI_R(0.0078125);
-            memcpy(row + r->scales[which] + at * sizeof scale, &scale, sizeof scale);
-            memcpy(row + r->starts[which] + at * 4, &start[i], 4);
-            memcpy(row + r->sums[which] + at * sizeof sum, &sum, sizeof sum);
+        const moe_real factor = scale > MOEI_R(1e-30) && scale < MOEI_R(1e30) ? 256 / scale : 0;
+        signed char rest[MOEI_GROUP];
+        for (i = 0; i < MOEI_GROUP && factor > 0; i++) { /* adding a large number rounds to an integer */
+            const moe_real near = (x[i] - scale * (moe_real)code[i]) * factor + magic;
+            const int whole = (int)(near - magic);
+            rest[i] = (signed char)(whole > 127 ? 127 : whole < -127 ? -127 : whole);
         }
-        for (i = 0; i < MOEI_GROUP && g * MOEI_GROUP + i < count; i++)
-            x[g * MOEI_GROUP + i] -= scale * (moe_real)code[i];
+        if (!(factor > 0)) memset(rest, 0, sizeof rest);
+        moei_external_group(r, p / MOEI_GROUP + g, code, scale, row);
+        moei_external_group(r, p / MOEI_GROUP + g, rest, scale / 256, row + r->size);
     }
 }
 
@@ -6574,14 +6672,14 @@ MOEI_TOOL void moei_external_quantize(const moe_kernels *k, size_t m, size_t inn
     for (; m > 0; m--, x += ldx, rows += 2 * r.size)
         for (p = 0; p < inner; p += count) {
             count = inner - p < MOEI_EXTERNAL_PIECE ? inner - p : (size_t)MOEI_EXTERNAL_PIECE;
+            memset(piece, 0, sizeof piece);
             memcpy(piece, x + p, count * sizeof *x);
             moei_external_quantize_piece(moei_table(k), &r, p, count, piece, rows);
-            moei_external_quantize_piece(moei_table(k), &r, p, count, piece, rows + r.size);
         }
 }
 
-/* part[2 m][32] = the products of m rows, each of which is two, with `outputs` rows of W, which fill
-   one or two panels. */
+/* part[2 m][32] = the products of m rows, each of which is two, with `outputs` rows of W, which
+   fill one or two panels. */
 static void moei_external_panels(const moe_kernels *k, const moe_external *w, size_t first, size_t m, size_t outputs,
                                  size_t inner, const unsigned char *rows, moe_real *part) {
     enum { CODES = MOEI_EXTERNAL_PIECE * MOEI_PANEL, SCALES = MOEI_EXTERNAL_PIECE / 16 * MOEI_PANEL };

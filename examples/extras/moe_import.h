@@ -1830,7 +1830,8 @@ static void moei_fill_blocks(const moe_kernels *k, const moe_external *w, size_t
         z.scale_row = w->scale_row;
         z.column = w->column;
         z.blocks = count / block;
-        z.ahead = (uintptr_t)z.data + MOEI_PANEL * w->row + (MOEI_PANEL - 1) * (from / block) * w->column;
+        /* two panels are filled in turn: the next but one */
+        z.ahead = (uintptr_t)z.data + 2 * MOEI_PANEL * w->row + (MOEI_PANEL - 1) * (from / block) * w->column;
         z.codes = codes;
         z.scales = scales;
         z.minima = minima;
