@@ -4,9 +4,7 @@
      cc -std=c99 -O2 -I. tests/unit/forms.c -o forms -lm && ./forms
      (also with -DMOE_REAL=double, which checks gradients) */
 
-#ifndef TEST_LINKED
-#define MOE_IMPLEMENTATION
-#endif
+#define MOE_IMPLEMENTATION /* tables of fields are private */
 #include "../all.h"
 #include "../test.h"
 
