@@ -12,6 +12,8 @@
 #define MOE_IMPLEMENTATION /* private functions are tested too */
 #include "../all.h"
 #include "../test.h"
+#include "../unit/vocab.h"
+#include "../unit/whole.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -2269,6 +2271,7 @@ static void test_module_fields(void) {
     size_t i;
     for (i = 0; i < SPECIALS; i++) { /* the numbers of modules and trainers */
         moe_attention_config attention;
+        moe_module scale;
         moe_net net;
         moe_status status;
         size_t j;
@@ -2281,6 +2284,14 @@ static void test_module_fields(void) {
         CHECK(T(moe_net_init)(&net, 8, 0, NULL) == MOE_OK, "net");
         status = T(moe_net_dropout)(&net, specials[i]);
         CHECKF((status == MOE_OK) == (i < 3 || i == 4), "dropout of %s", special_names[i]);
+        T(moe_net_free)(&net);
+        memset(&scale, 0, sizeof scale);
+        scale.kind = MOE_MODULE_SCALE;
+        scale.scale = specials[i];
+        CHECK(T(moe_net_init)(&net, 8, 0, NULL) == MOE_OK, "net");
+        status = T(moe_net_append)(&net, &scale);
+        CHECKF(i < FIRST_ENDLESS ? status == MOE_OK || status == MOE_ERR_CONFIG : status == MOE_ERR_CONFIG,
+               "scale = %s", special_names[i]);
         T(moe_net_free)(&net);
         memset(&attention, 0, sizeof attention);
         attention.rotary = 1;
@@ -2493,6 +2504,47 @@ static void test_published(void) {
     T(moe_layer_free)(&other);
     T(moe_layer_free)(&layer);
     T(moe_buffer_free)(&buffer);
+}
+
+/* Runs the tokens 1, 2 and 0 through a whole model with two numbers of the caller's. */
+static moe_status run_whole(float first, float epsilon, moe_real *y) {
+    static const int32_t ids[3] = {1, 2, 0};
+    moe_imported model;
+    moe_import_source source;
+    moe_buffer file;
+    moe_call call;
+    moe_error error;
+    moe_status status;
+    memset(&file, 0, sizeof file);
+    memset(&call, 0, sizeof call);
+    call.n_tokens = 3;
+    call.token_ids = ids;
+    whole_gguf(&file, first, epsilon);
+    source = moe_import_memory("whole.gguf", file.data, file.size);
+    status = T(moe_import_read_model)(&model, &source, 1, NULL, NULL, &error);
+    CHECKF(status == MOE_OK || status == MOE_ERR_CONFIG, "%s", error.message);
+    if (status == MOE_OK) status = run_net(&model.net, &call, y);
+    T(moe_import_free)(&model);
+    T(moe_buffer_free)(&file);
+    return status;
+}
+
+/* Weights of a whole model pass as they are: earlier tokens have the same logits, and a router
+   refuses what is not finite. */
+static void test_whole(void) {
+    static moe_real plain[3 * WHOLE_TOKENS], odd[3 * WHOLE_TOKENS];
+    const float huge = 3.4028235e38f, firsts[] = {-0.0f, 1e-40f, 1e18f, huge * 2, -huge * 2, (huge * 2) * 0};
+    size_t i, t;
+    CHECK(run_whole(0.5f, 1e-5f, plain) == MOE_OK && all_finite(3 * WHOLE_TOKENS, plain), "ordinary numbers");
+    for (i = 0; i < sizeof firsts / sizeof *firsts; i++) {
+        const moe_status status = run_whole(firsts[i], 1e-5f, odd);
+        CHECKF(status == (i < 3 ? MOE_OK : MOE_ERR_NONFINITE), "number %d: %s", (int)i, moe_status_text(status));
+        for (t = 0; status == MOE_OK && t < 2; t++) /* the logit of token 0 reads the same row */
+            CHECK(same_bits(plain + t * WHOLE_TOKENS + 1, odd + t * WHOLE_TOKENS + 1,
+                            (WHOLE_TOKENS - 1) * sizeof *odd),
+                  "tokens before it");
+        if (i > 2) CHECKF(run_whole(0.5f, firsts[i], odd) == MOE_ERR_CONFIG, "an epsilon, number %d", (int)i);
+    }
 }
 
 static void refuse_models(moe_net *net, moe_model_config *config, moe_built_model *built, moe_real *x, int weights) {
@@ -3317,6 +3369,19 @@ static const row rows[] = {
     {"moe_import_memory", ""},
     {"moe_import_read", "numbers as they are; a setting that is not finite is none"},
     {"moe_import_layer", ""},
+    {"moe_import_read_model", "weights as they are; a setting that is not finite: MOE_ERR_CONFIG"},
+    {"moe_import_model", ""},
+    {"moe_import_free", ""},
+    {"moe_import_tokenizer", ""},
+    {"moe_import_read_tokenizer", ""},
+    {"moe_tokenizer_free", ""},
+    {"moe_tokenizer_encode", ""},
+    {"moe_tokenizer_decode", ""},
+    {"moe_tokenizer_room", ""},
+    {"moe_tokenizer_find", ""},
+    {"moe_tokenizer_is_end", ""},
+    {"moe_chat_find", ""},
+    {"moe_chat_put", ""},
     {"moe_import_write", "F32 in the float build: bits as they are; what a type cannot hold is infinite there"},
     {"moe_import_save", ""},
     {"moe_net_init", ""},
@@ -3546,6 +3611,7 @@ int main(int argc, char **argv) {
     CASE(test_fields());
     CASE(test_files());
     CASE(test_published());
+    CASE(test_whole());
     CASE(test_models());
     CASE(test_int_plan());
     CASE(test_long_training(steps));

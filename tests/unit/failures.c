@@ -83,6 +83,7 @@ static int trap_sync(int file);
 #endif
 #include "../all.h"
 #include "vocab.h"
+#include "whole.h"
 
 #undef realloc
 #undef free
@@ -559,7 +560,7 @@ typedef struct bytes_made {
     size_t size;
 } bytes_made;
 
-static bytes_made net_file, layer_file, trainer_file, midway_file, model_file, gguf_file, vocab_file;
+static bytes_made net_file, layer_file, trainer_file, midway_file, model_file, gguf_file, vocab_file, whole_file;
 static moe_tokenizer tokenizer; /* of vocab_file */
 
 static const char *const net_config =
@@ -683,6 +684,16 @@ static void make_vocabulary(void) {
     CHECK_SAYS(moe_import_read_tokenizer(&tokenizer, &source, 1, &a, &error) == MOE_OK, "vocabulary", &error);
 }
 
+static void make_whole(void) {
+    static moe_buffer file;
+    static moe_real memory[1 << 15];
+    static moe_arena arena = {memory, sizeof memory, 0};
+    file.allocator = moe_arena_allocator(&arena);
+    whole_gguf(&file, 0.5f, 1e-5f);
+    whole_file.data = file.data;
+    whole_file.size = file.size;
+}
+
 static void make_files(void) {
     moe_net net;
     moe_layer layer;
@@ -700,6 +711,7 @@ static void make_files(void) {
     layer_file = compose(layer_config, tensors, n);
     make_published();
     make_vocabulary();
+    make_whole();
     moe_layer_free(&layer);
     CHECK(net_file.size > 8192 && layer_file.size > 8192, "files of more than two blocks");
 }
@@ -1055,6 +1067,13 @@ static moe_status run_vocabulary_read(world *w, moe_error *error) {
     moe_tokenizer_free(&t);
     return status;
 }
+static moe_status run_whole_read(world *w, moe_error *error) {
+    moe_import_source source = moe_import_memory("a.gguf", whole_file.data, whole_file.size);
+    moe_imported model;
+    const moe_status status = moe_import_read_model(&model, &source, 1, NULL, w->allocator, error);
+    moe_import_free(&model);
+    return status;
+}
 static moe_status run_encode(world *w, moe_error *error) {
     static const char text[] = "hello world, a word of aaaaaaaa";
     moe_tokenizer t = tokenizer;
@@ -1088,6 +1107,12 @@ static moe_status run_vocabulary_load(world *w, moe_error *error) {
     memset(&t, 0, sizeof t);
     status = moe_import_tokenizer(&t, path, w->allocator, error);
     moe_tokenizer_free(&t);
+    return status;
+}
+static moe_status run_whole_load(world *w, moe_error *error) {
+    moe_imported model;
+    const moe_status status = moe_import_model(&model, path, NULL, w->allocator, error);
+    moe_import_free(&model);
     return status;
 }
 static moe_status run_file_read(world *w, moe_error *error) { return moe_file_read(path, &w->buffer, error); }
@@ -1289,8 +1314,8 @@ enum {
     PIECES = 16   /* a file is read piece by piece, from what is there then */
 };
 enum {
-    DISK_AS_IT_IS = -1, DISK_NOTHING, DISK_OLD, DISK_MODEL, DISK_GGUF, DISK_VOCABULARY, DISK_NET, DISK_LAYER,
-    DISK_TRAINER, DISK_MIDWAY
+    DISK_AS_IT_IS = -1, DISK_NOTHING, DISK_OLD, DISK_MODEL, DISK_GGUF, DISK_VOCABULARY, DISK_WHOLE, DISK_NET,
+    DISK_LAYER, DISK_TRAINER, DISK_MIDWAY
 };
 
 typedef struct row {
@@ -1364,6 +1389,9 @@ static const row rows[] = {
     {"moe_chat_put", OP_MEMORY, 0, 0, 0, 0, 0, SILENT | AROUND | CONSTANT, run_chat},
     {"moe_import_tokenizer", OP_MEMORY, 0, 0, 0, DISK_VOCABULARY, 0, AROUND | CONSTANT, STDIO(run_vocabulary_load)},
     {"moe_import_tokenizer", FILES, 0, 0, 0, DISK_VOCABULARY, 0, AROUND | CONSTANT, STDIO(run_vocabulary_load)},
+    {"moe_import_read_model", OP_MEMORY, 0, 0, 0, 0, 0, AROUND | CONSTANT, run_whole_read},
+    {"moe_import_model", OP_MEMORY, 0, 0, 0, DISK_WHOLE, 0, AROUND | CONSTANT, STDIO(run_whole_load)},
+    {"moe_import_model", FILES, 0, 0, 0, DISK_WHOLE, 0, AROUND | CONSTANT, STDIO(run_whole_load)},
     {"moe_import_write", OP_MEMORY, LAYER, 0, 0, 0, 0, AROUND | CONSTANT, TRAINING(run_publish)},
     {"moe_import_write", OP_STREAM, LAYER, 0, 0, 0, 0, CONSTANT, TRAINING(run_publish)},
     {"moe_import_save", OP_MEMORY, LAYER, 0, 0, DISK_OLD, 0, AROUND | CONSTANT, BOTH(run_save_published)},
@@ -1432,7 +1460,7 @@ enum { N_ROWS = (int)(sizeof rows / sizeof rows[0]) };
 
 static void put_disk(int disk) {
     static const char old[] = "what was there before";
-    const bytes_made *const files[] = {NULL,      NULL,        &model_file,   &gguf_file,   &vocab_file,
+    const bytes_made *const files[] = {NULL,      NULL,        &model_file,   &gguf_file,   &vocab_file, &whole_file,
                                        &net_file, &layer_file, &trainer_file, &midway_file};
     if (disk == DISK_AS_IT_IS) return;
     remove(path);
