@@ -1223,6 +1223,13 @@ static const char *naming(const scene *s, const char *what) {
 /* The plain C kernels promise bits. */
 static int is_exact(const scene *s) { return s->config.kernels == MOE_KERNELS_C; }
 
+/* Every expert sees every token, to score it or to compete for it: sums over tokens are made of
+   other parts, and other rows go to and fro. */
+static int is_scored(const scene *s) {
+    return moe_router_traits(&s->config.router) & MOE_TRAIT_NEEDS_ALL_EXPERTS ||
+           (s->training && s->config.router.compete_rate > 0);
+}
+
 static double largest(const moe_real *v, size_t count) {
     double most = 0.0;
     size_t i;
@@ -1351,7 +1358,7 @@ static void compare_own(const stage *g, const scene *s, int step) {
 /* Gradients of the experts are complete on their rank; the others' must be added over the ranks. */
 static void compare_gradients(const stage *g, const scene *s, int step) {
     const player *one = &g->whole;
-    const int scored = (moe_router_traits(&s->config.router) & (unsigned)MOE_TRAIT_NEEDS_ALL_EXPERTS) != 0;
+    const int scored = is_scored(s);
     size_t at[RANKS_MOST] = {0}, all = 0, i, k;
     moe_tensor t, own;
     int r;
@@ -1424,7 +1431,7 @@ static void compare_step(const stage *g, int step) {
     const scene *s = g->plan;
     const result *one = &g->whole.results[step];
     const size_t d = (size_t)s->config.router.d_model, o = (size_t)g->whole.layer.config.d_out;
-    const int scored = (moe_router_traits(&s->config.router) & (unsigned)MOE_TRAIT_NEEDS_ALL_EXPERTS) != 0;
+    const int scored = is_scored(s);
     const int exact = is_exact(s);
     int r, good = 1;
     if (!AGREES(one->status == MOE_OK, "one process runs")) return;
@@ -1497,7 +1504,7 @@ static void compare_local_gradients(const stage *g, int step, const scene *s, in
 static void compare_local_routing(const stage *g, int step) {
     const scene *s = g->plan;
     const size_t d = (size_t)s->config.router.d_model, o = (size_t)g->whole.layer.config.d_out;
-    const int scored = (moe_router_traits(&s->config.router) & (unsigned)MOE_TRAIT_NEEDS_ALL_EXPERTS) != 0;
+    const int scored = is_scored(s);
     const int exact = is_exact(s);
     size_t k;
     int r;
@@ -1649,8 +1656,7 @@ static void count_pairs(const stage *g, const scene *s, uint64_t pairs[RANKS_MOS
 
 /* What the library counted is what the transport saw, and what the plan says. */
 static void compare_traffic(const stage *g, const scene *s) {
-    const int scored = (moe_router_traits(&s->config.router) & (unsigned)MOE_TRAIT_NEEDS_ALL_EXPERTS) != 0,
-              node = s->per_node > 0 ? s->per_node : s->ranks;
+    const int scored = is_scored(s), node = s->per_node > 0 ? s->per_node : s->ranks;
     uint64_t pairs[RANKS_MOST][RANKS_MOST];
     int r, to;
     size_t t;
