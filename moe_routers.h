@@ -2213,7 +2213,7 @@ static moe_status moei_zero_clashes(const moe_router_config *c, moe_error *error
         MOEI_RULE(router_residual, 0, score, MOEI_BUT(MOE_SCORE_DSELECT), "its logits are a gate")};
     const int any = MOEI_REAL_EXPERTS(c) < c->n_experts;
     const int by_factor = c->capacity_factor_eval > MOEI_R(0.0) && c->drop_capacity == 0 &&
-                          !(moei_select_flags[c->select] & (MOEI_SELECT_LIMITS_LOAD | MOEI_SELECT_OWN_FACTOR));
+                          c->select != MOE_SELECT_EXPERT_CHOICE && c->select != MOE_SELECT_EXPERT_THRESHOLD;
     const int has_tau = c->zero_tau > MOEI_R(1.0) || (c->zero_tau > MOEI_R(0.0) && (c->zero_tau < MOEI_R(1.0) || !any));
     if (c->n_zero >= c->n_experts || c->n_copy >= c->n_experts - c->n_zero ||
         c->n_constant >= c->n_experts - c->n_zero - c->n_copy)
@@ -2326,10 +2326,10 @@ static moei_limits moei_limits_of(const moe_router_config *c) {
         const int select = i == 0 ? c->select : c->switch_from;
         const unsigned flags = moei_select_flags[select];
         const int own = select == MOE_SELECT_EXPERT_CHOICE || (flags & MOEI_SELECT_OWN_FACTOR) != 0;
-        const int left = !(flags & MOEI_SELECT_LIMITS_LOAD); /* the load is left to these fields */
-        const int any = left && (c->capacity_bound != MOE_BOUND_NONE || (!own && by_factor));
-        l.factor |= own || (left && !set);
-        l.eval |= !own && left && !set;
+        const int bound = !(flags & MOEI_SELECT_LIMITS_LOAD) && c->capacity_bound != MOE_BOUND_NONE;
+        const int any = bound || (!own && by_factor);
+        l.factor |= own || !set;
+        l.eval |= !own && !set;
         l.least |= select == MOE_SELECT_AFFINITY || (any && !set);
         l.any |= any || set;
         l.two |= c->n_experts > 1 && select != MOE_SELECT_AFFINITY &&
@@ -2359,7 +2359,7 @@ static int moei_sums_to_one(const moe_router_config *c) {
 /* Fields of dropping, whose effect depends on several others. */
 static moe_status moei_idle_limits(moe_router_config *c, moei_reset *reset, moe_error *error) {
     const moei_limits l = moei_limits_of(c);
-    const int plain = !(moei_select_flags[c->select] & (MOEI_SELECT_LIMITS_LOAD | MOEI_SELECT_OWN_FACTOR));
+    const int plain = c->select != MOE_SELECT_EXPERT_CHOICE && c->select != MOE_SELECT_EXPERT_THRESHOLD;
     const int limit = plain ? MOEI_FIELD_capacity_factor : MOEI_FIELD_drop_capacity, set = c->drop_capacity > 0;
     const int differs = c->capacity_factor_eval < c->capacity_factor || c->capacity_factor_eval > c->capacity_factor;
     const uint32_t others = 0xffffffffu - MOEI_AFFINITY;
@@ -2367,8 +2367,7 @@ static moe_status moei_idle_limits(moe_router_config *c, moei_reset *reset, moe_
         int idle;
         moei_rule rule;
     } rows[] = {
-        {set && !l.factor, MOEI_FOR(capacity_factor, drop_capacity, MOEI_BIT(0))},
-        {!l.factor, MOEI_FOR(capacity_factor, select, others)},
+        {!l.factor, MOEI_FOR(capacity_factor, drop_capacity, MOEI_BIT(0))},
         {set && differs && !l.eval, MOEI_FOR(capacity_factor_eval, drop_capacity, MOEI_BIT(0))},
         {differs && !l.eval, MOEI_FOR(capacity_factor_eval, select, MOEI_BUT(c->select))},
         {set && !l.least, MOEI_FOR(capacity_min, drop_capacity, MOEI_BIT(0))},
@@ -6546,7 +6545,8 @@ static size_t moei_capacity(const moei_pass *s, moe_real factor, int real) {
     size_t capacity = (size_t)s->c->drop_capacity, least = (size_t)s->c->capacity_min;
     size_t most = s->r->n_real;
     if (capacity == 0) {
-        if (moei_select_flags[s->c->select] & MOEI_SELECT_LIMITS_LOAD) return 0;
+        if (s->c->select == MOE_SELECT_EXPERT_CHOICE) return 0;
+        if (s->c->select == MOE_SELECT_AFFINITY && !(factor > MOEI_R(0.0))) return 0;
         even = MOEI_F(ceil)(factor * (moe_real)s->c->top_k * (moe_real)most / moei_even_share(s->c, real));
         capacity = even >= (moe_real)most ? most : (size_t)even;
         if (capacity < least) capacity = least;

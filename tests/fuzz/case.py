@@ -56,6 +56,7 @@ DEFAULTS = dict(
     loss_orthogonal=0.0, loss_stable_balance=0.0, loss_distill=0.0, distill="ce_hard",
     bias_rate=0.0, ac_rho=0.9, add_input=0, loss_selector_entropy=0.0, loss_selector_reach=0.0, n_zero=0,
     swiglu_alpha=1.0, swiglu_limit=0.0, swiglu_offset=0.0, n_copy=0, n_constant=0,
+    switch_from="top_k", switch_at=0, compete_rate=0.0, compete="softplus", compete_from=0,
     weight_over="all", zero_tau=1.0, zero_average=0, threshold_rho=0.99, logit_cap=0.0)
 
 

@@ -29,6 +29,9 @@ class Draw:
         self.dice = np.random.default_rng([seed, 0])
         self.later = np.random.default_rng([seed, 0, 14])  # section 14: what came first stays as it was
         self.settings = {}
+        self.step = None  # of the optimizer
+        self.updates = None  # of the cutoffs of expert_threshold
+        self.dropped = ()  # the shape of what expert dropout excludes
         self.shapes = {}  # of parameters and inputs that are normal numbers: name to (shape, scale)
         self.compose()
 
@@ -90,7 +93,13 @@ class Draw:
     def compose_later(self):
         """The other settings of section 14."""
         s, dice = self.settings, self.later
-        if dice.random() < 0.1:
+        if self.score == "dselect" and not self.evaluation:
+            s["loss.selector_entropy"] = 0.1
+            s["loss.selector_reach"] = 0.1 * (self.e & (self.e - 1) > 0)
+        taken = ("threshold_learned", "drop_factor", "capacity_bound")
+        if self.select == "threshold" and not any(key in s for key in taken):
+            self.compose_cutoff()
+        if self.score != "dselect" and dice.random() < 0.1:
             s["logit_cap"] = float(dice.choice([0.5, 2.0, 30.0]))
         if not self.evaluation and dice.random() < 0.1:
             s["loss.stable_balance"] = 0.3
@@ -102,16 +111,78 @@ class Draw:
         each = [g for g in range(2, self.k + 1) if self.k % g == 0 and self.e % g == 0]
         if self.select == "top_k" and s["weight"] != "sparsemixer" and each and dice.random() < 0.4:
             s.update(select="grouped_each", groups=int(dice.choice(each)))
+        if self.select in ("affinity", "expert_choice") and dice.random() < 0.3:
+            by_number = self.select == "expert_choice" or dice.random() < 0.5
+            s.update({"drop_capacity": int(dice.integers(1, 4))} if by_number else
+                     {str(dice.choice(["drop_factor", "capacity_factor"])): float(dice.choice([0.5, 1.0, 1.3]))})
+            s["drop_order"] = str(dice.choice(["position", "priority", "score"]))
+            s["renormalize"] = str(dice.choice(["before", "after"]))
+        renamed = "drop_factor" in s and "drop_factor_eval" not in s and self.select != "expert_choice"
+        if renamed and dice.random() < 0.4:
+            s["capacity_factor"] = s.pop("drop_factor")
+            s["capacity_min"] = max(s.pop("drop_min", 1), s.get("capacity_min", 1))
         if self.matrices < self.e:
             if s["weight"] in ("sum", "softmax", "p_norm"):
                 s["weight_over"] = str(dice.choice(["all", "real"] + ["nonzero"] * (s["n_zero"] > 0)))
             if "loss.balance" in s:
                 s["zero_tau"] = float(dice.choice([1.0, 0.75, 0.5]))
                 s["zero_average"] = int(dice.integers(2))
-        if dice.random() < 0.1:
+        if self.score != "dselect" and dice.random() < 0.1:
             s["router_residual"] = 1
             self.matrix("router.residual", self.e, self.e)
             self.normal("previous.logits", self.n, self.e)
+        self.compose_dropout()
+        self.compose_switch()
+        self.compose_competition()
+
+    def compose_cutoff(self):
+        """14D: expert threshold, at another step of its state."""
+        if "cutoff" in self.WITHOUT or self.later.random() < 0.5:
+            return
+        self.select = self.settings["select"] = "expert_threshold"
+        self.settings["threshold_rho"] = float(self.later.choice([0.5, 0.9]))
+        self.normal("router.cutoff", self.e, scale=0.3)
+        self.updates = int(self.later.integers(0, 4))
+
+    def compose_dropout(self):
+        """14B: which experts a token, or all, cannot select."""
+        names = ("top_k", "grouped_each", "threshold", "positive", "dense", "expert_choice")
+        able = self.settings["select"] in names and self.settings["weight"] != "sparsemixer"
+        if able and not self.evaluation and "dropped" not in self.WITHOUT and self.later.random() < 0.1:
+            self.dropped = (self.e,) if self.later.random() < 0.3 else (self.n, self.e)
+
+    def compose_switch(self):
+        """14H: another selection before or after this one, which is that of the step."""
+        s, dice = self.settings, self.later
+        if "switch" in self.WITHOUT or s["weight"] == "sparsemixer" or self.select == "given" or dice.random() > 0.1:
+            return
+        others = ["top_k", "dense", "top_p", "positive", "affinity", "sinkhorn"]
+        others += ["expert_choice"] * ("capacity_factor" not in s and "drop_factor" not in s)
+        if self.dropped:
+            others = ["top_k", "dense", "positive"]
+        other = str(dice.choice([name for name in others if name != s["select"]]))
+        s["switch_at"] = 5
+        # its factor, 1 unless given, would limit the load before it
+        if dice.random() < 0.5 or "router.predictor" in self.shapes or other == "expert_choice":
+            s["switch_from"], self.step = other, 5 + int(dice.integers(3))
+        else:
+            s["switch_from"], s["select"], self.step = s["select"], other, int(dice.integers(5))
+
+    def compose_competition(self):
+        """14H: the experts compete in this call, or would in a later one."""
+        s, dice = self.settings, self.later
+        able = self.score == "linear" and s["select"] == "top_k" and self.refine == "none" and "noise" not in s
+        able = able and s["weight"] != "sparsemixer" and self.matrices == self.e and "switch_at" not in s
+        taken = ("ties", "logit_cap", "router_residual")
+        if not able or any(name in s for name in taken) or "router.selection_bias" in self.shapes:
+            return
+        if self.evaluation or "compete" in self.WITHOUT or dice.random() > 0.8:
+            return
+        s.update(compete_rate=1.0, compete=str(dice.choice(["softplus", "norm"])))
+        s.update({"loss.distill": 0.5, "distill": str(dice.choice(["mse", "ce_soft"]))})
+        self.shapes.pop("teacher", None)
+        if dice.random() < 0.3:
+            s["compete_from"], self.step = 5, int(dice.integers(3, 8))
 
     def compose_sizes(self):
         s = self.settings
@@ -240,6 +311,10 @@ class Draw:
         if self.score == "norm":
             self.put("norm_node", *NODES[self.kind])
             self.put("norm_order", "l2", "l1", "linf")
+        if self.score == "mlp" and "dselect" not in self.WITHOUT and self.later.random() < 0.4:
+            self.score = s["score"] = "dselect"
+            self.normal("router.codes", self.k * max(1, (e - 1).bit_length()), d, scale=0.5 * d ** -0.5)
+            self.matrix("router.mix", self.k, d)
         if self.score in ("mlp", "attentive"):
             width = s["router_hidden"] = self.width if self.score == "attentive" else self.number(1, 8)
             self.put("router_act", *ACTS)
@@ -443,6 +518,12 @@ class Draw:
         if "router.threshold" in t:
             theta = s["threshold"]
             t["router.threshold"] += np.float32(np.log(theta / (1.0 - theta)) if s["threshold_sigmoid"] else theta)
+        if self.step is not None:
+            t["router.step"] = np.full(1, self.step, np.float32)
+        if self.updates is not None:
+            t["router.cutoff_updates"] = np.full(1, self.updates, np.float32)
+        if self.dropped:
+            t["dropped"] = (self.dice.random(self.dropped) < 0.3).astype(np.uint8)
         if "bias_rate" in s:
             t["router.load"] = np.zeros(self.e + 1, np.float32)
 

@@ -224,7 +224,8 @@ class Mixture(draw.Draw):
 
     def __init__(self, seed, net):
         self.net = net
-        self.WITHOUT = ("given", "noise", "load", "locality", "gumbel") + (BATCHED if net.decodes else ())
+        self.WITHOUT = ("given", "noise", "load", "locality", "gumbel", "dropped", "switch", "compete", "dselect",
+                        "cutoff") + (BATCHED if net.decodes else ())
         if not net.ids:
             self.WITHOUT += ("hash",)
         super().__init__(seed)

@@ -37,6 +37,12 @@ class Layer:
         if alone:  # otherwise it is a part of what is on the tape
             clear(precision, move)
         self.c = configure(settings)
+        step = tensors.get("router.step", np.zeros(1))[0]
+        if self.c.switch_at and step < self.c.switch_at:
+            self.c.select = self.c.switch_from
+        self.competes = self.c.compete_rate > 0.0 and self.c.training and step >= self.c.compete_from
+        if self.c.compete_rate > 0.0 and not self.competes:
+            self.c.loss_distill = 0.0
         self.tensors = tensors
         self.leaves = {}
         self.margin = np.inf  # of the closest decision
@@ -250,11 +256,23 @@ class Layer:
         if c.score == "norm":
             return stack_columns([self.norm(node[c.norm_node]) for node in nodes])
         if c.score == "competition":
-            return stack_columns([softplus(node["output"]).mean(-1) for node in nodes])
+            return self.responses(nodes)
         hidden = ACTS[c.router_act](self.linear(u, "router.fc1.weight", "router.fc1.bias"))
         query = self.linear(hidden, "router.query")
         keys = [self.linear(node["hidden"], "router.key") for node in nodes]
         return stack_columns([(query * key).sum(-1) for key in keys]) / math.sqrt(query.shape[1])
+
+    def responses(self, nodes):
+        """How experts answer: CompeteSMoE of 2025, or of 2024."""
+        outputs = [node["output"] for node in nodes]
+        return stack_columns([length(y) if self.c.compete == "norm" else softplus(y).mean(-1) for y in outputs])
+
+    def compete(self, z):
+        """14H: the experts' responses are the logits; the router is taught."""
+        c = self.c
+        c.gate, c.gate_temperature, c.select = "softmax", 1.0, "top_k"
+        self.taught = z
+        return self.responses([self.expert(e, self.seen()) for e in range(c.n_experts)])
 
     def norm(self, v):
         if self.c.norm_order == "l2":
@@ -548,6 +566,9 @@ class Layer:
 
     def weights(self, z, p, chosen):
         c = self.c
+        if self.competes:
+            part = where(chosen, z, 0.0)
+            return softmax(z, chosen) if c.compete == "norm" else ratio(part, part.sum(-1) + z * 0.0)
         if c.weight == "sparsemixer":
             return self.sparsemixer(z)
         if c.weight == "softmax":
@@ -645,7 +666,7 @@ class Layer:
     def capacities(self, u):
         """C of each expert; None: no limit."""
         c = self.c
-        least, factor = c.drop_min, c.drop_factor
+        least, factor = max(c.drop_min, c.capacity_min), c.drop_factor
         if not c.training and c.drop_factor_eval > 0.0:
             factor = c.drop_factor_eval
         if c.select not in ("expert_choice", "expert_threshold") and c.capacity_factor > 0.0:
@@ -779,7 +800,8 @@ class Layer:
         return (cos * cos * (1.0 - np.eye(len(cos.value)))).sum()
 
     def loss_distill(self, z):
-        teacher = self.given("teacher")
+        teacher = z.value if self.competes else self.given("teacher")
+        z = self.taught if self.competes else z
         share = softmax(lift(teacher)).value
         if self.c.distill == "mse":
             apart = softmax(z) - share
@@ -848,6 +870,8 @@ class Layer:
             z, y = self.soft(u)
         else:
             z = self.logits(u)
+            if self.competes:
+                z = self.compete(z)
             r = self.gate(z)
             p = self.refine(u, r)
             chosen = self.select(z, p)

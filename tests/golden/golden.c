@@ -47,8 +47,12 @@ enum { NAME_ROOM = 128, VALUE_ROOM = 64, TEXT_ROOM = 256, MAX_PATHS = 100000 };
 /* ---- how files speak of the configuration ---- */
 
 /* One key of a case's metadata. It takes part when the key `stage` has one of the words of `values`
-   (values NULL: when it is there at all). A value equal to `harmless` asks for nothing, so the
-   library need not know the field. */
+   (values NULL: when it is there at all), or, with the stages BY_FACTOR and DROPS, when the case
+   has a capacity by formula or any. A value equal to `harmless` asks for nothing, so the library
+   need not know the field. */
+#define BY_FACTOR "by factor"
+#define DROPS "drops"
+
 typedef struct rule {
     const char *key, *field, *stage, *values, *harmless;
 } rule;
@@ -70,20 +74,15 @@ static const rule rules[] = {{"ac_lambda", "ac_lambda", NULL, NULL, NULL},
                              {"drop_factor", "capacity_factor_eval", NULL, NULL, NULL},
                              {"drop_factor_eval", "capacity_factor_eval", NULL, NULL, NULL},
                              {"drop_min", "capacity_min", NULL, NULL, NULL},
-                             {"drop_order", "drop_order", "drop_factor", NULL, NULL},
-                             {"renormalize", "renormalize", "drop_factor", NULL, NULL},
                              {"d_model", "d_model", NULL, NULL, NULL},
                              {"n_zero", "n_zero", NULL, NULL, "0"},
                              {"n_copy", "n_copy", NULL, NULL, "0"},
                              {"n_constant", "n_constant", NULL, NULL, "0"},
                              {"weight_over", "weight_over", NULL, NULL, "all"},
                              {"zero_tau", "zero_tau", "loss.balance", NULL, "1"},
-                             {"zero_tau", "zero_tau", "capacity_factor", NULL, "1"},
+                             {"zero_tau", "zero_tau", BY_FACTOR, NULL, "1"},
                              {"zero_average", "zero_average", "loss.balance", NULL, "0"},
                              {"router_residual", "router_residual", NULL, NULL, "0"},
-                             {"logit_cap", "logit_cap", NULL, NULL, "0"},
-                             {"threshold_rho", "threshold_rho", "select", "expert_threshold", NULL},
-                             {"sparsemixer_sample", "sparsemixer_sample", "weight", "sparsemixer", "0"},
                              {"n_experts", "n_experts", NULL, NULL, NULL},
                              {"top_k", "top_k", NULL, NULL, NULL},
                              {"input", "input", NULL, NULL, "plain"},
@@ -123,7 +122,7 @@ static const rule rules[] = {{"ac_lambda", "ac_lambda", NULL, NULL, NULL},
                              {"capacity_factor", "capacity_factor", NULL, NULL, NULL},
                              {"expert_choice_score", "expert_choice_score", "select", "expert_choice", NULL},
                              {"affinity_mass", "affinity_mass", "select", "affinity", NULL},
-                             {"capacity_min", "capacity_min", "select", "affinity", NULL},
+                             {"capacity_min", "capacity_min", NULL, NULL, NULL},
                              {"capacity", "capacity", "select", "affinity", NULL},
                              {"slots", "slots", "select", "soft", NULL},
                              {"soft_normalise", "soft_normalise", "select", "soft", "0"},
@@ -136,8 +135,8 @@ static const rule rules[] = {{"ac_lambda", "ac_lambda", NULL, NULL, NULL},
                              {"scale", "scale", NULL, NULL, NULL},
                              {"apply_to", "apply_to", NULL, NULL, NULL},
                              {"drop_capacity", "drop_capacity", NULL, NULL, NULL},
-                             {"drop_order", "drop_order", "drop_capacity", NULL, NULL},
-                             {"renormalize", "renormalize", "drop_capacity", NULL, NULL},
+                             {"drop_order", "drop_order", DROPS, NULL, NULL},
+                             {"renormalize", "renormalize", DROPS, NULL, NULL},
                              {"expert", "expert", NULL, NULL, NULL},
                              {"d_ff", "d_ff", "expert", "swiglu mlp factorised glu", NULL},
                              {"d_low", "d_low", "expert", "factorised", NULL},
@@ -162,9 +161,14 @@ static const rule rules[] = {{"ac_lambda", "ac_lambda", NULL, NULL, NULL},
                              {"loss.selector_reach", "loss_selector_reach", NULL, NULL, "0"},
                              {"loss.predictor", "loss_predictor", NULL, NULL, "0"},
                              {"expert_choice_scope", "expert_choice_scope", "select", "expert_choice", "batch"},
+                             {"switch_from", "switch_from", NULL, NULL, NULL},
+                             {"switch_at", "switch_at", NULL, NULL, NULL},
+                             {"compete_rate", "compete_rate", NULL, NULL, NULL},
+                             {"compete", "compete", NULL, NULL, NULL},
+                             {"compete_from", "compete_from", NULL, NULL, NULL},
                              {"balance_over", "balance_over", "loss.balance", NULL, NULL},
                              {"importance_over", "importance_over", "loss.importance", NULL, NULL},
-                             {"unbiased", "unbiased", "loss.importance", NULL, "0"},
+                             {"unbiased", "unbiased", NULL, NULL, "0"},
                              {"nodes", "nodes", "loss.locality", NULL, NULL}};
 
 /* What a stage is when a file does not name it. */
@@ -210,7 +214,7 @@ static const char *const parameters[] = {
     "experts.gate",       "experts.up",        "experts.down",        "experts.fc1.weight",    "experts.fc1.bias",
     "experts.fc2.weight", "experts.fc2.bias",  "experts.weight",      "experts.bias",          "experts.reduce",
     "experts.expand",     "shared.gate",       "shared.up",           "shared.down",           "shared.sigmoid",
-    "latent.in",          "latent.out",        "router.predictor"};
+    "latent.in",          "latent.out",        "router.predictor",    "router.step"};
 
 /* ---- a case ---- */
 
@@ -361,12 +365,24 @@ static const char *default_of(const char *stage) {
     return NULL;
 }
 
+/* Whether a capacity follows from a factor, or there is any. */
+static int has_capacity(const golden *g, int by_factor) {
+    char value[VALUE_ROOM];
+    if (metadata(g, "drop_capacity", value) && strtod(value, NULL) > 0) return !by_factor;
+    if (metadata(g, "drop_factor", value)) return 1;
+    return metadata(g, "capacity_factor", value) &&
+           !(metadata(g, "select", value) && is_one_of(value, "expert_choice expert_threshold"));
+}
+
 static int takes_part(const golden *g, const rule *r) {
     char value[VALUE_ROOM];
     const char *now = value;
     if (r->stage == NULL) return 1;
+    if (strcmp(r->stage, BY_FACTOR) == 0 || strcmp(r->stage, DROPS) == 0)
+        return has_capacity(g, strcmp(r->stage, BY_FACTOR) == 0);
     if (!metadata(g, r->stage, value)) now = default_of(r->stage);
-    return now != NULL && (r->values == NULL || is_one_of(now, r->values));
+    if (now != NULL && (r->values == NULL || is_one_of(now, r->values))) return 1;
+    return strcmp(r->stage, "select") == 0 && metadata(g, "switch_from", value) && is_one_of(value, r->values);
 }
 
 static int is_harmless(const rule *r, const char *value) {
@@ -389,6 +405,11 @@ static int set_field(golden *g, const char *field, const char *value) {
     return fail(g, "configuration", error.message);
 }
 
+/* Whether a selection may be in use, at this step or another. */
+static int may_select(const moe_router_config *c, int select) {
+    return c->select == select || (c->switch_at > 0 && c->switch_from == select);
+}
+
 static int read_config(golden *g) {
     char value[VALUE_ROOM];
     moe_file_tensor table;
@@ -402,7 +423,7 @@ static int read_config(golden *g) {
     for (i = 0; i < sizeof tensor_switches / sizeof tensor_switches[0]; i++)
         if (has_tensor(g, tensor_switches[i][0]) && !set_field(g, tensor_switches[i][1], "1")) return 0;
     if (metadata(g, "shared", value)) g->config.n_shared = 1;
-    if (g->config.router.select == MOE_SELECT_HASH && moe_file_find(&g->file, "router.table", &table) == MOE_OK &&
+    if (may_select(&g->config.router, MOE_SELECT_HASH) && moe_file_find(&g->file, "router.table", &table) == MOE_OK &&
         table.n_dims == 2)
         g->config.router.table_size = (int)table.shape[0];
     if ((g->config.expert == MOE_EXPERT_MLP && !has_tensor(g, "experts.fc1.bias")) ||
@@ -728,7 +749,7 @@ static int fill_layer(golden *g, const moe_layer *layer) {
 /* What inference computes is what training computed, bit for bit, where both do the same. */
 static void check_inference(golden *g, const moe_layer *layer, const run *trained, const run *inferred) {
     const moe_router_config *c = &layer->config.router;
-    if (c->select == MOE_SELECT_SINKHORN || c->select == MOE_SELECT_BALANCED) return;
+    if (may_select(c, MOE_SELECT_SINKHORN) || may_select(c, MOE_SELECT_BALANCED) || c->compete_rate > 0) return;
     if (c->threshold_fallback == 1) return;
     if (c->capacity_factor_eval < c->capacity_factor || c->capacity_factor_eval > c->capacity_factor) return;
     if (moe_router_traits(c) & MOE_TRAIT_STOCHASTIC) return; /* noise is for training only */

@@ -434,14 +434,13 @@ static void test_clashes(void) {
         {"switch_from=hash switch_at=3 table_size=3 k_end=3 schedule_steps=9", "k_end = 3", "switch_from = hash"},
         {"drop_order=random", "drop_order = random", "capacity_factor"},
         {"drop_order=score select=expert_choice", "drop_order = score", "drop_capacity"},
-        {"drop_order=priority select=affinity", "drop_order = priority", "drop_capacity"},
+        {"drop_order=priority select=affinity", "drop_order = priority", "capacity_factor"},
         {"renormalize=after", "renormalize = after", "capacity_factor"},
         {"renormalize=after weight=p_norm select=expert_threshold", "renormalize = after", "drop_capacity"},
         {"capacity_min=3", "capacity_min = 3", "capacity_factor"},
         {"capacity_min=3 drop_capacity=5", "capacity_min = 3", "drop_capacity = 5"},
         {"capacity_factor=2 drop_capacity=5", "capacity_factor = 2", "drop_capacity = 5"},
         {"capacity_factor_eval=2 drop_capacity=5", "capacity_factor_eval = 2", "drop_capacity = 5"},
-        {"capacity_factor=2 select=affinity", "capacity_factor = 2", "select = affinity"},
         {"capacity_factor_eval=2 select=expert_choice", "capacity_factor_eval = 2", "select = expert_choice"},
         {"affinity_mass=0.5 affinity_sum=2 select=affinity", "affinity_mass = 0.5", "affinity_sum = 2"},
         {"affinity_mass=0.5 affinity_sum_auto=2 select=affinity", "affinity_mass = 0.5", "affinity_sum_auto = 2"},
@@ -1803,9 +1802,10 @@ static void test_affinity(void) {
         c.weight = MOE_WEIGHT_RAW;
         if (trial % 3 == 0) c.capacity = 3;
         if (trial % 5 == 0) c.capacity_min = 2;
+        if (trial % 7 == 0) c.capacity_factor = (moe_real)0.5; /* of what the experts keep */
         if (!CHECK(bench_start(&b, &c, NULL, 15, 1.0), "routes")) continue;
         for (e = 0; e < 4; e++) {
-            size_t mine[15], n = 0, keep = 0;
+            size_t mine[15], n = 0, keep = 0, most;
             double total = 0.0, sum = 0.0;
             int clear = 1;
             for (t = 0; t < 15; t++) {
@@ -1831,7 +1831,10 @@ static void test_affinity(void) {
             if (keep > n) keep = n;
             if (!clear) continue;
             CHECK(b.routing.counts[e] == keep, "the shortest prefix that holds the mass");
-            for (t = 0; t < keep; t++) CHECK(b.routing.selected[mine[t] * 4 + e], "the best of an expert's tokens");
+            for (t = 0; t < keep && trial % 7 != 0; t++)
+                CHECK(b.routing.selected[mine[t] * 4 + e], "the best of an expert's tokens");
+            most = keep < 4 || trial % 7 != 0 ? keep : 4; /* ceil(0.5 K N / E) with K = 2 */
+            CHECK(b.routing.plan.offsets[e + 1] - b.routing.plan.offsets[e] == most, "the capacity is the limit");
         }
         check_consistent(&b);
         bench_end(&b);
