@@ -594,7 +594,10 @@ static void show_experts(const moe_report *r, const schema *s) {
     size_t shown = s->n_classes < 10 ? s->n_classes : 10, wide = 4;
     for (size_t c = 0; c < shown; c++) wide = strlen(s->classes[c]) > wide ? strlen(s->classes[c]) : wide;
     if (wide > 12) wide = 12;
-    printf("\nHeld-out lines that went to each expert (a line goes to %.3g):\n  expert", r->experts_per_token);
+    printf("\nHeld-out lines that went to each expert (a line goes to %.3g", r->experts_per_token);
+    if (r->real_experts_per_token < r->experts_per_token)
+        printf(", of which %.3g have matrices", r->real_experts_per_token);
+    printf("):\n  expert");
     for (size_t c = 0; c < shown; c++) {
         printf(" ");
         print_cut(s->classes[c], (int)wide);

@@ -39,6 +39,7 @@ prepare() {
 plan() {
     cat <<'TEXT'
 learns
+without_matrices
 forms semicolons s/,/;/g
 forms tabs s/,/\t/g
 forms carriage s/$/\r/
@@ -95,6 +96,12 @@ learns() {
     run "$prepared/csv" "$prepared/plain.csv" >said || return 1
     right 95 said && grep -q '90 lines, 2 numbers each, 3 labels in column 3 (what, it is)' said &&
         grep -q '^  small one ' said && grep -q '^ *3 .*%$' said
+}
+
+# Of three experts per line those with matrices are told apart.
+without_matrices() {
+    run "$prepared/csv" "$prepared/plain.csv" --router adamoe --experts 18 --top-k 3 --epochs 1 >said &&
+        grep -q '(a line goes to 3, of which [0-2][.0-9]* have matrices):$' said
 }
 
 # sed's scripts write a table in another form; what is learned stays the same to the last digit.

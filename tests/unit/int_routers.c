@@ -780,6 +780,7 @@ static void try_refusals(void) {
                 {"n_copy=1", "n_copy = 1", 1},
                 {"n_constant=1", "n_constant = 1", 1},
                 {"router_residual=1", "router_residual = 1", 1},
+                {"logit_cap=5", "logit_cap = 5", 1},
                 {"select=soft", "select = soft", 0},
                 {"select=expert_choice", "select = expert_choice", 0},
                 {"select=affinity", "select = affinity", 0},
