@@ -323,8 +323,9 @@ typedef struct moe_imported {
      MOE_ERR_FORMAT       a malformed file; a tensor that occurs twice
      MOE_ERR_MEMORY       also: the files are larger than options.memory
      MOE_ERR_ARGUMENT, MOE_ERR_IO, MOE_ERR_OVERFLOW
-   It allocates some kilobytes per block; while it runs also the headers of the files and about 300
-   bytes per tensor. Files are not trusted. Thread-safe. */
+   It allocates some kilobytes per block, and a router that does not lie in the file as moe_real (16
+   bits, blocks) as moe_real; while it runs also the headers of the files and about 300 bytes per
+   tensor. Files are not trusted. Thread-safe. */
 MOE_API moe_status moe_import_model(moe_imported *model, const char *path, const moe_import_options *options,
                                     const moe_allocator *allocator, moe_error *error);
 #endif

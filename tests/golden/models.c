@@ -8,8 +8,8 @@
    Of every model: the logits of the prompt at once against the file's tolerance; the same bits by
    decoding the prompt at once and token by token; the greedy tokens, and the logits after the last.
    All this with exact = 1, activations in float. Then the default, which may quantize activations:
-   its error may be twice the file's loose bound, which is the largest error that llama.cpp's own
-   quantized activations made, a sample of the same noise.
+   its error is at most the file's loose bound, the largest error that llama.cpp's own quantized
+   activations made.
    Exit status: 0 all that ran passed, 1 one failed or none ran, 2 usage or an unreadable path. */
 
 #if defined(__unix__) || defined(__APPLE__)
@@ -321,7 +321,7 @@ static void run_model(const char *path, const gold *g, verdict *v) {
     }
     run_end(&r);
     if (v->why[0] == '\0') default_mode(path, g, ids, v);
-    if (g->bound > 0.0 && !(v->loose <= 2.0)) complain(v, "by default", "beyond twice the loose bound");
+    if (g->bound > 0.0 && !(v->loose <= 1.0)) complain(v, "by default", "beyond the loose bound");
     free(whole);
     free(ids);
 }
