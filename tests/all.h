@@ -8,6 +8,7 @@
 #ifndef MOE_TEST_SMALL /* whose messages would fill the memory of an AVR */
 #include "../examples/extras/moe_check.h"
 #endif
+#include "../examples/extras/moe_blocks.h"
 #include "../examples/extras/moe_classic.h"
 #include "../examples/extras/moe_export.h"
 #include "../examples/extras/moe_import.h"

@@ -86,6 +86,10 @@
    An exported header has options of its own, for the file that defines MOE_IMPLEMENTATION:
      MOE_NO_TRAIN                leaves out all of moe.h but inference.
      MOE_NO_FLOAT                leaves out all but integer models.
+     MOE_FLASH_EXPERTS           integer models: the attributes of the array of experts, which keep
+                                 it aligned to 4 and may place it apart from the rest, as in
+                                 memory-mapped serial flash [MOE_FLASH]:
+                                 __attribute__((section(".qspi"), aligned(4)))
      MOE_KEEP_ALL                float models: keeps all activations, scores and so on, and the
                                  messages of errors. Without it, only what the model uses is kept
                                  (MOE_KEEP_ masks and MOE_NO_MESSAGES, see moe_kernels.h). Define
@@ -141,7 +145,8 @@
 
      Experts in external flash.   With config.loader = 1 the header has no expert weights.
      moe_export_experts writes them as bytes; on the device a moe_loader fetches the blocks of the
-     chosen experts into scratch: the second argument of moe_infer.
+     chosen experts into scratch: the second argument of moe_infer. moe_blocks.h keeps the blocks
+     used last.
 
      Memory.   A built model owns its memory, from config.allocator. An integer model keeps nothing
      of the network; a float model points to the network's parameters, which must outlive it.
@@ -3407,7 +3412,8 @@ static void moei_print_item(moei_printer *p, const char *format, ...) {
 static void moei_print_bytes(moei_printer *p, const char *what, const unsigned char *bytes, size_t n) {
     size_t i;
     if (n == 0) return;
-    moei_print(p, "static const unsigned char %s_%s[%z] MOE_FLASH = {", p->name, what, n);
+    moei_print(p, "static const unsigned char %s_%s[%z] MOE_FLASH%s = {", p->name, what, n,
+               strcmp(what, "experts") == 0 ? "_EXPERTS" : "");
     for (i = 0; i < n; i++) moei_print(p, i % 24 == 0 ? "\n    %d%s" : "%d%s", (int)bytes[i], i + 1 < n ? "," : "");
     moei_print(p, "};\n\n");
 }
@@ -3974,6 +3980,9 @@ moe_status moe_export_c(const moe_built_model *built, const char *name, moe_stre
     if (model->net != NULL) moei_print_masks(&p, model->net, 0);
     moei_print(&p,
                "#include \"moe.h\"\n\n"
+               "#ifndef MOE_FLASH_EXPERTS\n"
+               "#define MOE_FLASH_EXPERTS MOE_FLASH\n"
+               "#endif\n"
                "#if MOE_MODEL_VERSION != %d\n"
                "#error \"%s: export this model again with this version of moe.h\"\n"
                "#endif\n\n",

@@ -1044,6 +1044,140 @@ static void test_large_inputs(void) {
     moe_net_free(&net);
 }
 
+/* ---- a cache of experts' blocks ---- */
+
+/* The outputs of a model without a cache; a cache of n blocks gives the same, and reads nothing for
+   an input that it has just had if it holds all experts that a token takes. */
+static void cached(const moe_built_model *b, size_t n, int takes) {
+    const size_t stride = b->model.mixtures[0].stride;
+    const size_t room = MOE_BLOCKS_MEMORY(n, stride) - 16 + n; /* not one more */
+    unsigned char *memory = (unsigned char *)malloc(room + 16);
+    unsigned char *start = memory + (16 - (uintptr_t)memory % 16) % 16;
+    unsigned char *scratch = (unsigned char *)malloc(b->model.scratch_size);
+    int16_t *plain = (int16_t *)malloc(b->model.d_out * sizeof *plain);
+    int16_t *made = (int16_t *)malloc(b->model.d_out * sizeof *made);
+    int8_t input[WIDEST];
+    moe_loader slow, fast;
+    moe_blocks cache;
+    shelf s;
+    size_t i, j, bytes, reads;
+    memset(&s, 0, sizeof s);
+    s.bytes = b->experts.data;
+    s.size = b->experts.size;
+    s.left = -1;
+    slow.ctx = &s;
+    slow.fetch = fetch;
+    CHECK_STATUS(moe_blocks_init(&cache, &slow, stride, start, room - n), MOE_OK, "init");
+    CHECK(cache.n == n, "as many blocks as fit");
+    fast = moe_blocks_loader(&cache);
+    for (i = 0; i < 40; i++) {
+        for (j = 0; j < b->model.d_in; j++) input[j] = (int8_t)((int)below(255) - 127);
+        CHECK(run_model(b, input, plain, scratch) == MOE_OK, "without");
+        CHECK(moe_infer(&b->model, &fast, input, made, scratch, b->model.scratch_size) == MOE_OK, "with");
+        CHECK(memcmp(plain, made, b->model.d_out * sizeof *made) == 0, "the same");
+        bytes = cache.bytes;
+        reads = cache.reads;
+        CHECK(moe_infer(&b->model, &fast, input, made, scratch, b->model.scratch_size) == MOE_OK, "again");
+        CHECK(memcmp(plain, made, b->model.d_out * sizeof *made) == 0, "the same again");
+        if ((int)n >= takes) CHECK(cache.bytes == bytes && cache.reads == reads, "nothing is read");
+    }
+    CHECK(s.fetched == cache.bytes && !s.bad, "bytes are counted");
+    CHECK((cache.hits > 0 || (int)n < takes) && cache.hits + cache.reads == cache.requests, "requests are counted");
+    s.left = 0;
+    memset(input, 0, sizeof input);
+    CHECK_STATUS(moe_blocks_init(&cache, &slow, stride, start, room - n), MOE_OK, "init");
+    CHECK(moe_infer(&b->model, &fast, input, made, scratch, b->model.scratch_size) == MOE_ERR_IO && cache.reads == 0,
+          "a loader that fails");
+    s.left = -1;
+    CHECK(moe_infer(&b->model, &fast, input, made, scratch, b->model.scratch_size) == MOE_OK, "which does again");
+    free(memory);
+    free(scratch);
+    free(plain);
+    free(made);
+}
+
+static void test_cached(void) {
+    static const char *const scores[] = {"linear", "norm"};
+    size_t i, n;
+    for (i = 0; i < 2; i++) {
+        trial t;
+        moe_net net;
+        moe_error error;
+        moe_model_config config;
+        moe_built_model built;
+        moe_data rows;
+        static moe_real x[64 * 12];
+        memset(&t, 0, sizeof t);
+        memset(&config, 0, sizeof config);
+        memset(&rows, 0, sizeof rows);
+        t.layers = 1;
+        t.d = 12;
+        t.layer[0].router.score = i == 0 ? MOE_SCORE_LINEAR : MOE_SCORE_NORM;
+        t.layer[0].router.norm_node = i == 0 ? 0 : MOE_NODE_GATE;
+        t.layer[0].router.n_experts = 6;
+        t.layer[0].router.top_k = 2;
+        for (n = 0; n < 64 * 12; n++) x[n] = gauss();
+        rows.n = 64;
+        rows.x = x;
+        config.weights = MOE_WEIGHTS_INT8;
+        config.loader = 1;
+        config.calibration = &rows;
+        if (CHECK_STATUS(build(&t, &net, &error), MOE_OK, scores[i]) &&
+            CHECK_STATUS(moe_model_create(&built, &net, &config, &error), MOE_OK, error.message)) {
+            for (n = 1; n <= 6; n++) cached(&built, n, i == 0 ? 2 : 6);
+            moe_model_free(&built);
+        }
+        moe_net_free(&net);
+    }
+}
+
+static void test_blocks(void) {
+    unsigned char memory[MOE_BLOCKS_MEMORY(3, 8)], to[8], bytes[64] = {0};
+    moe_loader slow, fast;
+    moe_blocks cache;
+    shelf s;
+    size_t i, n;
+    memset(&s, 0, sizeof s);
+    s.bytes = bytes;
+    s.size = sizeof bytes;
+    s.left = -1;
+    for (i = 0; i < sizeof bytes; i++) bytes[i] = (unsigned char)i;
+    slow.ctx = &s;
+    slow.fetch = fetch;
+    CHECK_STATUS(moe_blocks_init(NULL, &slow, 8, memory, sizeof memory), MOE_ERR_ARGUMENT, "cache");
+    CHECK_STATUS(moe_blocks_init(&cache, NULL, 8, memory, sizeof memory), MOE_ERR_ARGUMENT, "loader");
+    CHECK_STATUS(moe_blocks_init(&cache, &slow, 0, memory, sizeof memory), MOE_ERR_ARGUMENT, "size");
+    CHECK_STATUS(moe_blocks_init(&cache, &slow, 8, NULL, sizeof memory), MOE_ERR_ARGUMENT, "memory");
+    CHECK_STATUS(moe_blocks_init(&cache, &slow, (size_t)-1, memory, sizeof memory), MOE_ERR_SPACE, "a large block");
+    CHECK_STATUS(moe_blocks_init(&cache, &slow, 8, memory, 8), MOE_ERR_SPACE, "no room");
+    CHECK(moe_blocks_loader(NULL).fetch == NULL, "no cache");
+    CHECK_STATUS(moe_blocks_init(&cache, &slow, 8, memory, sizeof memory), MOE_OK, "three blocks");
+    CHECK(cache.n == 3, "three blocks");
+    fast = moe_blocks_loader(&cache);
+    CHECK_STATUS(moe_blocks_pin(&cache, 8, 8, 1), MOE_OK, "pinned");
+    for (i = 0; i < 40; i += 8) { /* 0 8 16 24 32: block 8 stays, 24 and 32 are the last two */
+        CHECK(fast.fetch(fast.ctx, i, 8, to) == MOE_OK && memcmp(to, bytes + i, 8) == 0, "fetched");
+    }
+    n = cache.reads;
+    CHECK(fast.fetch(fast.ctx, 8, 8, to) == MOE_OK && to[0] == 8 && cache.reads == n, "the pinned one");
+    CHECK(fast.fetch(fast.ctx, 24, 8, to) == MOE_OK && cache.reads == n, "used last but one");
+    CHECK(fast.fetch(fast.ctx, 40, 8, to) == MOE_OK && cache.reads == n + 1, "in the place of the oldest");
+    CHECK(fast.fetch(fast.ctx, 24, 8, to) == MOE_OK && cache.reads == n + 1, "which was not this one");
+    CHECK(fast.fetch(fast.ctx, 32, 8, to) == MOE_OK && cache.reads == n + 2, "but this one");
+    CHECK_STATUS(moe_blocks_pin(&cache, 32, 8, 1), MOE_OK, "a second one");
+    CHECK_STATUS(moe_blocks_pin(&cache, 24, 8, 1), MOE_ERR_SPACE, "one stays free");
+    CHECK_STATUS(moe_blocks_pin(&cache, 56, 8, 0), MOE_ERR_NOT_FOUND, "not there");
+    CHECK_STATUS(moe_blocks_pin(&cache, 32, 8, 0), MOE_OK, "let go");
+    CHECK_STATUS(moe_blocks_pin(&cache, 0, 9, 1), MOE_ERR_ARGUMENT, "larger than a block");
+    CHECK_STATUS(moe_blocks_pin(NULL, 0, 8, 1), MOE_ERR_ARGUMENT, "no cache");
+    bytes[16] = 99;
+    CHECK(fast.fetch(fast.ctx, 16, 4, to) == MOE_OK && to[0] == 99, "the beginning of a block");
+    n = cache.bytes;
+    CHECK(fast.fetch(fast.ctx, 16, 8, to) == MOE_OK && to[7] == 23 && cache.bytes == n + 4, "and its rest");
+    cache.block_size = 4;
+    CHECK(fast.fetch(fast.ctx, 16, 8, to) == MOE_OK && cache.bytes == n + 12, "more than a block goes by");
+}
+
 int main(int argc, char **argv) {
     shows = argc > 1 && strcmp(argv[1], "show") == 0;
     moe_rng_seed(&rng, 7);
@@ -1062,5 +1196,7 @@ int main(int argc, char **argv) {
     CASE(test_acts());
     CASE(test_alone());
     CASE(test_large_inputs());
+    CASE(test_cached());
+    CASE(test_blocks());
     return test_end();
 }
