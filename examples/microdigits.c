@@ -5,6 +5,7 @@
 
 #define MOE_IMPLEMENTATION
 #include "moe.h"
+#include "extras/moe_blocks.h"
 #include "extras/moe_export.h"
 #include "microdigits.h"
 #include "report.h"
@@ -110,6 +111,56 @@ static int show_experts(const moe_model *model, const moe_data *test) {
     return 0;
 }
 
+/* External flash, played by the experts' bytes in memory. */
+static moe_status read_flash(void *ctx, size_t at, size_t size, void *to) {
+    const moe_buffer *flash = (const moe_buffer *)ctx;
+    if (at > flash->size || size > flash->size - at) return MOE_ERR_IO;
+    memcpy(to, flash->data + at, size);
+    return MOE_OK;
+}
+
+/* Bytes that a digit reads from external flash, the mean of data's, with a cache of n experts in
+   memory; negative: it failed. */
+static double flash_bytes(moe_built_model *built, const moe_data *data, size_t n, void *memory, void *scratch) {
+    const moe_loader flash = {&built->experts, read_flash};
+    const size_t block = built->model.mixtures[0].stride;
+    int8_t input[PIXELS];
+    int16_t output[CLASSES];
+    moe_blocks cache;
+    moe_loader cached;
+    if (moe_blocks_init(&cache, &flash, block, memory, MOE_BLOCKS_MEMORY(n, block))) return -1;
+    cached = moe_blocks_loader(&cache);
+    for (size_t i = 0; i < data->n; i++) {
+        moe_infer_levels(&built->model, data->x + i * PIXELS, input);
+        if (moe_infer(&built->model, &cached, input, output, scratch, built->model.scratch_size)) return -1;
+    }
+    return (double)cache.bytes / (double)data->n;
+}
+
+/* What a cache of experts saves if they lie in external flash. */
+static int show_flash(const moe_net *net, moe_model_config config, const moe_data *test) {
+    moe_built_model built;
+    moe_error error = {0};
+    double bytes[EXPERTS] = {0};
+    void *memory, *scratch;
+    int failed;
+    config.loader = 1;
+    if (moe_model_create(&built, net, &config, &error)) return fail("experts in external flash", error.message);
+    memory = malloc(MOE_BLOCKS_MEMORY(EXPERTS, built.model.mixtures[0].stride));
+    scratch = malloc(built.model.scratch_size);
+    failed = memory == NULL || scratch == NULL;
+    for (size_t n = 1; n < EXPERTS && !failed; n *= 2)
+        failed = (bytes[n] = flash_bytes(&built, test, n, memory, scratch)) < 0;
+    if (!failed)
+        printf("experts in external flash: %d bytes read per digit; behind moe_blocks.h with 1 block %.0f, 2 %.0f, 4 "
+               "%.0f\n",
+               TOP_K * (int)built.model.mixtures[0].stride, bytes[1], bytes[2], bytes[4]);
+    free(memory);
+    free(scratch);
+    moe_model_free(&built);
+    return failed ? fail("experts in external flash", "inference failed") : 0;
+}
+
 static int write_report(const moe_model *model, double in_float, double in_integers) {
     static const char *const losses[] = {"training", "routers'"}, *const heads[] = {"value"};
     static const char *const names[] = {"held-out digits right in float (%)", "the same in integers (%)",
@@ -172,6 +223,7 @@ static int run(const microdigits *digits, moe_net *net, moe_built_model *built) 
            accuracy, weights == MOE_WEIGHTS_INT8 ? "int8" : "int4", (int)digits->test.n);
     printf("weights %d bytes, scratch memory %d bytes, %d multiplications per digit at most\n",
            (int)(model->weights_size + model->experts_size), (int)model->scratch_size, (int)model->multiplications);
+    if (show_flash(net, config, &digits->test)) return 1;
     if (moe_net_save(net, saved, &error)) return fail(saved, error.message);
     if (moe_file_replace(header, write_header, built, &error)) return fail(header, error.message);
     printf("saved as %s; written for firmware as %s, which says how to use it\n", saved, header);

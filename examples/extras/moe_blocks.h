@@ -54,9 +54,12 @@
        cached = moe_blocks_loader(&cache);
        moe_infer(&digits, &cached, input, output, scratch, sizeof scratch);
      The header of a model states the bytes of its experts' blocks; with several MoE layers, take
-     the largest. A block that is in the cache is copied to scratch memory and not read; a full cache
-     drops the block whose last use is longest ago, among those that are not pinned. With a cache of
-     as many blocks as a call chooses, the same input is never read twice.
+     the largest. A block that is in the cache is copied to scratch memory and not read. A full
+     cache drops the block whose last use is longest ago, among those that are not pinned. With a
+     cache of as many blocks as a call reads, the same input is never read twice.
+
+     A read that fails leaves the bytes that the cache has of its block, and all other blocks but
+     the one whose place it would have taken.
 
      A score that reads experts (norm, attentive, competition) asks for the first bytes of every
      block. The rest of a block that is there in part is read when it is asked for.
@@ -89,17 +92,17 @@ typedef struct moe_blocks_slot {
     int pinned;      /* 1: it is not dropped */
 } moe_blocks_slot;
 
-/* A cache of blocks. Only init writes loader, block_size, slots, memory and n; the counters may be
-   set to 0 at any time. */
+/* A cache of blocks. Only the functions below write it; the counters of reads and hits may be set
+   to 0 at any time. All count from 0 again after 2^32 - 1. */
 typedef struct moe_blocks {
     moe_loader loader;      /* what reads the blocks */
     size_t block_size;      /* bytes of a block, at most */
     moe_blocks_slot *slots; /* [n], in the caller's memory */
     unsigned char *memory;  /* [n, block_size], behind them */
     size_t n;
-    uint32_t requests;      /* how many there were */
-    size_t reads, bytes;    /* requests that were read, and bytes read */
-    size_t hits, hit_bytes; /* requests that were not, and bytes copied for them */
+    uint32_t requests;        /* how many there were: the clock of slot.used */
+    uint32_t reads, bytes;    /* requests that were read, and bytes read for them */
+    uint32_t hits, hit_bytes; /* requests that were not, and bytes copied for them */
 } moe_blocks;
 
 /* Bytes of memory for n blocks of `size` bytes at any alignment. */
@@ -168,32 +171,27 @@ static moe_blocks_slot *moei_blocks_find(const moe_blocks *cache, size_t at) {
     return oldest;
 }
 
-/* Has size bytes of the block at `at` in the cache; *slot NULL: there is no place for it. */
+/* Has size bytes of the block at `at` in the cache; *slot NULL: there is no place for it. The bytes
+   of a block that are there stay valid when the rest of it cannot be read. */
 static moe_status moei_blocks_have(moe_blocks *cache, size_t at, size_t size, moe_blocks_slot **slot) {
     moe_blocks_slot *s = moei_blocks_find(cache, at);
     unsigned char *to;
     moe_status status;
-    cache->requests++;
     *slot = s;
     if (s == NULL) return MOE_OK;
-    if (s->size == 0 || s->at != at) {
-        s->at = at;
-        s->size = 0;
-    }
-    s->used = cache->requests;
+    s->used = ++cache->requests;
+    if (s->at != at) s->size = 0;
+    s->at = at;
     if (s->size >= size) {
         cache->hits++;
-        cache->hit_bytes += size;
+        cache->hit_bytes += (uint32_t)size;
         return MOE_OK;
     }
     to = cache->memory + (size_t)(s - cache->slots) * cache->block_size;
     status = cache->loader.fetch(cache->loader.ctx, at + s->size, size - s->size, to + s->size);
-    if (status != MOE_OK) {
-        s->size = 0;
-        return status;
-    }
+    if (status != MOE_OK) return status;
     cache->reads++;
-    cache->bytes += size - s->size;
+    cache->bytes += (uint32_t)(size - s->size);
     s->size = size;
     return MOE_OK;
 }
@@ -207,10 +205,11 @@ static moe_status moei_blocks_fetch(void *ctx, size_t at, size_t size, void *to)
         memcpy(to, cache->memory + (size_t)(slot - cache->slots) * cache->block_size, size);
         return MOE_OK;
     }
+    cache->requests++;
     status = cache->loader.fetch(cache->loader.ctx, at, size, to);
     if (status != MOE_OK) return status;
     cache->reads++;
-    cache->bytes += size;
+    cache->bytes += (uint32_t)size;
     return MOE_OK;
 }
 

@@ -1060,7 +1060,8 @@ static void cached(const moe_built_model *b, size_t n, int takes) {
     moe_loader slow, fast;
     moe_blocks cache;
     shelf s;
-    size_t i, j, bytes, reads;
+    size_t i, j;
+    uint32_t bytes, reads;
     memset(&s, 0, sizeof s);
     s.bytes = b->experts.data;
     s.size = b->experts.size;
@@ -1176,6 +1177,46 @@ static void test_blocks(void) {
     CHECK(fast.fetch(fast.ctx, 16, 8, to) == MOE_OK && to[7] == 23 && cache.bytes == n + 4, "and its rest");
     cache.block_size = 4;
     CHECK(fast.fetch(fast.ctx, 16, 8, to) == MOE_OK && cache.bytes == n + 12, "more than a block goes by");
+    CHECK(cache.hits + cache.reads == cache.requests, "all are counted");
+}
+
+/* A read that fails leaves what there is, pinned or not, and costs no block. */
+static void test_blocks_failing(void) {
+    unsigned char memory[MOE_BLOCKS_MEMORY(2, 8)], to[8], bytes[64];
+    moe_loader slow, fast;
+    moe_blocks cache;
+    shelf s;
+    uint32_t hits;
+    size_t i;
+    memset(&s, 0, sizeof s);
+    s.bytes = bytes;
+    s.size = sizeof bytes;
+    s.left = -1;
+    for (i = 0; i < sizeof bytes; i++) bytes[i] = (unsigned char)i;
+    slow.ctx = &s;
+    slow.fetch = fetch;
+    CHECK_STATUS(moe_blocks_init(&cache, &slow, 8, memory, sizeof memory), MOE_OK, "two blocks");
+    fast = moe_blocks_loader(&cache);
+    CHECK_STATUS(moe_blocks_pin(&cache, 8, 4, 1), MOE_OK, "half of a block is pinned");
+    CHECK(fast.fetch(fast.ctx, 16, 4, to) == MOE_OK, "half of another");
+    s.left = 0;
+    CHECK_STATUS(fast.fetch(fast.ctx, 8, 8, to), MOE_ERR_IO, "the rest of the pinned one");
+    CHECK_STATUS(fast.fetch(fast.ctx, 16, 8, to), MOE_ERR_IO, "the rest of the other");
+    CHECK_STATUS(moe_blocks_pin(&cache, 8, 8, 1), MOE_ERR_IO, "the rest by a pin");
+    hits = cache.hits;
+    CHECK(fast.fetch(fast.ctx, 8, 4, to) == MOE_OK && to[0] == 8 && cache.hits == hits + 1, "the pinned half is there");
+    CHECK(fast.fetch(fast.ctx, 16, 4, to) == MOE_OK && to[3] == 19 && cache.hits == hits + 2, "and the other half");
+    CHECK_STATUS(fast.fetch(fast.ctx, 24, 8, to), MOE_ERR_IO, "a new block");
+    CHECK_STATUS(fast.fetch(fast.ctx, 24, 8, to), MOE_ERR_IO, "is not taken for there");
+    CHECK_STATUS(fast.fetch(fast.ctx, 16, 4, to), MOE_ERR_IO, "nor the one that left its place");
+    CHECK_STATUS(fast.fetch(fast.ctx, 0, 16, to), MOE_ERR_IO, "more than a block");
+    s.left = -1;
+    CHECK(fast.fetch(fast.ctx, 24, 8, to) == MOE_OK && to[7] == 31, "it is read later");
+    CHECK(fast.fetch(fast.ctx, 8, 8, to) == MOE_OK && to[7] == 15 && cache.bytes == 4 + 4 + 8 + 4, "as is the rest");
+    CHECK_STATUS(moe_blocks_pin(&cache, 24, 8, 1), MOE_ERR_SPACE, "one is pinned still");
+    CHECK_STATUS(moe_blocks_pin(&cache, 8, 8, 0), MOE_OK, "which can be let go");
+    CHECK_STATUS(moe_blocks_pin(&cache, 24, 8, 1), MOE_OK, "then there is room");
+    CHECK(!s.bad, "requests are of four bytes");
 }
 
 int main(int argc, char **argv) {
@@ -1198,5 +1239,6 @@ int main(int argc, char **argv) {
     CASE(test_large_inputs());
     CASE(test_cached());
     CASE(test_blocks());
+    CASE(test_blocks_failing());
     return test_end();
 }
