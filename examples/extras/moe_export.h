@@ -3722,7 +3722,8 @@ static void moei_print_net(moei_printer *p, const moe_net *net) {
     moei_print_name(p, NULL, 0);
     moei_print_item(p, " = {%d, %d, %z, (moe_module *)", net->d_in, net->d_out, net->n_modules);
     moei_print_name(p, NULL, 0);
-    moei_print_item(p, "_modules, 0, NULL, MOE_KERNELS_C, NULL, NULL, NULL, 0, 0, ");
+    moei_print_item(p, "_modules, 0, NULL, MOE_KERNELS_C, NULL, NULL, NULL, 0, %d, %d, ", net->cache_type,
+                    net->last_only);
     moei_print_item(p, "{NULL, NULL}, NULL, 0, 1, 0, {MOE_OK, \"\"}};");
     moei_print_line_end(p);
 }
