@@ -3544,7 +3544,7 @@ static void moei_own_part(const struct moe_transport *t, size_t n, size_t *first
 /* ==== >>code_config =========================================================================== */
 
 /* Of experts: 0 is the default of the kind, and "relu" stands behind the other names. */
-#define MOEI_EXPERT_ACT(value, name, f, field) (value) == MOE_ACT_RELU ? "default" : name,
+#define MOEI_EXPERT_ACT(value, name, f, field) (value) == MOE_ACT_RELU ? "default" : (name),
 static const char *const moei_expert_act_names[] = {MOE_ACTS(MOEI_EXPERT_ACT) "relu", NULL};
 static const char *const moei_kernel_names[] = {"auto", "c", "avx2", "avx512", "neon", "wasm", NULL};
 
@@ -7239,6 +7239,7 @@ static moe_status moei_net_layout(const moe_net *net, const moei_extent *e, moei
     int shares = moei_shares(net, e);
     moe_status status;
     memset(pass, 0, sizeof *pass);
+    memset(&unplaced, 0, sizeof unplaced);
     pass->modules = (struct moe_module_pass *)moei_take(l, net->n_modules, sizeof *pass->modules);
     status = moei_shared_begin(net, e, shares, l, &s, &pass->scratch, &works);
     for (i = 0; i < net->n_modules && status == MOE_OK; i++) {
@@ -7461,7 +7462,8 @@ static void moei_project(const moei_run *r, int place, int bias, size_t at, size
 /* What pair i turns by from one position to the next. */
 static double moei_rotary_step(const moe_module *m, size_t i) {
     const moe_attention_config *c = &m->attention;
-    double half = (double)(moei_rotary_dims(c) / 2), base = (double)c->rotary_base;
+    const size_t pairs = moei_rotary_dims(c) / 2;
+    double half = (double)pairs, base = (double)c->rotary_base;
     double step = MOEI_D(pow)(base, -(double)i / half), length = (double)c->rotary_length;
     double factor = c->rotary_factor > MOEI_R(0.0) ? (double)c->rotary_factor : 1.0, low, high, part;
     const double turn = 6.283185307179586476925;

@@ -6639,7 +6639,7 @@ static void moei_external_group(const moei_external_row *r, size_t group, const 
    row's scales are 1/256 of the first's. */
 static void moei_external_quantize_piece(const moe_kernels *k, const moei_external_row *r, size_t p, size_t count,
                                          const moe_real *x, unsigned char *row) {
-    enum { GROUPS = MOEI_EXTERNAL_PIECE / MOEI_GROUP };
+    enum { GROUPS = (int)MOEI_EXTERNAL_PIECE / MOEI_GROUP };
     unsigned char codes[MOEI_EXTERNAL_PIECE + (int)GROUPS * (4 + sizeof(moe_real)) + 2 * MOEI_LINE];
     const moe_real magic = MOE_REAL_IS_DOUBLE ? MOEI_R(6755399441055744.0) : MOEI_R(12582912.0);
     moei_row_shape shape;
@@ -6682,7 +6682,7 @@ MOEI_TOOL void moei_external_quantize(const moe_kernels *k, size_t m, size_t inn
    fill one or two panels. */
 static void moei_external_panels(const moe_kernels *k, const moe_external *w, size_t first, size_t m, size_t outputs,
                                  size_t inner, const unsigned char *rows, moe_real *part) {
-    enum { CODES = MOEI_EXTERNAL_PIECE * MOEI_PANEL, SCALES = MOEI_EXTERNAL_PIECE / 16 * MOEI_PANEL };
+    enum { CODES = (int)MOEI_EXTERNAL_PIECE * MOEI_PANEL, SCALES = (int)MOEI_EXTERNAL_PIECE / 16 * MOEI_PANEL };
     const size_t panels = outputs > MOEI_PANEL ? 2 : 1, group = (size_t)w->type->group;
     const int half = group == 16;
     unsigned char space[2 * (int)CODES + MOEI_LINE], *codes = space;
@@ -6691,7 +6691,7 @@ static void moei_external_panels(const moe_kernels *k, const moe_external *w, si
     moei_code_panels t;
     size_t p, i, length;
     codes += (MOEI_LINE - (uintptr_t)codes % MOEI_LINE) % MOEI_LINE;
-    (void)moei_external_shape_row(inner, &r);
+    if (!moei_external_shape_row(inner, &r)) return;
     t.m = 2 * m;
     t.panels = panels;
     t.lines = group / 4;
@@ -7851,7 +7851,7 @@ static void moei_row_norm_backward(const moei_row_kind *kind, const moe_real *x,
 MOEI_TOOL void moei_row_finish_backward(const moei_row_kind *kind, const moe_real *rotation, size_t position,
                                         const moe_real *raw, moe_real *d) {
     size_t n = kind->heads * kind->width, i;
-    moe_real *row = kind->room + n;
+    moe_real *row = kind->room != NULL ? kind->room + n : NULL;
     moei_row_grow(kind, position, d);
     if (kind->normed == 2) {
         memcpy(row, raw, n * sizeof(moe_real));

@@ -363,11 +363,8 @@ static void configure(const method *m, moe_layer_config *c) {
     if (set.locality > 0) r->loss_locality = (moe_real)set.locality;
     must(moe_fields_apply(moe_layer_fields(), c, m->fields, &error), "fields of the layers", &error);
     must(moe_fields_apply(moe_layer_fields(), c, set.fields, &error), "--set", &error);
-    r->nodes = machines();
-    if (machines() < 2) { /* only one machine */
-        r->nodes = 0;
-        r->loss_locality = 0;
-    }
+    if (machines() < 2) r->loss_locality = 0;
+    r->nodes = r->loss_locality > 0 ? machines() : 0;
     if (c->d_ff == 0) c->d_ff = (int)(set.d_ff > 0 ? set.d_ff : 2 * set.width);
 }
 

@@ -191,7 +191,7 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
     M(s, gradients) M(s, external) M(s, first_tensor)
 #define MOEI_OF_moe_net(M, s) M(s, d_in) M(s, d_out) M(s, n_modules) M(s, modules) M(s, n_tensors) M(s, tensors) \
     M(s, kernels_wanted) M(s, kernels) M(s, transport) M(s, mixture_losses) M(s, external) M(s, cache_type) \
-    M(s, allocator) M(s, memory) M(s, memory_size) M(s, built) M(s, trainable) M(s, error)
+    M(s, last_only) M(s, allocator) M(s, memory) M(s, memory_size) M(s, built) M(s, trainable) M(s, error)
 #define MOEI_OF_moe_net_pass(M, s) M(s, n_tokens) M(s, training) M(s, y) M(s, call) M(s, past) M(s, most) M(s, first) \
     M(s, total) M(s, modules) M(s, scratch) M(s, d_x)
 #define MOEI_OF_moe_cache(M, s) M(s, net) M(s, n_tokens) M(s, most) M(s, memory) M(s, size)

@@ -92,11 +92,11 @@ left=\$#
 while [ "\$left" -gt 0 ]; do
     word=\$1
     shift
-    [ "\$word" != "\$source" ] || { set -- "\$@" -I"\$(dirname -- "\$source")" "\$copy" && word=$prepared/library.o; }
+    [ "\$word" != "\$source" ] || { set -- "\$@" "\$copy" && word=$prepared/library.o; }
     set -- "\$@" "\$word"
     left=\$((left - 1))
 done
-$real "\$@"
+$real -I"\$(dirname -- "\$source")" "\$@"
 status=\$?
 rm -f "\$copy"
 exit \$status
@@ -226,7 +226,7 @@ piece() { # line
     } >piece.c
     # shellcheck disable=SC2086
     run $CC -std=c99 -pedantic -Wall -Wextra -Werror -O1 -I"$root" $include piece.c "$prepared/library.o" -o piece \
-        -lm && run ./piece >printed && check_output "$1" printed
+        -lm && (piece=$PWD/piece && cd "$root" && run "$piece") >printed && check_output "$1" printed
 }
 
 # The blocks of commands one after another, in one copy of the repository, as a reader would type

@@ -175,8 +175,9 @@ static int make(size_t i, moe_net *net, char *name, char *about) {
         if (c.router.input == MOE_INPUT_ADAPTIVE_CLUSTERING) c.router.ac_mode = MOE_AC_RUNNING;
         if (c.router.refine == MOE_REFINE_ATTENTION && c.router.attention_heads == MOE_HEADS_MIN_ENTROPY)
             c.router.attention_heads = MOE_HEADS_ALL;
-        if ((c.router.capacity_factor > 0 && c.router.select != MOE_SELECT_EXPERT_THRESHOLD) ||
-            c.router.capacity_factor_eval > 0 || c.router.capacity_bound != MOE_BOUND_NONE)
+        if (c.router.select != MOE_SELECT_EXPERT_THRESHOLD && c.router.select != MOE_SELECT_EXPERT_CHOICE &&
+            (c.router.capacity_factor > 0 || c.router.capacity_factor_eval > 0 ||
+             c.router.capacity_bound != MOE_BOUND_NONE))
             c.router.capacity_factor_eval = 16;
         c.d_ff = 7;
         moe_net_init(net, 0, MOE_KERNELS_C, NULL);

@@ -367,9 +367,9 @@ BAD
     eva)
         needs frama-c
         mkdir h
-        sed 's/if (end - \*at < 5 /if (end - *at < 4 /' moe.h 2>/dev/null "$root/moe.h" >h/moe.h
-        cp "$root/moe_kernels.h" "$root/moe_routers.h" h
-        ! cmp -s h/moe.h "$root/moe.h" || { echo 'the line to change is gone'; return 1; }
+        sed 's/if (end - \*at < 5 /if (end - *at < 4 /' "$root/moe_kernels.h" >h/moe_kernels.h
+        cp "$root/moe.h" "$root/moe_routers.h" h
+        ! cmp -s h/moe_kernels.h "$root/moe_kernels.h" || { echo 'the line to change is gone'; return 1; }
         eva "$PWD/h" 16 || return 1
         cp alarms left
         ;;
