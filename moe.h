@@ -7234,7 +7234,7 @@ static moe_status moei_shared_begin(const moe_net *net, const moei_extent *e, in
 static moe_status moei_net_layout(const moe_net *net, const moei_extent *e, moei_layout *l, moe_net_pass *pass) {
     struct moe_module_pass unplaced;
     moei_shared s;
-    unsigned char *works;
+    unsigned char *works = NULL;
     size_t i, k;
     int shares = moei_shares(net, e);
     moe_status status;

@@ -934,7 +934,7 @@ static void moei_product_append(moei_maker *m, moei_int_op op, int adding, uint3
    moei_int_op_int16. */
 static double moei_product_unit(const moei_maker *m, uint32_t in) {
     if (m->status != MOE_OK || m->vectors[in].limit != MOEI_WIDE) return 1;
-    return ldexp(65536.0 / MOEI_INT_UPPER, -MOEI_INT_GUARD);
+    return ldexp(65536.0 / (double)MOEI_INT_UPPER, -MOEI_INT_GUARD);
 }
 
 /* The largest magnitude of a matrix times a narrow vector. */
@@ -2106,7 +2106,7 @@ static size_t moei_op_constants_end(const moei_maker *m, const moei_int_op *op) 
 static uint32_t moei_output_copy(moei_maker *m, const moei_scoring *s, uint32_t i) {
     moei_int_op op = m->inner_ops[i];
     uint32_t v;
-    const double unit = s->output_unit * (m->vectors[op.in].limit == MOEI_WIDE ? 65536.0 / MOEI_INT_UPPER : 1);
+    const double unit = s->output_unit * (m->vectors[op.in].limit == MOEI_WIDE ? 65536.0 / (double)MOEI_INT_UPPER : 1);
     op.shape.low = -MOEI_WIDE;
     op.shape.high = MOEI_WIDE;
     while (op.shape.shift < 30 && ldexp(unit, op.shape.shift) < s->output_scale) op.shape.shift++;
@@ -2518,7 +2518,7 @@ static moei_sum_units moei_mixture_experts(moei_maker *m, moei_scoring *s, const
     }
     part[1].code_scale = moei_hidden_scale(wide ? MOEI_WIDE : MOEI_NARROW, product->most) * (wide ? 256 : 1);
     part[1].in_scale =
-        wide ? ldexp(part[1].code_scale * 65536.0 / MOEI_INT_UPPER, -MOEI_INT_GUARD) : part[1].code_scale;
+        wide ? ldexp(part[1].code_scale * 65536.0 / (double)MOEI_INT_UPPER, -MOEI_INT_GUARD) : part[1].code_scale;
     to = moei_sum_units_of(m, part, c->n_shared > 0 ? 2 : 1, limit, s->range->y.most, rest);
     to.sum = mixture->sum;
     out = moei_expert_ops(m, &run, experts, hidden, &to, part[0].range);

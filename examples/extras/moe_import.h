@@ -4019,7 +4019,7 @@ static moe_status moei_model_block_span(const moei_importer *r, const moei_model
 
 /* ---- >>model_attention ---- */
 
-static moe_real moei_ln(moe_real x) { return (moe_real)log((double)x); }
+static moe_real moei_ln(moe_real x) { return (moe_real)MOEI_D(log)((double)x); }
 
 static int moei_is_zero(moe_real x) { return !(x < MOEI_R(0.0)) && !(x > MOEI_R(0.0)); }
 
@@ -4041,7 +4041,7 @@ static moe_status moei_folder_rotary(const moei_importer *r, const moei_model *m
     if (moei_strcmp(type, "linear") == 0) c->rotary_scaling = MOE_ROTARY_LINEAR;
     else if (moei_strcmp(type, "dynamic") == 0) { /* without alpha, angles up to context do not change */
         if (m->alpha > MOEI_R(0.0) && m->key > 2)
-            c->rotary_base *= (moe_real)pow((double)m->alpha, (double)m->key / ((double)m->key - 2.0));
+            c->rotary_base *= (moe_real)MOEI_D(pow)((double)m->alpha, (double)m->key / ((double)m->key - 2.0));
     } else if (moei_strcmp(type, "llama3") == 0) {
         c->rotary_scaling = MOE_ROTARY_LLAMA3;
         c->rotary_length = m->original;
@@ -4067,7 +4067,7 @@ static moe_status moei_folder_rotary(const moei_importer *r, const moei_model *m
         moei_default_real(&c->rotary_magnitude, m->attention_factor);
         if (longer > 1.0)
             moei_default_real(&c->rotary_magnitude,
-                              (moe_real)sqrt(1.0 + log(longer) / log((double)m->original)));
+                              (moe_real)MOEI_D(sqrt)(1.0 + MOEI_D(log)(longer) / MOEI_D(log)((double)m->original)));
     } else
         return moei_error(r->error, MOE_ERR_UNSUPPORTED, "config.json: rope_scaling: type '%s' is not supported", type);
     return MOE_OK;
@@ -4117,7 +4117,7 @@ static moe_real moei_model_block_scale(const moei_model *m) {
         scale = m->output_scale;
         moei_default_real(&scale, MOEI_R(0.08838834764831845));
     }
-    return moei_is_zero(scale) ? MOEI_R(1.0) / (moe_real)sqrt((double)width) : scale;
+    return moei_is_zero(scale) ? MOEI_R(1.0) / (moe_real)MOEI_D(sqrt)((double)width) : scale;
 }
 
 /* The attention of a block whose tensors have their places. */
