@@ -314,6 +314,12 @@ typedef struct bounds {
     double error, z_error, w_error, differ;
 } bounds;
 
+/* 1: the score divides a projection by its length. Of a short one the steps of the weights are a
+   large part, so one token of FRESH may be far from its choice. */
+static size_t normalises(const moe_router_config *r) {
+    return r->score == MOE_SCORE_COSINE && r->cosine_dim > 0 && !r->cosine_keep_length;
+}
+
 /* Whether the model was made; a refusal must be one that says so. */
 static int try_one(const trial *t, const bounds *most, outcome *o) {
     moe_net net;
@@ -349,7 +355,7 @@ static int try_one(const trial *t, const bounds *most, outcome *o) {
     CHECK(relative(o->w_error, o->w_size) <= most->w_error, t->name);
     CHECK(o->z_error[0] <= most->z_error && o->z_error[1] <= 4 * most->z_error + most->error, t->name);
     CHECK((double)o->differ <= most->differ * FRESH, t->name);
-    CHECK(o->far == 0, t->name);
+    CHECK(o->far <= normalises(&t->layer[0].router), t->name);
     moe_model_free(&built);
     moe_net_free(&net);
     return 1;
