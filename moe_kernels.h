@@ -258,7 +258,8 @@
    is read or written. Nothing allocates. Stack: below 400 bytes in optimized plain C (plus libm's),
    below 20 KiB for a product with AVX2, NEON or WebAssembly SIMD, most of it the panel of 256 x 16,
    and below 36 KiB with AVX-512, which packs two panels, and for 16-bit weights, which are widened
-   on the stack. Products with other packed types use almost no stack.
+   on the stack (with AVX2 and AVX-512, up to eight rows use registers). Products with other packed
+   types use almost no stack.
 
    Packed weights. A product whose right operand does not change reads it fastest in panels of 16
    columns, in the order in which the tiles consume them: moe_pack makes the panels once, and
@@ -520,6 +521,9 @@ typedef void moe_widen_fn(int type, size_t count, const void *packed, moe_real *
    rows. */
 struct moei_code_panels;
 typedef void moei_unpacked_fn(const struct moei_code_panels *p);
+/* Private: moe_matmul_packed of 16-bit weights for few rows. */
+typedef void moei_half_fn(int type, size_t m, size_t n, size_t inner, const moe_real *a, size_t lda,
+                          const unsigned char *packed, moe_real *c, size_t ldc);
 
 /* Activations. Columns: private functions of one number: act(x), dy act'(x). */
 #define MOE_ACTS(X) \
@@ -578,6 +582,7 @@ typedef struct moe_kernels {
     moe_quantized_fn *quantized[MOE_TYPE_COUNT];
     moe_quantize_fn *quantize;
     moe_widen_fn *widen;
+    moei_half_fn *half; /* NULL: panels are widened in memory for few rows too */
     moei_unpacked_fn *unpacked;
 } moe_kernels;
 
@@ -2383,15 +2388,17 @@ moe_real moe_rng_normal(moe_rng *rng) {
 
 /* The last entries of a table; they are defined below, in "packed weights". */
 static moe_widen_fn moei_widen_c;
+#define moei_half_c NULL
 #ifndef MOE_NO_QUANT
 static moe_quantized_fn moei_q8_c, moei_q8_block_c, moei_q4_c;
 static moe_quantize_fn moei_quantize_c;
 static moei_unpacked_fn moei_unpacked_c;
 #define MOEI_QUANT_ENTRIES(set, widen) \
-    {NULL, NULL, NULL, moei_q8_##set, moei_q8_block_##set, moei_q4_##set}, moei_quantize_##set, widen, \
+    {NULL, NULL, NULL, moei_q8_##set, moei_q8_block_##set, moei_q4_##set}, moei_quantize_##set, \
+    moei_widen_##widen, moei_half_##widen, \
         moei_unpacked_##set
 #else
-#define MOEI_QUANT_ENTRIES(set, widen) {NULL}, NULL, widen, NULL
+#define MOEI_QUANT_ENTRIES(set, widen) {NULL}, NULL, moei_widen_##widen, moei_half_##widen, NULL
 #endif
 
 /* A separate array: the linker keeps all texts of an array of texts when one is used. */
@@ -2434,7 +2441,7 @@ static const char moei_name_c[] = "c";
     { name, id, {{moei_nt_##set}, {moei_nn_##set}, {moei_tn_##set}}, MOEI_TABLE_ROWS(ROW) \
       MOEI_QUANT_ENTRIES(quant_set, widen) }
 
-static const moe_kernels moei_kernels_c = MOEI_KERNEL_SET(moei_name_c, MOE_KERNELS_C, c, MOEI_ROW_C, c, moei_widen_c);
+static const moe_kernels moei_kernels_c = MOEI_KERNEL_SET(moei_name_c, MOE_KERNELS_C, c, MOEI_ROW_C, c, c);
 
 /* ==== AVX2 and FMA (float) =======================================================================
 
@@ -4603,14 +4610,179 @@ static int32_t moei_get_32(const unsigned char *p) {
 #define MOEI_AVX2_F16C
 #endif
 
-MOEI_AVX2_F16C static void moei_widen_avx2(int type, size_t count, const void *packed, float *out) {
-    const unsigned char *p = (const unsigned char *)packed;
-    size_t i;
-    for (i = 0; i < 2 * count; i++, p += 16, out += 8) {
-        const __m128i half = _mm_loadu_si128((const __m128i *)(const void *)p);
-        const __m256i upper = _mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16);
-        _mm256_storeu_ps(out, type == MOE_TYPE_F16 ? _mm256_cvtph_ps(half) : _mm256_castsi256_ps(upper));
+MOEI_AVX2_F16C MOEI_INLINE __m256 moei_half_load_avx2(int bf16, const unsigned char *p) {
+    const __m128i half = _mm_loadu_si128((const __m128i *)(const void *)p);
+    return bf16 ? _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16)) : _mm256_cvtph_ps(half);
+}
+
+/* Few rows of activations times 16-bit weights, which are widened in registers: the memory of the
+   weights is read once and nothing is written but C. */
+typedef struct moei_half_tile {
+    const float *a;
+    const unsigned char *w[8]; /* of each vector of outputs; a repeated one if fewer are left */
+    float *c;
+    size_t lda, ldc, k, columns;
+    int load; /* adds to C */
+} moei_half_tile;
+
+/* rows x 4 vectors of outputs, or with wide one row x 8. */
+typedef void moei_half_tile_fn(int type, size_t rows, int wide, const moei_half_tile *t);
+
+/* lanes: outputs of a vector; most: rows of the highest tile. */
+static void moei_half_tiles(size_t lanes, size_t most, moei_half_tile_fn *tile, int type, size_t m, size_t n,
+                            size_t inner, const float *a, size_t lda, const unsigned char *packed, float *c,
+                            size_t ldc) {
+    const size_t tiles = (m + most - 1) / most;
+    moei_half_tile t;
+    size_t i, j, p, left, rows;
+    t.lda = lda;
+    t.ldc = ldc;
+    for (j = 0; j < n; j += t.columns) {
+        const int wide = m == 1 && n - j > 4 * lanes; /* four sums would be limited by their latency */
+        const size_t most_columns = (wide ? 8 : 4) * lanes;
+        t.columns = n - j < most_columns ? n - j : most_columns;
+        for (p = 0; p < inner; p += MOEI_BLOCK_K) {
+            t.k = inner - p < MOEI_BLOCK_K ? inner - p : (size_t)MOEI_BLOCK_K;
+            t.load = p > 0;
+            t.a = a + p;
+            t.c = c + j;
+            for (i = 0; i < 8; i++) {
+                const size_t at = i * lanes < t.columns ? j + i * lanes : j;
+                t.w[i] = packed + (at / MOEI_PANEL * inner + p) * (2 * MOEI_PANEL) + at % MOEI_PANEL * 2;
+            }
+            for (left = tiles, i = m; left > 0; left--, i -= rows, t.a += rows * lda, t.c += rows * ldc) {
+                rows = (i + left - 1) / left;
+                tile(type, rows, wide, &t);
+            }
+        }
     }
+}
+
+#define MOEI_HALF_SUMS(set, row) \
+    s##row##0 = moei_half_zero_##set(), s##row##1 = s##row##0, s##row##2 = s##row##0, s##row##3 = s##row##0
+#define MOEI_HALF_STEP(set, row, i) \
+    if (rows > row) s##row##i = moei_half_fma_##set(x##row, y, s##row##i);
+#define MOEI_HALF_VECTOR(set, i) \
+    y = moei_half_load_##set(bf16, w##i + 2 * MOEI_PANEL * p); \
+    MOEI_HALF_STEP(set, 0, i) \
+    MOEI_HALF_STEP(set, 1, i) \
+    MOEI_HALF_STEP(set, 2, i) \
+    MOEI_HALF_STEP(set, 3, i)
+/* The second row's sums of a wide tile are those of its vectors 4 to 7. */
+#define MOEI_HALF_BESIDE(set, i, w) \
+    y = moei_half_load_##set(bf16, w + 2 * MOEI_PANEL * p); \
+    s1##i = moei_half_fma_##set(x0, y, s1##i);
+#define MOEI_HALF_STORE(set, at, i, sum, lanes) \
+    if (t->columns > (i) * lanes) \
+        moei_half_store_##set(at + (i) * lanes, t->columns - (i) * lanes, sum, t->load);
+#define MOEI_HALF_STORE_ROW(set, row, at, i, lanes) \
+    MOEI_HALF_STORE(set, at, i, s##row##0, lanes) \
+    MOEI_HALF_STORE(set, at, i + 1, s##row##1, lanes) \
+    MOEI_HALF_STORE(set, at, i + 2, s##row##2, lanes) \
+    MOEI_HALF_STORE(set, at, i + 3, s##row##3, lanes)
+#define MOEI_HALF_CASE(set, rows, wide) \
+    case rows + 16 * wide: \
+        if (type == MOE_TYPE_BF16) moei_half_tile_##set(1, rows, wide, t); \
+        else moei_half_tile_##set(0, rows, wide, t); \
+        break;
+#define MOEI_HALF_CASES_3(set) \
+    MOEI_HALF_CASE(set, 1, 1) \
+    MOEI_HALF_CASE(set, 1, 0) \
+    MOEI_HALF_CASE(set, 2, 0) \
+    MOEI_HALF_CASE(set, 3, 0)
+#define MOEI_HALF_CASES_4(set) MOEI_HALF_CASES_3(set) MOEI_HALF_CASE(set, 4, 0)
+
+/* The sum over one block of k, in the order of the tiles for floats. */
+#define MOEI_HALF_PRODUCT(set, target, VECTOR, lanes, most) \
+    target MOEI_INLINE void moei_half_tile_##set(int bf16, size_t rows, int wide, const moei_half_tile *t) { \
+        const unsigned char *const w0 = t->w[0], *const w1 = t->w[1]; \
+        const unsigned char *const w2 = t->w[2], *const w3 = t->w[3]; \
+        const float *a = t->a; \
+        VECTOR MOEI_HALF_SUMS(set, 0); \
+        VECTOR MOEI_HALF_SUMS(set, 1); \
+        VECTOR MOEI_HALF_SUMS(set, 2); \
+        VECTOR MOEI_HALF_SUMS(set, 3); \
+        size_t p; \
+        for (p = 0; p < t->k; p++, a++) { \
+            const VECTOR x0 = moei_half_splat_##set(a), x1 = moei_half_splat_##set(a + (rows > 1 ? t->lda : 0)); \
+            const VECTOR x2 = moei_half_splat_##set(a + (rows > 2 ? 2 * t->lda : 0)); \
+            const VECTOR x3 = moei_half_splat_##set(a + (rows > 3 ? 3 * t->lda : 0)); \
+            VECTOR y; \
+            MOEI_HALF_VECTOR(set, 0) \
+            MOEI_HALF_VECTOR(set, 1) \
+            MOEI_HALF_VECTOR(set, 2) \
+            MOEI_HALF_VECTOR(set, 3) \
+            if (wide) { \
+                MOEI_HALF_BESIDE(set, 0, t->w[4]) \
+                MOEI_HALF_BESIDE(set, 1, t->w[5]) \
+                MOEI_HALF_BESIDE(set, 2, t->w[6]) \
+                MOEI_HALF_BESIDE(set, 3, t->w[7]) \
+            } \
+        } \
+        MOEI_HALF_STORE_ROW(set, 0, t->c, 0, lanes) \
+        if (wide) { \
+            MOEI_HALF_STORE_ROW(set, 1, t->c, 4, lanes) \
+        } \
+        if (rows > 1) { \
+            MOEI_HALF_STORE_ROW(set, 1, t->c + t->ldc, 0, lanes) \
+        } \
+        if (rows > 2) { \
+            MOEI_HALF_STORE_ROW(set, 2, t->c + 2 * t->ldc, 0, lanes) \
+        } \
+        if (rows > 3) { \
+            MOEI_HALF_STORE_ROW(set, 3, t->c + 3 * t->ldc, 0, lanes) \
+        } \
+    } \
+    target static void moei_half_rows_##set(int type, size_t rows, int wide, const moei_half_tile *t) { \
+        switch (rows + (wide ? 16 : 0)) { MOEI_HALF_CASES_##most(set) } \
+    } \
+    static void moei_half_##set(int type, size_t m, size_t n, size_t inner, const float *a, size_t lda, \
+                                const unsigned char *packed, float *c, size_t ldc) { \
+        moei_half_tiles(lanes, most, moei_half_rows_##set, type, m, n, inner, a, lda, packed, c, ldc); \
+    }
+
+MOEI_AVX2_F16C MOEI_INLINE __m256 moei_half_zero_avx2(void) { return _mm256_setzero_ps(); }
+MOEI_AVX2_F16C MOEI_INLINE __m256 moei_half_splat_avx2(const float *a) { return _mm256_broadcast_ss(a); }
+MOEI_AVX2_F16C MOEI_INLINE __m256 moei_half_fma_avx2(__m256 x, __m256 y, __m256 sum) {
+    return _mm256_fmadd_ps(x, y, sum);
+}
+MOEI_AVX2_F16C MOEI_INLINE void moei_half_store_avx2(float *c, size_t count, __m256 sum, int load) {
+    const __m256 before = _mm256_maskload_ps(c, moei_mask_avx2(load == 0 ? 0 : count < 8 ? count : 8));
+    moei_store_avx2(count, c, _mm256_add_ps(before, sum));
+}
+MOEI_HALF_PRODUCT(avx2, MOEI_AVX2_F16C, __m256, 8, 3)
+
+#ifdef MOEI_HAVE_AVX512
+MOEI_AVX512 MOEI_INLINE __m512 moei_half_zero_avx512(void) { return _mm512_setzero_ps(); }
+MOEI_AVX512 MOEI_INLINE __m512 moei_half_splat_avx512(const float *a) { return _mm512_set1_ps(*a); }
+MOEI_AVX512 MOEI_INLINE __m512 moei_half_fma_avx512(__m512 x, __m512 y, __m512 sum) {
+    return _mm512_fmadd_ps(x, y, sum);
+}
+/* The masks have all lanes: without one gcc 12 reports an uninitialized operand. */
+MOEI_AVX512 MOEI_INLINE __m512 moei_half_load_avx512(int bf16, const unsigned char *p) {
+    const __m256i half = _mm256_loadu_si256((const __m256i *)(const void *)p);
+    const __mmask16 all = 0xffff;
+    return bf16 ? _mm512_castsi512_ps(_mm512_maskz_slli_epi32(all, _mm512_maskz_cvtepu16_epi32(all, half), 16))
+                : _mm512_maskz_cvtph_ps(all, half);
+}
+MOEI_AVX512 MOEI_INLINE void moei_half_store_avx512(float *c, size_t count, __m512 sum, int load) {
+    moei_add_to_512(c, moei_mask_512(count), sum, load);
+}
+MOEI_HALF_PRODUCT(avx512, MOEI_AVX512, __m512, 16, 4)
+#define moei_widen_avx512 moei_widen_avx2
+#endif
+
+MOEI_AVX2_F16C MOEI_INLINE void moei_widen_type_avx2(int bf16, size_t count, const unsigned char *p, float *out) {
+    size_t i;
+    for (i = 0; i < count; i++, p += 2 * MOEI_PANEL, out += MOEI_PANEL) {
+        _mm256_storeu_ps(out, moei_half_load_avx2(bf16, p));
+        _mm256_storeu_ps(out + 8, moei_half_load_avx2(bf16, p + MOEI_PANEL));
+    }
+}
+
+MOEI_AVX2_F16C static void moei_widen_avx2(int type, size_t count, const void *packed, float *out) {
+    if (type == MOE_TYPE_F16) moei_widen_type_avx2(0, count, (const unsigned char *)packed, out);
+    else moei_widen_type_avx2(1, count, (const unsigned char *)packed, out);
 }
 
 #ifndef MOE_NO_QUANT
@@ -5152,19 +5324,19 @@ MOEI_VNNI512 static void moei_quantize_vnni512(int type, size_t m, size_t inner,
 
 /* Without F16C, which all known processors with AVX2 have, the last entries are plain C. */
 static const moe_kernels moei_kernels_avx2_fma =
-    MOEI_KERNEL_SET("avx2", MOE_KERNELS_AVX2, avx2, MOEI_ROW_AVX2, c, moei_widen_c);
+    MOEI_KERNEL_SET("avx2", MOE_KERNELS_AVX2, avx2, MOEI_ROW_AVX2, c, c);
 static const moe_kernels moei_kernels_avx2 =
-    MOEI_KERNEL_SET("avx2", MOE_KERNELS_AVX2, avx2, MOEI_ROW_AVX2, avx2, moei_widen_avx2);
+    MOEI_KERNEL_SET("avx2", MOE_KERNELS_AVX2, avx2, MOEI_ROW_AVX2, avx2, avx2);
 #ifdef MOEI_HAVE_AVX512
 static const moe_kernels moei_kernels_avx512 =
-    MOEI_KERNEL_SET("avx512", MOE_KERNELS_AVX512, avx512, MOEI_ROW_AVX512, avx2, moei_widen_avx2);
+    MOEI_KERNEL_SET("avx512", MOE_KERNELS_AVX512, avx512, MOEI_ROW_AVX512, avx2, avx512);
 #endif
 #ifdef MOEI_AVXVNNI
 static const moe_kernels moei_kernels_avx2_vnni =
-    MOEI_KERNEL_SET("avx2", MOE_KERNELS_AVX2, avx2, MOEI_ROW_AVX2, avxvnni, moei_widen_avx2);
+    MOEI_KERNEL_SET("avx2", MOE_KERNELS_AVX2, avx2, MOEI_ROW_AVX2, avxvnni, avx2);
 #ifndef MOE_NO_AVX512
 static const moe_kernels moei_kernels_avx512_vnni =
-    MOEI_KERNEL_SET("avx512", MOE_KERNELS_AVX512, avx512, MOEI_ROW_AVX512, vnni512, moei_widen_avx2);
+    MOEI_KERNEL_SET("avx512", MOE_KERNELS_AVX512, avx512, MOEI_ROW_AVX512, vnni512, avx512);
 #endif
 #endif
 
@@ -6197,6 +6369,7 @@ MOEI_INLINE moei_v4_int moei_total_pair_sums(moei_pair_sums s) {
 #define MOEI_QUAD(x, i) wasm_i32x4_shuffle(x, x, i, i, i, i)
 #endif
 
+#define moei_half_v4 NULL
 static void moei_widen_v4(int type, size_t count, const void *packed, float *out) {
     const unsigned char *p = (const unsigned char *)packed;
     size_t i;
@@ -6373,13 +6546,13 @@ static void moei_quantize_v4(int type, size_t m, size_t inner, const float *x, s
 
 #if defined(MOEI_V4_IEEE)
 static const moe_kernels moei_kernels_v4 =
-    MOEI_KERNEL_SET(MOEI_V4_NAME, MOEI_V4_ID, v4, MOEI_ROW_V4, v4, moei_widen_v4);
+    MOEI_KERNEL_SET(MOEI_V4_NAME, MOEI_V4_ID, v4, MOEI_ROW_V4, v4, v4);
 #else
-static const moe_kernels moei_kernels_v4 = MOEI_KERNEL_SET(MOEI_V4_NAME, MOEI_V4_ID, v4, MOEI_ROW_V4, c, moei_widen_c);
+static const moe_kernels moei_kernels_v4 = MOEI_KERNEL_SET(MOEI_V4_NAME, MOEI_V4_ID, v4, MOEI_ROW_V4, c, c);
 #endif
 #if defined(MOEI_HAVE_DOTPROD) && !defined(MOE_NO_QUANT)
 static const moe_kernels moei_kernels_v4_dot =
-    MOEI_KERNEL_SET(MOEI_V4_NAME, MOEI_V4_ID, v4, MOEI_ROW_V4, v4_dot, moei_widen_v4);
+    MOEI_KERNEL_SET(MOEI_V4_NAME, MOEI_V4_ID, v4, MOEI_ROW_V4, v4_dot, v4);
 #endif
 
 #endif /* MOEI_HAVE_V4 */
@@ -6803,13 +6976,20 @@ void moe_softmax(const moe_kernels *k, size_t n, const moe_real *x, moe_real tem
 
 /* A block of k for 16-bit weights. With a 16-bit size_t the stack cannot hold a whole one: sums
    longer than this are then rounded differently. */
-enum { MOEI_HALF_K = SIZE_MAX > 65535 ? (int)MOEI_BLOCK_K : 16 };
+enum { MOEI_HALF_K = SIZE_MAX > 65535 ? (int)MOEI_BLOCK_K : 16, MOEI_HALF_M = 8 };
 
-/* 16-bit weights: widens two panels of one block of k at a time on the stack, for all rows. */
+/* 16-bit weights: for up to MOEI_HALF_M rows in registers; for more, widens two panels of one block
+   of k at a time on the stack. */
 static void moei_matmul_half(const moe_kernels *k, int type, size_t m, size_t n, size_t inner, const moe_real *a,
                              size_t lda, const unsigned char *packed, moe_real *c, size_t ldc) {
-    moe_real room[2 * MOEI_HALF_K * MOEI_PANEL];
+    moe_real memory[2 * MOEI_HALF_K * MOEI_PANEL + 64 / sizeof(moe_real)];
+    moe_real *room = memory + (64 - (uintptr_t)memory % 64) % 64 / sizeof(moe_real); /* begins a cache line */
     size_t j, p, half, columns, block;
+    if (inner == 0) moei_zero_rows(m, n, c, ldc);
+    if (k->half != NULL && m <= MOEI_HALF_M) {
+        k->half(type, m, n, inner, a, lda, packed, c, ldc);
+        return;
+    }
     for (j = 0; j < n; j += columns) {
         columns = n - j < 2 * MOEI_PANEL ? n - j : 2 * (size_t)MOEI_PANEL;
         for (p = 0; p < inner; p += block) {
@@ -6819,7 +6999,6 @@ static void moei_matmul_half(const moe_kernels *k, int type, size_t m, size_t n,
             k->panels(m, columns, block, a + p, lda, 1, room, (size_t)MOEI_HALF_K * MOEI_PANEL, c + j, ldc, p > 0);
         }
     }
-    if (inner == 0) moei_zero_rows(m, n, c, ldc);
 }
 
 void moe_matmul_packed(const moe_kernels *k, int type, size_t m, size_t n, size_t inner, const moe_real *a, size_t lda,

@@ -120,7 +120,8 @@ static moe_kernels *add_level(const char *name) {
         level->quantized[MOE_TYPE_Q8_BLOCK] = moei_q8_block_##set;           \
         level->quantized[MOE_TYPE_Q4] = moei_q4_##set;                       \
         level->quantize = moei_quantize_##set;                           \
-        level->widen = widener;                                          \
+        level->widen = moei_widen_##widener;                             \
+        level->half = moei_half_##widener;                               \
         level->unpacked = moei_unpacked_##set;                           \
     } while (0)
 
@@ -139,22 +140,22 @@ static void find_levels(void) {
     (void)features;
     (void)avx2;
 #ifdef MOEI_HAVE_AVX2
-    if ((features & avx2) == avx2) ADD_LEVEL(avx2, moei_widen_avx2);
+    if ((features & avx2) == avx2) ADD_LEVEL(avx2, avx2);
 #ifdef MOEI_AVXVNNI
-    if ((features & (avx2 | MOE_CPU_AVXVNNI)) == (avx2 | MOE_CPU_AVXVNNI)) ADD_LEVEL(avxvnni, moei_widen_avx2);
+    if ((features & (avx2 | MOE_CPU_AVXVNNI)) == (avx2 | MOE_CPU_AVXVNNI)) ADD_LEVEL(avxvnni, avx2);
 #endif
 #ifdef HAVE_TWIN
     if ((features & (avx2 | MOE_CPU_AVX512VNNI)) == (avx2 | MOE_CPU_AVX512VNNI) && __builtin_cpu_supports("avx512vl"))
-        ADD_LEVEL(twin, moei_widen_avx2);
+        ADD_LEVEL(twin, avx2);
 #endif
 #if defined(MOEI_VNNI512) && !defined(MOE_NO_AVX512)
-    if ((features & (avx2 | MOE_CPU_AVX512VNNI)) == (avx2 | MOE_CPU_AVX512VNNI)) ADD_LEVEL(vnni512, moei_widen_avx2);
+    if ((features & (avx2 | MOE_CPU_AVX512VNNI)) == (avx2 | MOE_CPU_AVX512VNNI)) ADD_LEVEL(vnni512, avx512);
 #endif
 #endif
 #ifdef MOEI_V4_IEEE
-    ADD_LEVEL(v4, moei_widen_v4);
+    ADD_LEVEL(v4, v4);
 #ifdef MOEI_HAVE_DOTPROD
-    if (features & MOE_CPU_DOTPROD) ADD_LEVEL(v4_dot, moei_widen_v4);
+    if (features & MOE_CPU_DOTPROD) ADD_LEVEL(v4_dot, v4);
 #endif
 #endif
 }
@@ -1380,6 +1381,54 @@ static void test_long_halves(int type) {
     give_back(packed);
 }
 
+/* The products of few rows with 16-bit weights widened in registers: the bits of the same table's
+   product with panels widened in memory, over every remainder of rows and columns and on both
+   sides of a block of k; nothing beside C is written. */
+static void test_few_halves(int type) {
+    enum { M = 9, N = 139, K = 515, LDC = 141 };
+    static const size_t depths[] = {0, 1, 37, 256, 257, K};
+    moe_rng rng;
+    moe_real *a, *w, *c = borrow_reals(M * LDC), *want = borrow_reals(M * LDC);
+    size_t size = 0, l, d, m, n, i, wrong;
+    int id;
+    unsigned char *packed;
+    moe_rng_seed(&rng, 15);
+    a = normals(&rng, M * K);
+    w = normals(&rng, N * K);
+    CHECK(moe_panel_size(type, K, &size) == MOE_OK);
+    packed = (unsigned char *)borrow((N + 15) / 16 * size);
+    for (id = MOE_KERNELS_C; id < MOE_KERNELS_COUNT; id++) {
+        const moe_kernels *table = moe_kernels_select(id);
+        moe_kernels in_memory;
+        if (table == NULL || table->half == NULL) continue;
+        in_memory = *table;
+        in_memory.half = NULL;
+        for (d = 0; d < sizeof depths / sizeof *depths; d++) {
+            CHECK(moe_pack(NULL, type, N, depths[d], w, depths[d], packed, 1) == MOE_OK);
+            wrong = 0;
+            for (m = 0; m <= M; m++)
+                for (n = 1; n <= N; n += n < 35 ? 1 : 7) {
+                    for (i = 0; i < M * LDC; i++) c[i] = want[i] = 7;
+                    moe_matmul_packed(&in_memory, type, m, n, depths[d], a, K, packed, want, LDC);
+                    moe_matmul_packed(table, type, m, n, depths[d], a, K, packed, c, LDC);
+                    wrong += memcmp(c, want, M * LDC * sizeof *c) != 0;
+                }
+            CHECK(wrong == 0);
+        }
+    }
+    for (l = 0; l < n_levels; l++) { /* one of them against the sum in double */
+        double sum = 0;
+        for (i = 0; i < K; i++) sum += (double)a[i] * (double)moei_panel_get(type, K, packed, i, 0);
+        moe_matmul_packed(&levels[l], type, 1, N, K, a, K, packed, c, LDC);
+        CHECK(absolute((double)c[0] - sum) < 1e-3);
+    }
+    give_back(a);
+    give_back(w);
+    give_back(c);
+    give_back(want);
+    give_back(packed);
+}
+
 /* The largest sums that an int32 meets: k = 65536 and beyond, all numbers at the end of their
    range. */
 static void test_long_sums(void) {
@@ -1546,6 +1595,8 @@ int main(int count, char **arguments) {
     CASE(test_exact());
     CASE(test_long_halves(MOE_TYPE_F16));
     CASE(test_long_halves(MOE_TYPE_BF16));
+    CASE(test_few_halves(MOE_TYPE_F16));
+    CASE(test_few_halves(MOE_TYPE_BF16));
     if (!quick) CASE(test_long_sums());
     CASE(test_independence());
     CASE(test_row_edges());
