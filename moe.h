@@ -4686,7 +4686,7 @@ static void moei_layer_layout(const moe_layer *layer, const moei_expert_run *run
         p->shared_factor = moei_take_reals(l, n, 1);
     }
     /* calls that keep rows never quantize for packed weights */
-    if (!training || moei_has_external(layer)) moei_take_quantized(layer, l, rows, n, p);
+    if ((!training && layer->is_packed) || moei_has_external(layer) == 2) moei_take_quantized(layer, l, rows, n, p);
     if (!training) return;
     p->d_rows = moei_take_lines(layer, l, rows, stride);
     moei_take_activations(run, l, rows, 1, p->d_node);
@@ -5191,6 +5191,7 @@ static void moei_run_experts(moei_task *task, const moe_parallel *team, int back
             if (phase->run[task->kind] == NULL) continue;
             if (phase->run[task->kind] == moei_quantize_rows && !task->quantizes) continue;
             if (task->n_tasks > 1) team->run(team->ctx, moei_run_task, task, task->n_tasks);
+            else if (phase->run[task->kind] == moei_gather && run->reads_x && task->frontier == 0) continue;
             else if (run->n > 0) phase->run[task->kind](task, run, phase->stage, 0);
         }
     }
@@ -5243,7 +5244,6 @@ static int moei_draws_competition(const moe_layer *layer, const moe_call *call) 
 static moe_status moei_compete_begin(const moe_layer *layer, moe_call *call) {
     const moe_layer_config *c = &layer->config;
     int competes = moei_may_compete(layer, call);
-    if (!(c->router.compete_rate > MOEI_R(0.0))) return MOE_OK;
     if (moei_draws_competition(layer, call)) {
         if (call->rng == NULL) return moei_missing(call, "rng", "compete_rate");
         competes = moe_rng_uniform(call->rng) < c->router.compete_rate;
@@ -5410,7 +5410,7 @@ moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_r
         return moei_error(call->error, MOE_ERR_SPACE, "work_size = %z: the call takes %z bytes", work_size, l.used);
     p.call = *call;
     p.x = call->x;
-    status = moei_compete_begin(layer, &p.call);
+    status = layer->config.router.compete_rate > MOEI_R(0.0) ? moei_compete_begin(layer, &p.call) : MOE_OK;
     if (status != MOE_OK) return status;
     run = moei_call_runs(layer, &p.call);
     team = moei_team(call);

@@ -6649,9 +6649,7 @@ static int moei_route_capacity(moei_pass *s) {
     int finite = 1;
     moe_routing *r = s->r;
     const moe_real given = s->call->training ? s->c->capacity_factor : s->c->capacity_factor_eval;
-    const int drops = moei_factor_drops(&s->router->config) &&
-                      !(moei_select_flags[s->c->select] & MOEI_SELECT_OWN_FACTOR);
-    const moe_real factor = given > MOEI_R(0.0) && drops ? given : MOEI_R(0.0);
+    const moe_real factor = given > MOEI_R(0.0) && moei_factor_drops(&s->router->config) ? given : MOEI_R(0.0);
     const int limits = factor > MOEI_R(0.0) || s->c->drop_capacity > 0 || s->c->capacity_bound != MOE_BOUND_NONE;
     size_t choices = r->max_choices, dropped = 0, t, i;
     memset(r->kept, 1, s->n * r->max_choices);
