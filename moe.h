@@ -4894,7 +4894,9 @@ static void moei_chosen_run(const moei_task *task, size_t e, moei_expert_run *ru
         if (p->node[i] != NULL) run->activation[i] = p->node[i] + (task->keeps ? first : at) * run->ld[i];
         if (p->d_node[i] != NULL) run->gradient[i] = p->d_node[i] + at * run->ld[i];
     }
-    if (p->d_rows != NULL) run->gradient[MOEI_X] = p->d_rows + at * run->ld[MOEI_X];
+    /* only dx and weights on the input read the gradient of the rows */
+    if (p->d_rows != NULL && (task->dx != NULL || !task->plain))
+        run->gradient[MOEI_X] = p->d_rows + at * run->ld[MOEI_X];
 }
 
 static void moei_shared_run(const moei_task *task, size_t e, moei_expert_run *run) {
@@ -5052,7 +5054,7 @@ static void moei_chosen_begin_backward(const moei_task *task, const moei_expert_
     if (to > from) moei_scatter_backward(task, run, from, to);
     moei_columns_of(run->width[MOEI_X], index, task->n_tasks, &from, &to);
     if (to > from) moei_gather_input(task, run, from, to);
-    if (moei_is_read_after(run->kind, MOEI_X, -1, task->mask)) return;
+    if (run->gradient[MOEI_X] == NULL || moei_is_read_after(run->kind, MOEI_X, -1, task->mask)) return;
     for (i = 0; i < run->n; i++) /* no product reads x */
         memset(run->gradient[MOEI_X] + i * run->ld[MOEI_X] + from, 0, (to - from) * sizeof(moe_real));
 }
@@ -5101,12 +5103,14 @@ static void moei_weights_backward(const moei_task *task, const moei_expert_run *
     for (i = from; i < to; i++) {
         const moe_assignment *entry = run->assignments + i;
         size_t row = moei_row_of(p, entry, i), t = (size_t)entry->token;
-        const moe_real *dy = task->returned->dy, *d_row = run->gradient[MOEI_X] + row * run->ld[MOEI_X];
+        const moe_real *dy = task->returned->dy;
         if (dy == NULL) p->routing.d_weight_out[run->first + i] = task->returned->d_weights[run->first + i];
         else
             p->routing.d_weight_out[run->first + i] =
                 moe_dot(k, o, dy + t * o, run->activation[MOE_NODE_OUTPUT] + row * o);
-        if (!task->plain) p->routing.d_weight_in[run->first + i] = moe_dot(k, d, d_row, p->inputs + t * d);
+        if (!task->plain)
+            p->routing.d_weight_in[run->first + i] =
+                moe_dot(k, d, run->gradient[MOEI_X] + row * run->ld[MOEI_X], p->inputs + t * d);
         for (a = 0; a < MOE_NODE_COUNT; a++)
             if (task->frontier >> a & 1u)
                 moe_axpy(k, run->width[a], MOEI_R(1.0), run->gradient[a] + i * run->ld[a],

@@ -1321,6 +1321,43 @@ static void test_backward(void) {
         }
 }
 
+/* Parameters get the same gradients whether or not that of x is wanted. */
+static void check_without_dx(int kind, int apply_to) {
+    moe_layer_config c = small_config();
+    moe_real *kept[MOE_LAYER_PARAMETER_COUNT] = {NULL};
+    bench b;
+    moe_tensor t;
+    size_t i, n = 0;
+    int pass;
+    c.expert = kind;
+    c.router.apply_to = apply_to;
+    if (start(&b, &c, 1, 9)) {
+        for (pass = 0; pass < 2; pass++) {
+            for (i = 0; moe_layer_tensor(&b.layer, i, &t) == MOE_OK; i++)
+                memset(t.gradient, 0, t.count * sizeof *t.gradient);
+            run(&b);
+            CHECK(moe_layer_backward(&b.layer, b.dy, pass == 0 ? b.dx : NULL, NULL, &b.pass) == MOE_OK, "backward");
+            for (i = 0; moe_layer_tensor(&b.layer, i, &t) == MOE_OK; i++) {
+                if (pass == 0) kept[i] = normals(t.count, 0.0);
+                if (pass == 0) memcpy(kept[i], t.gradient, t.count * sizeof *t.gradient);
+                else CHECK(same_bits(kept[i], t.gradient, t.count * sizeof *t.gradient), t.name);
+                n += pass == 0 && !all_zero(t.gradient, t.count);
+            }
+        }
+        CHECK(n > 1, "gradients of the router and of the experts");
+    }
+    for (i = 0; i < MOE_LAYER_PARAMETER_COUNT; i++) free(kept[i]);
+    end(&b);
+}
+
+static void test_backward_without_dx(void) {
+    int kind;
+    for (kind = 0; kind < MOE_EXPERT_COUNT; kind++) {
+        check_without_dx(kind, MOE_APPLY_OUTPUT);
+        check_without_dx(kind, MOE_APPLY_INPUT);
+    }
+}
+
 /* ---- the input itself ---- */
 
 /* Two features, two linear experts f_0 = 2 x + (1, 0) and f_1 = (x_2, x_1 - 1), p = z = x: every
@@ -2251,6 +2288,7 @@ int main(int argc, char **argv) {
     CASE(test_allocations());
     CASE(test_const_tensors());
     CASE(test_backward());
+    CASE(test_backward_without_dx());
     CASE(test_add_input());
     CASE(test_by_experts());
     CASE(test_by_experts_errors());
