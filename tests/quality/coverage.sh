@@ -42,8 +42,8 @@ linked float state
 linked float training
 linked float attention
 linked double attention
-linked float forms
-linked double forms
+inside float forms -DMOE_NO_SIMD
+inside double forms -DMOE_NO_SIMD
 inside float robust -DMOE_NO_SIMD quick steps=200
 linked float ranks_nets quick
 linked float ranks quick
@@ -53,6 +53,9 @@ inside float int_scores -DMOE_NO_SIMD quick
 inside float inference -DMOE_NO_SIMD quick
 inside float quant - quick
 inside float tokens -DMOE_NO_SIMD
+inside float imported -
+inside double imported -DMOE_NO_SIMD
+inside float models -
 inside float tokenizers -DMOE_NO_SIMD
 inside float files -DMOE_NO_SIMD
 inside double files -DMOE_NO_SIMD
