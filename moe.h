@@ -4159,6 +4159,7 @@ typedef struct moei_expert_run {
     const moei_expert *kind;
     size_t expert;                 /* its block of each parameter; 0 for what every token passes */
     int act, packed;               /* packed: the packed weights are read */
+    int in_file;                   /* matrices lie in files; 2: products quantize activations */
     int shaped;                    /* the gate has an alpha, a limit or an offset */
     moe_real alpha, limit, offset; /* limit is infinite for none */
     unsigned needed;               /* bits of the activations that the output is computed from */
@@ -4205,27 +4206,39 @@ static size_t moei_stride(const moe_layer *layer, size_t width) {
 /* A constant 0 where such gates are left out. */
 #define MOEI_SHAPED(run) (MOEI_KEPT(EXTRAS, MOE_EXTRA_SHAPED) && (run)->shaped)
 
-/* MOE_ACT_ of a kind of experts. */
-static int moei_expert_act(const moe_layer_config *c, const moei_expert *kind) {
-    if (!(kind->has & MOEI_HAS_ACT)) return MOE_ACT_SILU;
-    return c->act == MOE_ACT_NAMED_RELU ? (int)MOE_ACT_RELU : c->act;
-}
-
 /* The score reads this activation of all experts. */
 static void moei_run_scores(moei_expert_run *run, int activation) {
     run->scored = activation;
     run->for_score = moei_ancestors(run->kind, activation);
 }
 
-/* What the runs of all experts of a kind share. */
-static moei_expert_run moei_expert_run_begin(const moe_layer *layer, int kind) {
+/* Whether matrices lie in files: 2 if products quantize activations, else 1. */
+static int moei_has_external(const moe_layer *layer) {
+    int has = 0, i;
+    size_t e;
+    for (i = MOE_EXPERTS_GATE; i < MOE_LAYER_PARAMETER_COUNT; i++) {
+        const moe_external *w = layer->external[i];
+        has = has || w != NULL;
+        for (e = i < MOE_SHARED_GATE ? (size_t)MOEI_REAL_EXPERTS(&layer->config.router) : 1; w != NULL && e-- > 0;)
+            if (moei_external_quantizes(w + e)) return 2;
+    }
+    return has;
+}
+
+/* Whether experts compete in a call whose forward pass has begun. */
+#define MOEI_COMPETED(call) ((call)->training && (call)->activation_width > 0)
+
+/* What the runs of all experts of a kind share. competes: they compete for the tokens of this call,
+   or may. */
+static moei_expert_run moei_expert_run_begin(const moe_layer *layer, int kind, int competes) {
     const moe_layer_config *c = &layer->config;
     moei_expert_run run;
     int i;
     memset(&run, 0, sizeof run);
     run.layer = layer;
     run.kind = &moei_experts[kind];
-    run.act = moei_expert_act(c, run.kind);
+    run.act = MOE_ACT_SILU;
+    if (run.kind->has & MOEI_HAS_ACT) run.act = c->act == MOE_ACT_NAMED_RELU ? (int)MOE_ACT_RELU : c->act;
     run.alpha = MOEI_R(1.0);
     run.limit = MOEI_INFINITY;
     if (run.kind->has & MOEI_HAS_SHAPE) {
@@ -4240,44 +4253,22 @@ static moei_expert_run moei_expert_run_begin(const moe_layer *layer, int kind) {
         const moei_step *step = &run.kind->steps[i];
         run.ld[step->to] = moei_stride(layer, run.width[step->to]);
         run.stage_width[step->stage] = run.width[step->to];
+        if (step->op == MOEI_STEP_MATMUL && layer->external[step->weight] != NULL)
+            run.in_file = moei_has_external(layer);
     }
     run.ld[MOEI_X] = run.width[MOEI_X];
     run.needed = moei_ancestors(run.kind, MOE_NODE_OUTPUT);
     run.scored = -1;
     if (kind < MOEI_SHARED && (moei_score_flags[c->router.score] & MOE_TRAIT_NEEDS_ALL_EXPERTS))
         moei_run_scores(&run, moei_scored_activation(c));
+    if (competes && c->router.compete_rate > MOEI_R(0.0)) moei_run_scores(&run, MOE_NODE_OUTPUT);
     return run;
-}
-
-/* The runs of a layer's experts. competes: they compete for the tokens of this call, or may. */
-static moei_expert_run moei_layer_runs(const moe_layer *layer, int competes) {
-    moei_expert_run run = moei_expert_run_begin(layer, layer->config.expert);
-    if (competes && layer->config.router.compete_rate > MOEI_R(0.0)) moei_run_scores(&run, MOE_NODE_OUTPUT);
-    return run;
-}
-
-/* The same for a call whose forward pass has begun. */
-static moei_expert_run moei_call_runs(const moe_layer *layer, const moe_call *call) {
-    return moei_layer_runs(layer, call->training && call->activation_width > 0);
 }
 
 /* The expert's block of a parameter of `size` numbers per expert; NULL when the layer has none. */
 static const moe_real *moei_block(const moei_expert_run *run, int index, size_t size) {
     const moe_real *values = index < 0 ? NULL : run->layer->tensors[index];
     return values == NULL ? NULL : values + run->expert * size;
-}
-
-/* Whether matrices lie in files: 2 if products quantize activations, else 1. */
-static int moei_has_external(const moe_layer *layer) {
-    int has = 0, i;
-    size_t e;
-    for (i = MOE_EXPERTS_GATE; i < MOE_LAYER_PARAMETER_COUNT; i++) {
-        const moe_external *w = layer->external[i];
-        has = has || w != NULL;
-        for (e = i < MOE_SHARED_GATE ? (size_t)MOEI_REAL_EXPERTS(&layer->config.router) : 1; w != NULL && e-- > 0;)
-            if (moei_external_quantizes(w + e)) return 2;
-    }
-    return has;
 }
 
 /* Whether a call reads packed weights. Training reads the tensors, which it changes, and so do
@@ -4310,12 +4301,6 @@ static void moei_packed_product(const moei_expert_run *run, const moei_step *ste
                       run->ld[step->from], b, out, ld);
 }
 
-/* The matrix of a step in a file, or NULL. */
-static const moe_external *moei_step_in_file(const moei_expert_run *run, const moei_step *step) {
-    const moe_external *external = run->layer->external[step->weight];
-    return external != NULL ? external + run->expert : NULL;
-}
-
 #ifndef MOE_NO_QUANT
 /* Quantizes rows from .. to of what the products of a stage read; x only for the first stage that
    reads it. */
@@ -4328,8 +4313,8 @@ static void moei_quantize_stage(const moei_expert_run *run, int stage, unsigned 
         int which = step->from != MOEI_X;
         const moe_external *external;
         if (step->op != MOEI_STEP_MATMUL || step->stage > stage || !(mask >> step->to & 1u)) continue;
-        external = moei_step_in_file(run, step);
-        if (!run->packed && (external == NULL || !moei_external_quantizes(external))) continue;
+        external = run->layer->external[step->weight];
+        if (!run->packed && (external == NULL || !moei_external_quantizes(external + run->expert))) continue;
         if (done[which] || (step->stage < stage && which)) continue;
         done[which] = 1;
         if (step->stage < stage) continue; /* x was quantized for that stage */
@@ -4351,10 +4336,10 @@ static void moei_matmul_columns(const moei_expert_run *run, const moei_step *ste
     size_t from = run->width[step->from], to = run->width[step->to];
     size_t ld = run->ld[step->to], i;
     const moe_real *in = run->activation[step->from], *bias = moei_block(run, step->bias, to);
-    const moe_external *external = moei_step_in_file(run, step);
+    const moe_external *external = run->layer->external[step->weight];
     moe_real *out = run->activation[step->to] + j;
     if (external != NULL)
-        moei_external_columns(k, external, j, run->n, count, from, in, run->ld[step->from],
+        moei_external_columns(k, external + run->expert, j, run->n, count, from, in, run->ld[step->from],
                               run->quantized[step->from != MOEI_X], out, ld);
     else if (run->packed) moei_packed_product(run, step, j, count);
     else
@@ -4669,7 +4654,7 @@ static void moei_layer_layout(const moe_layer *layer, const moei_expert_run *run
     size_t rows = moei_expert_rows(c, n), kept = rows;
     size_t everywhere = 0, stride = moei_stride(layer, run->width[MOEI_X]);
     memset(p, 0, sizeof *p);
-    if (c->n_shared > 0) shared = moei_expert_run_begin(layer, MOEI_SHARED);
+    if (c->n_shared > 0) shared = moei_expert_run_begin(layer, MOEI_SHARED, 0);
     if (!MOEI_FITS_INT32(past) ||
         moei_route_bytes(&layer->router, past + n, past + n, 0, training, &p->route_size) != MOE_OK)
         l->overflow = 1;
@@ -4686,7 +4671,8 @@ static void moei_layer_layout(const moe_layer *layer, const moei_expert_run *run
         p->shared_factor = moei_take_reals(l, n, 1);
     }
     /* calls that keep rows never quantize for packed weights */
-    if ((!training && layer->is_packed) || moei_has_external(layer) == 2) moei_take_quantized(layer, l, rows, n, p);
+    if ((!training && layer->is_packed) || run->in_file == 2 || (c->n_shared > 0 && shared.in_file == 2))
+        moei_take_quantized(layer, l, rows, n, p);
     if (!training) return;
     p->d_rows = moei_take_lines(layer, l, rows, stride);
     moei_take_activations(run, l, rows, 1, p->d_node);
@@ -4704,7 +4690,7 @@ static moe_status moei_layer_size(const moe_layer *layer, size_t n, size_t past,
         if (past > 0) return MOE_ERR_UNSUPPORTED;
         return moei_group(layer->config.transport)->hooks->size(layer, n, training, bytes);
     }
-    run = moei_layer_runs(layer, training);
+    run = moei_expert_run_begin(layer, layer->config.expert, training);
     moei_layer_layout(layer, &run, n, past, training, &l, &p);
     if (l.overflow) return MOE_ERR_OVERFLOW;
     *bytes = l.used;
@@ -4830,7 +4816,7 @@ static moei_task moei_task_begin(const moe_layer *layer, moe_layer_pass *p, int 
     task.run.packed = moei_uses_packed(layer, &p->call);
     if (task.keeps) task.run.ld[MOE_NODE_OUTPUT] = task.run.width[MOE_NODE_OUTPUT];
 #ifndef MOE_NO_QUANT
-    task.quantizes = (task.run.packed && moei_is_quantized(layer->packed_type)) || moei_has_external(layer) == 2;
+    task.quantizes = (task.run.packed && moei_is_quantized(layer->packed_type)) || run->in_file == 2;
 #endif
     task.mask = kind == MOEI_RUN_SCORED ? run->for_score : run->needed;
     if (kind != MOEI_RUN_CHOSEN) return task;
@@ -5214,7 +5200,7 @@ static void moei_clean(const moe_call *call, size_t width, const moe_real *rows,
 /* One of the two matrices of d_latent on all tokens, forward into y or backward into dx. */
 static void moei_latent_product(const moe_layer *layer, moe_layer_pass *p, int kind, int backward, moe_real *y,
                                 moe_real *dx, const moe_parallel *team) {
-    moei_expert_run run = moei_expert_run_begin(layer, kind);
+    moei_expert_run run = moei_expert_run_begin(layer, kind, 0);
     moei_task task = moei_task_begin(layer, p, MOEI_RUN_LATENT, &run);
     size_t n = p->call.n_tokens;
     task.y = y;
@@ -5352,7 +5338,7 @@ static void moei_add_input(const moe_layer *layer, const moe_layer_pass *p, moe_
 /* y_t += shared(x_t), times sigmoid(s . x_t) when there is such a gate; for padding too. */
 static void moei_shared_forward(const moe_layer *layer, moe_layer_pass *p, moe_real *y, const moe_parallel *team) {
     const moe_real *gate = layer->tensors[MOE_SHARED_SIGMOID];
-    moei_expert_run run = moei_expert_run_begin(layer, MOEI_SHARED);
+    moei_expert_run run = moei_expert_run_begin(layer, MOEI_SHARED, 0);
     moei_task task = moei_task_begin(layer, p, MOEI_RUN_SHARED, &run);
     size_t n = p->call.n_tokens, d = run.width[MOEI_X], t;
     task.y = y;
@@ -5403,7 +5389,7 @@ moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_r
     if (call->batch != NULL)
         return moei_error(call->error, MOE_ERR_ARGUMENT,
                           "call.batch is set: a layer decides over several calls with config.transport only");
-    run = moei_layer_runs(layer, moei_keeps(call));
+    run = moei_expert_run_begin(layer, layer->config.expert, moei_keeps(call));
     status = moei_layer_call_check(layer, &run, call);
     if (status != MOE_OK) return status;
     moei_layer_layout(layer, &run, call->n_tokens, call->n_past, moei_keeps(call), &l, &p);
@@ -5416,7 +5402,7 @@ moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_r
     p.x = call->x;
     status = layer->config.router.compete_rate > MOEI_R(0.0) ? moei_compete_begin(layer, &p.call) : MOE_OK;
     if (status != MOE_OK) return status;
-    run = moei_call_runs(layer, &p.call);
+    run = moei_expert_run_begin(layer, layer->config.expert, MOEI_COMPETED(&p.call));
     team = moei_team(call);
     p.inputs = p.x;
     if (layer->config.d_latent > 0) moei_inputs_forward(layer, &p, &team);
@@ -5443,7 +5429,7 @@ moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_r
 
 static void moei_experts_backward(const moe_layer *layer, moe_layer_pass *p, const moei_returned *returned,
                                   moe_real *dx, const moe_parallel *team) {
-    moei_expert_run run = moei_call_runs(layer, &p->call);
+    moei_expert_run run = moei_expert_run_begin(layer, layer->config.expert, MOEI_COMPETED(&p->call));
     moei_task task = moei_task_begin(layer, p, MOEI_RUN_CHOSEN, &run);
     const moe_dispatch_plan *plan = &p->routing.plan;
     size_t rows = plan->rows > 0 ? task.experts * plan->rows : plan->offsets[task.experts];
@@ -5521,7 +5507,7 @@ static void moei_shared_backward(const moe_layer *layer, moe_layer_pass *p, cons
     const moe_real *gate = layer->tensors[MOE_SHARED_SIGMOID];
     moe_real *d_gate = layer->gradients[MOE_SHARED_SIGMOID];
     const moe_kernels *k = layer->kernels;
-    moei_expert_run run = moei_expert_run_begin(layer, MOEI_SHARED);
+    moei_expert_run run = moei_expert_run_begin(layer, MOEI_SHARED, 0);
     moei_task task = moei_task_begin(layer, p, MOEI_RUN_SHARED, &run);
     size_t n = p->call.n_tokens, o = run.width[MOE_NODE_OUTPUT];
     size_t d = run.width[MOEI_X], t;
@@ -5577,7 +5563,7 @@ static moe_status moei_layer_backward(const moe_layer *layer, const moei_returne
                                       moe_real *d_router_x, moe_layer_pass *pass) {
     moe_parallel team = moei_team(&pass->call);
     moe_router router = moei_layer_router(layer);
-    moei_expert_run run = moei_call_runs(layer, &pass->call);
+    moei_expert_run run = moei_expert_run_begin(layer, layer->config.expert, MOEI_COMPETED(&pass->call));
     moe_real *d_scored = run.scored >= 0 ? pass->d_all[run.scored] : NULL, *d_inputs;
     moei_returned back = *returned;
     moe_status status;
@@ -5701,7 +5687,7 @@ static moe_status moei_report_size(const moe_layer *layer, int type, size_t n, s
     as_packed = *layer;
     as_packed.is_packed = 1;
     as_packed.packed_type = type;
-    run = moei_expert_run_begin(&as_packed, layer->config.expert);
+    run = moei_expert_run_begin(&as_packed, layer->config.expert, 0);
     moei_layer_layout(&as_packed, &run, n, 0, 0, &l, &p);
     (void)moei_take_reals(&l, n, moei_report_width(&layer->config));
     if (l.overflow) return MOE_ERR_OVERFLOW;
@@ -5789,7 +5775,7 @@ static moe_status moei_measure(const moe_layer *packed, const moe_call *calibrat
     size_t e;
     moe_status status;
     call.training = call.keep = 0;
-    run = moei_expert_run_begin(packed, packed->config.expert);
+    run = moei_expert_run_begin(packed, packed->config.expert, 0);
     moei_layer_layout(packed, &run, call.n_tokens, call.n_past, 0, &l, &p);
     y = moei_take_reals(&l, call.n_tokens, moei_report_width(&packed->config));
     if (l.overflow) return MOE_ERR_OVERFLOW;

@@ -6742,6 +6742,7 @@ typedef struct moei_external_row {
 static int moei_external_shape_row(size_t inner, moei_external_row *r) {
     const size_t groups = moei_groups(inner);
     size_t i, at = groups * MOEI_GROUP;
+    memset(r, 0, sizeof *r);
     /* a row has less than 8 bytes per number */
     if (inner > (size_t)-1 / 32) return 0;
     for (i = 0; i < 2; i++) {

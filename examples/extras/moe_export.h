@@ -564,7 +564,7 @@ static void moei_range_node(const moei_expert_run *run, int node, const moe_real
 }
 
 static void moei_ranges_layer(const moe_layer *layer, const moe_layer_pass *p, moei_ranges *range) {
-    const moei_expert_run run = moei_expert_run_begin(layer, layer->config.expert);
+    const moei_expert_run run = moei_expert_run_begin(layer, layer->config.expert, 0);
     const size_t n = p->call.n_tokens, experts = (size_t)layer->config.router.n_experts;
     int node;
     for (node = 0; node < MOE_NODE_COUNT; node++) {
@@ -575,7 +575,7 @@ static void moei_ranges_layer(const moe_layer *layer, const moe_layer_pass *p, m
     moei_range_rows(&range->u, p->routing.u, n, (size_t)layer->config.router.d_model,
                     (size_t)layer->config.router.d_model);
     if (layer->config.n_shared > 0) {
-        const moei_expert_run shared = moei_expert_run_begin(layer, MOEI_SHARED);
+        const moei_expert_run shared = moei_expert_run_begin(layer, MOEI_SHARED, 0);
         for (node = 0; node < MOE_NODE_COUNT; node++)
             moei_range_node(&shared, node, p->shared[node], n, &range->shared[node]);
     }
@@ -2485,7 +2485,7 @@ static moei_sum_units moei_mixture_experts(moei_maker *m, moei_scoring *s, const
     const size_t experts = (size_t)c->router.n_experts;
     const moei_range *product = &s->range->shared[MOE_NODE_PRODUCT];
     const int wide = moei_limit_for(m, product) == MOEI_WIDE;
-    moei_expert_run run = moei_expert_run_begin(s->layer, c->expert);
+    moei_expert_run run = moei_expert_run_begin(s->layer, c->expert, 0);
     moei_summand part[2];
     moei_sum_units to;
     double rest = 0;
@@ -2560,7 +2560,7 @@ static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, con
     s.entering = m->entering[m->module];
     s.now = moei_router_now(s.layer, NULL);
     if (m->status != MOE_OK) return 0;
-    if (c->n_shared > 0) shared = moei_expert_run_begin(s.layer, MOEI_SHARED);
+    if (c->n_shared > 0) shared = moei_expert_run_begin(s.layer, MOEI_SHARED, 0);
     m->multiplications += m->counted;
     m->inner = 1;
     m->counted = 0;
@@ -2611,7 +2611,7 @@ static uint32_t moei_module_activation(moei_maker *m, const moe_module *module, 
 }
 
 static uint32_t moei_module_feed_forward(moei_maker *m, const moe_module *module, const moei_ranges *range, int limit) {
-    const moei_expert_run run = moei_expert_run_begin(&module->layer, module->layer.config.expert);
+    const moei_expert_run run = moei_expert_run_begin(&module->layer, module->layer.config.expert, 0);
     moei_sum_units to;
     uint32_t node[MOE_NODE_COUNT];
     memset(&to, 0, sizeof to);
@@ -3789,7 +3789,7 @@ static void moei_keep_module(uint32_t *masks, const moe_module *module) {
     if (module->kind == MOE_MODULE_ACTIVATION) moei_keep(masks, MOEI_KEPT_ACTS, module->act);
     if (!moei_is_layer(module)) return;
     moei_keep_router(masks, &c->router); /* a feed_forward module has one, too */
-    run = moei_expert_run_begin(&module->layer, c->expert);
+    run = moei_expert_run_begin(&module->layer, c->expert, 0);
     if (run.kind->n_steps > 1) moei_keep(masks, MOEI_KEPT_ACTS, run.act);
     if (run.shaped) moei_keep(masks, MOEI_KEPT_EXTRAS, MOE_EXTRA_SHAPED);
     if (c->n_shared > 0) moei_keep(masks, MOEI_KEPT_ACTS, MOE_ACT_SILU);

@@ -865,7 +865,7 @@ static int moei_max_received(const moe_layer *layer, const moei_ranks *k, size_t
 }
 
 static void moei_local_layout(const moe_layer *layer, moei_ranks *k, int training, moei_layout *l) {
-    moei_expert_run run = moei_expert_run_begin(&k->local, k->local.config.expert);
+    moei_expert_run run = moei_expert_run_begin(&k->local, k->local.config.expert, 0);
     moe_layer_pass *p = &k->local_pass;
     size_t of_one = 0, of_all = 0;
     size_t stride = moei_stride(layer, run.width[MOEI_X]);
@@ -896,7 +896,7 @@ static void moei_local_layout(const moe_layer *layer, moei_ranks *k, int trainin
    experts. */
 static void moei_scored_layout(const moe_layer *layer, moei_ranks *k, int training, moei_layout *l) {
     const moe_layer_config *c = &layer->config;
-    moei_expert_run run = moei_layer_runs(layer, training);
+    moei_expert_run run = moei_expert_run_begin(layer, layer->config.expert, training);
     moe_layer_pass *p = &k->scored_pass;
     size_t total = 0, cells = 0;
     size_t own = 0, d = run.width[MOEI_X];
@@ -931,7 +931,7 @@ static void moei_shared_layout(const moe_layer *layer, size_t n, int training, m
     moei_expert_run shared;
     moei_take_latent(&layer->config, l, n, training, p);
     if (layer->config.n_shared > 0) {
-        shared = moei_expert_run_begin(layer, MOEI_SHARED);
+        shared = moei_expert_run_begin(layer, MOEI_SHARED, 0);
         moei_take_activations(&shared, l, n, training, p->shared);
         p->shared_factor = moei_take_reals(l, n, 1);
         if (training) moei_take_activations(&shared, l, n, 1, p->d_shared);
@@ -998,6 +998,7 @@ static void moei_ranks_sizes(const moe_layer *layer, size_t max_tokens, moei_ran
 static moei_ranks *moei_ranks_layout(const moe_layer *layer, size_t max_tokens, int training, moei_layout *l,
                                      moe_layer_pass *p, moei_ranks *counting) {
     const moe_transport *t = layer->config.transport;
+    const moei_expert_run run = moei_expert_run_begin(layer, layer->config.expert, training);
     moei_ranks *k = (moei_ranks *)moei_take(l, 1, sizeof *k);
     size_t ranks = (size_t)t->n_ranks, experts = (size_t)layer->config.router.n_experts;
     size_t d = moei_width_in(layer), o = moei_width_out(layer);
@@ -1023,7 +1024,7 @@ static moei_ranks *moei_ranks_layout(const moe_layer *layer, size_t max_tokens, 
                                             &p->route_size) != MOE_OK)
         l->overflow = 1;
     p->route_memory = moei_take(l, p->route_size, 1);
-    p->clean = moei_layer_runs(layer, training).scored >= 0 ? moei_take_reals(l, max_tokens, d) : NULL;
+    p->clean = run.scored >= 0 ? moei_take_reals(l, max_tokens, d) : NULL;
     k->sent = moei_take_reals(l, rows, d);
     k->outputs = moei_take_reals(l, rows, o);
     if (training) k->d_outputs = moei_take_reals(l, rows, o);
@@ -1201,7 +1202,7 @@ static moe_status moei_run_trip(const moei_trip *trip) {
 
 static void moei_trip_forward(const moei_trip *trip, moe_layer_pass *pass) {
     const moe_layer *local = &trip->p->ranks->local;
-    moei_expert_run run = moei_expert_run_begin(local, local->config.expert);
+    moei_expert_run run = moei_expert_run_begin(local, local->config.expert, 0);
     moei_chosen_forward(local, pass, &run, trip->computed, trip->team);
 }
 
@@ -1297,7 +1298,7 @@ static moe_status moei_ranks_score(const moe_layer *layer, moe_layer_pass *p, co
     size_t e, width;
     moe_status status;
     int scored;
-    run = moei_call_runs(&local, &p->call);
+    run = moei_expert_run_begin(&local, local.config.expert, MOEI_COMPETED(&p->call));
     scored = run.scored;
     if (scored < 0) return MOE_OK;
     width = run.width[scored];
@@ -1440,7 +1441,7 @@ static moe_status moei_ranks_call_check(const moe_layer *layer, const moe_call *
     moei_expert_run run;
     moe_status status;
     if (work == NULL || (call->n_tokens > 0 && y == NULL)) return MOE_ERR_ARGUMENT;
-    run = moei_expert_run_begin(layer, layer->config.expert);
+    run = moei_expert_run_begin(layer, layer->config.expert, 0);
     status = moei_layer_call_check(layer, &run, call);
     if (status != MOE_OK) return status;
     if (moei_draws_competition(layer, call) && call->rng == NULL)
@@ -1541,7 +1542,7 @@ static moe_status moei_ranks_score_backward(const moe_layer *layer, moe_layer_pa
     size_t d = moei_width_in(layer), e, t, r;
     moe_status status = MOE_OK;
     int scored;
-    run = moei_call_runs(&local, &p->call);
+    run = moei_expert_run_begin(&local, local.config.expert, MOEI_COMPETED(&p->call));
     scored = run.scored;
     if (scored < 0) return MOE_OK;
     moei_scored_zero(&local, all, &run);
@@ -1576,7 +1577,7 @@ static moe_status moei_ranks_backward(const moe_layer *layer, const moei_returne
     moei_trip trip;
     moe_status status = MOE_OK;
     size_t own = pass->call.n_tokens, experts = (size_t)layer->config.router.n_experts;
-    const int scored = moei_call_runs(layer, &pass->call).scored;
+    const int scored = moei_expert_run_begin(layer, layer->config.expert, MOEI_COMPETED(&pass->call)).scored;
     if (pass->d_rows == NULL || !pass->call.training) status = MOE_ERR_STATE;
     else if (own > 0 && back.dy == NULL) status = MOE_ERR_ARGUMENT;
     status = moe_transport_status(k->transport, status);

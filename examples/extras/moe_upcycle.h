@@ -222,7 +222,7 @@ moe_status moe_layer_upcycle(moe_layer *layer, const moe_layer *dense, moe_real 
     status = moei_upcycle_settings(&layer->config, &dense->config, error);
     if (status == MOE_OK) status = moei_upcycle_tensors(layer, dense, error);
     if (status != MOE_OK) return status;
-    run = moei_expert_run_begin(layer, layer->config.expert);
+    run = moei_expert_run_begin(layer, layer->config.expert, 0);
     if (upcycle_share > MOEI_R(0.0) && run.kind->n_stages == 1)
         return moei_error(error, MOE_ERR_CONFIG, "upcycle_share = %g: expert = %s has no hidden units",
                           (double)upcycle_share, moei_expert_names[layer->config.expert]);
