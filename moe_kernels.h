@@ -6865,7 +6865,7 @@ static void moei_external_panels(const moe_kernels *k, const moe_external *w, si
     moei_code_panels t;
     size_t p, i, length;
     codes += (MOEI_LINE - (uintptr_t)codes % MOEI_LINE) % MOEI_LINE;
-    if (!moei_external_shape_row(inner, &r)) return;
+    (void)moei_external_shape_row(inner, &r);
     t.m = 2 * m;
     t.panels = panels;
     t.lines = group / 4;
@@ -8031,9 +8031,9 @@ static void moei_row_norm_backward(const moei_row_kind *kind, const moe_real *x,
 MOEI_TOOL void moei_row_finish_backward(const moei_row_kind *kind, const moe_real *rotation, size_t position,
                                         const moe_real *raw, moe_real *d) {
     size_t n = kind->heads * kind->width, i;
-    moe_real *row = kind->room != NULL ? kind->room + n : NULL;
     moei_row_grow(kind, position, d);
     if (kind->normed == 2) {
+        moe_real *row = kind->room + n;
         memcpy(row, raw, n * sizeof(moe_real));
         moei_row_clamp(kind->clamp, n, row);
         moei_row_rotate(kind, rotation, MOEI_R(1.0), row);
@@ -8041,6 +8041,7 @@ MOEI_TOOL void moei_row_finish_backward(const moei_row_kind *kind, const moe_rea
     }
     moei_row_rotate(kind, rotation, MOEI_R(-1.0), d);
     if (kind->clamp > MOEI_R(0.0)) {
+        moe_real *row = kind->room + n;
         memcpy(row, raw, n * sizeof(moe_real));
         if (kind->normed == 1) moei_row_norm(kind, row);
         for (i = 0; i < n; i++)
