@@ -1222,6 +1222,11 @@ static void test_blocks_failing(void) {
     CHECK_STATUS(moe_blocks_pin(&cache, 24, 8, 1), MOE_ERR_SPACE, "one is pinned still");
     CHECK_STATUS(moe_blocks_pin(&cache, 8, 8, 0), MOE_OK, "which can be let go");
     CHECK_STATUS(moe_blocks_pin(&cache, 24, 8, 1), MOE_OK, "then there is room");
+    CHECK_STATUS(moe_blocks_pin(&cache, 40, 8, 0), MOE_ERR_NOT_FOUND, "another block than the oldest");
+    CHECK(fast.fetch(fast.ctx, 24, 0, to) == MOE_OK && to[7] == 15, "nothing is asked for");
+    CHECK_STATUS(moe_blocks_init(&cache, &slow, 8, NULL, sizeof memory), MOE_ERR_ARGUMENT, "no memory");
+    slow.fetch = NULL;
+    CHECK_STATUS(moe_blocks_init(&cache, &slow, 8, memory, sizeof memory), MOE_ERR_ARGUMENT, "no function");
     CHECK(!s.bad, "requests are of four bytes");
 }
 

@@ -2235,7 +2235,7 @@ static void test_refused_upcycling(void) {
     const char *plain = "d_ff=40";
     moe_layer_config c = small_config();
     moe_net net;
-    moe_layer layer, latent;
+    moe_layer layer, latent, dense;
     moe_error error;
     refuse_upcycling(plain, "d_ff=41", 0, 0, MOE_ERR_CONFIG, "d_ff = 40: the dense layer has 41");
     refuse_upcycling(plain, "d_ff=40 expert=mlp", 0, 0, MOE_ERR_CONFIG, "expert = swiglu: the dense layer has mlp");
@@ -2257,6 +2257,16 @@ static void test_refused_upcycling(void) {
               moe_layer_upcycle(&latent, &net.modules[0].layer, 0, 0, 1, &error) == MOE_ERR_CONFIG &&
               strstr(error.message, "d_latent = 6") != NULL,
           "d_latent");
+    net.modules[0].layer.config.d_latent = 5;
+    CHECK(moe_layer_upcycle(&layer, &net.modules[0].layer, 0, 0, 1, &error) == MOE_ERR_CONFIG &&
+              strstr(error.message, "d_latent = 5") != NULL,
+          "d_latent of the dense layer");
+    net.modules[0].layer.config.d_latent = 0;
+    dense = net.modules[0].layer;
+    dense.tensors[MOE_EXPERTS_DOWN] = NULL;
+    CHECK(moe_layer_upcycle(&layer, &dense, 0, 0, 1, &error) == MOE_ERR_ARGUMENT &&
+              strstr(error.message, "experts.down") != NULL,
+          "a tensor of the dense layer that is not set");
     moe_layer_free(&latent);
     c.d_latent = 0;
     c.d_out = 3;
