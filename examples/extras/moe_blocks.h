@@ -156,8 +156,8 @@ moe_status moe_blocks_init(moe_blocks *cache, const moe_loader *loader, size_t b
     return MOE_OK;
 }
 
-/* The slot of the block at `at`, else the one to fill: empty, or used longest ago. NULL: all are
-   pinned. */
+/* The slot of the block at `at`, else the one to fill: empty, or used longest ago. There is one,
+   since moe_blocks_pin leaves one free. */
 static moe_blocks_slot *moei_blocks_find(const moe_blocks *cache, size_t at) {
     moe_blocks_slot *oldest = NULL, *slot = cache->slots;
     size_t i;
@@ -171,14 +171,13 @@ static moe_blocks_slot *moei_blocks_find(const moe_blocks *cache, size_t at) {
     return oldest;
 }
 
-/* Has size bytes of the block at `at` in the cache; *slot NULL: there is no place for it. The bytes
-   of a block that are there stay valid when the rest of it cannot be read. */
+/* Has size bytes of the block at `at` in the cache, in *slot. The bytes of a block that are there
+   stay valid when the rest of it cannot be read. */
 static moe_status moei_blocks_have(moe_blocks *cache, size_t at, size_t size, moe_blocks_slot **slot) {
     moe_blocks_slot *s = moei_blocks_find(cache, at);
     unsigned char *to;
     moe_status status;
     *slot = s;
-    if (s == NULL) return MOE_OK;
     s->used = ++cache->requests;
     if (s->at != at) s->size = 0;
     s->at = at;
@@ -227,12 +226,12 @@ moe_status moe_blocks_pin(moe_blocks *cache, size_t at, size_t size, int pin) {
     if (cache == NULL || size == 0 || size > cache->block_size) return MOE_ERR_ARGUMENT;
     slot = moei_blocks_find(cache, at);
     if (!pin) {
-        if (slot == NULL || slot->size == 0 || slot->at != at) return MOE_ERR_NOT_FOUND;
+        if (slot->size == 0 || slot->at != at) return MOE_ERR_NOT_FOUND;
         slot->pinned = 0;
         return MOE_OK;
     }
     for (i = 0; i < cache->n; i++) free += !cache->slots[i].pinned;
-    if (slot == NULL || (free < 2 && !slot->pinned)) return MOE_ERR_SPACE;
+    if (free < 2 && !slot->pinned) return MOE_ERR_SPACE;
     status = moei_blocks_have(cache, at, size, &slot);
     if (status == MOE_OK) slot->pinned = 1;
     return status;
