@@ -2246,7 +2246,9 @@ static int moei_is_of_preset(const moe_router_config *c, const moe_field *field)
 }
 
 static void moei_field_reset(const moe_field *field, moe_router_config *c) {
-    const moe_real standard = field == moei_router_field(MOEI_FIELD_ac_mix) ? MOEI_R(0.0) : moei_default_of(c, field);
+    const moe_real standard = field == moei_router_field(MOEI_FIELD_ac_mix)                 ? MOEI_R(0.0)
+                              : field == moei_router_field(MOEI_FIELD_capacity_factor_eval) ? c->capacity_factor
+                                                                                            : moei_default_of(c, field);
     /* which it was the default of */
     if (field == moei_router_field(MOEI_FIELD_capacity_factor)) c->capacity_factor_eval = MOEI_R(0.0);
     if (field->kind == MOE_FIELD_REAL) *moei_field_real(field, c) = standard;

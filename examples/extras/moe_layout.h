@@ -91,7 +91,7 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
 #define MOEI_OF_moe_kernels(M, s) M(s, name) M(s, id) M(s, matmul) M(s, dot) M(s, axpy) M(s, activate) \
     M(s, activate_backward) M(s, softmax) M(s, top_k) M(s, multiply) M(s, dispersion) M(s, log_posterior) \
     M(s, exp_sum) M(s, entropy) M(s, panels) M(s, gated) M(s, gated_backward) M(s, adamw) M(s, quantized) \
-    M(s, quantize) M(s, widen) M(s, unpacked)
+    M(s, quantize) M(s, widen) M(s, half) M(s, unpacked)
 #define MOEI_OF_moe_external_type(M, s) M(s, name) M(s, block) M(s, bytes) M(s, unpack) M(s, group) M(s, minima) \
     M(s, fill)
 #define MOEI_OF_moe_external(M, s) M(s, type) M(s, data) M(s, row) M(s, column) M(s, scales) M(s, scale_row) \
@@ -243,6 +243,9 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
 #define MOEI_OF_moe_decoder(M, s) M(s, tokenizer) M(s, flags) M(s, begun) M(s, n_held) M(s, held)
 #define MOEI_OF_moe_chat(M, s) M(s, name) M(s, marks) M(s, architectures) M(s, begin) M(s, before) M(s, after) \
     M(s, reply) M(s, joined)
+#define MOEI_OF_moe_blocks_slot(M, s) M(s, at) M(s, size) M(s, used) M(s, pinned)
+#define MOEI_OF_moe_blocks(M, s) M(s, loader) M(s, block_size) M(s, slots) M(s, memory) M(s, n) M(s, requests) \
+    M(s, reads) M(s, bytes) M(s, hits) M(s, hit_bytes)
 #define MOEI_OF_moe_exchange(M, s) M(s, row_bytes) M(s, send) M(s, send_counts) M(s, send_at) M(s, receive) \
     M(s, receive_counts) M(s, receive_at) M(s, channel)
 #define MOEI_OF_moe_traffic(M, s) M(s, rows) M(s, bytes) M(s, tokens) M(s, assignments) M(s, assignments_remote) \
@@ -263,6 +266,11 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
     S(moe_layer) S(moe_quant_error) S(moe_layer_pass) S(moe_attention_config) S(moe_module) S(moe_net) S(moe_net_pass) \
     S(moe_cache) S(moe_sampling) S(moe_mixture) S(moe_mixture_losses) S(moe_data) S(moe_evaluation) S(moe_progress) \
     S(moe_param_group) S(moe_train_config) S(moe_trainer) S(moe_step) S(moe_loader) S(moe_model) S(moe_choice)
+#ifdef MOE_BLOCKS_H
+#define MOEI_STRUCTS_BLOCKS(S) S(moe_blocks_slot) S(moe_blocks)
+#else
+#define MOEI_STRUCTS_BLOCKS(S)
+#endif
 #ifdef MOE_CLASSIC_H
 #define MOEI_STRUCTS_CLASSIC(S) S(moe_hme_config) S(moe_hme) S(moe_modular) S(moe_modular_step_result)
 #else
@@ -289,8 +297,8 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
 #else
 #define MOEI_STRUCTS_REPORT(S)
 #endif
-#define MOEI_STRUCTS(S) MOEI_STRUCTS_CORE(S) MOEI_STRUCTS_CLASSIC(S) MOEI_STRUCTS_EXPORT(S) MOEI_STRUCTS_IMPORT(S) \
-    MOEI_STRUCTS_RANKS(S) MOEI_STRUCTS_REPORT(S)
+#define MOEI_STRUCTS(S) MOEI_STRUCTS_CORE(S) MOEI_STRUCTS_BLOCKS(S) MOEI_STRUCTS_CLASSIC(S) MOEI_STRUCTS_EXPORT(S) \
+    MOEI_STRUCTS_IMPORT(S) MOEI_STRUCTS_RANKS(S) MOEI_STRUCTS_REPORT(S)
 /* layouts: end */
 
 #define MOEI_LAYOUT_WORD(s, member) " " #member

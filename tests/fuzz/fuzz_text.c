@@ -12,7 +12,7 @@
    prints goes nowhere, and its exit comes back. */
 
 #ifndef _POSIX_C_SOURCE
-#define _POSIX_C_SOURCE 200112L /* as examples/text.c */
+#define _POSIX_C_SOURCE 200809L /* as examples/bench/bench.c */
 #endif
 #include <stdio.h>
 #include <stdlib.h>
@@ -45,6 +45,9 @@ int fuzz_remove(const char *path);
 #define MOEI_IMPORT_IMPLEMENTED
 #define MOEI_RANKS_IMPLEMENTED
 #define MOEI_LAYOUT_IMPLEMENTED
+#define MOEI_BLOCKS_IMPLEMENTED
+#define MOEI_CHECK_IMPLEMENTED
+#define MOEI_UPCYCLE_IMPLEMENTED
 
 #undef stdout
 #undef stderr
