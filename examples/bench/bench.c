@@ -462,20 +462,20 @@ static int run_jobs(void) {
     }
 #ifndef _WIN32
     else {
-        int todo[2], over[2], number;
-        if (pipe(todo) != 0 || pipe(over) != 0) return complain("--jobs", "no pipe");
+        int left_of[2], over[2], number;
+        if (pipe(left_of) != 0 || pipe(over) != 0) return complain("--jobs", "no pipe");
         for (int p = 0; p < options.jobs; p++) {
             if (fork() != 0) continue;
-            close(todo[1]);
+            close(left_of[1]);
             close(over[0]);
-            _exit(work_off(todo[0], over[1]));
+            _exit(work_off(left_of[0], over[1]));
         }
-        close(todo[0]);
+        close(left_of[0]);
         close(over[1]);
         signal(SIGPIPE, SIG_IGN);
         for (int i = 0; i < n_jobs; i++) /* a pipe holds them all: 8,192 numbers are 32 kB */
-            if (write(todo[1], &i, sizeof i) != (long)sizeof i) failed = 1;
-        close(todo[1]);
+            if (write(left_of[1], &i, sizeof i) != (long)sizeof i) failed = 1;
+        close(left_of[1]);
         while (read(over[0], &number, sizeof number) == (long)sizeof number) tell(++done, jobs[number].w->name, begin);
         close(over[0]);
         for (int status; wait(&status) > 0;) failed |= status != 0;
