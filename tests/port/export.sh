@@ -43,6 +43,8 @@ plan() {
     echo 'dropped clang'
     echo 'threads gcc'
     echo 'threads clang'
+    echo 'placed gcc'
+    echo 'placed clang'
     echo 'refused gcc version'
     echo 'compile_time gcc'
 }
@@ -279,6 +281,18 @@ SOURCE
     echo 'int main(void) { return 0; }' >probe.c
     "$1" -fsanitize=thread probe.c -o probe >/dev/null 2>&1 && ./probe || missing "-fsanitize=thread of $1"
     build "$1" -g -O1 -fsanitize=thread $integers a.c -o a -lpthread && run ./a
+}
+
+# MOE_FLASH_EXPERTS puts the experts, and nothing else, into a section of their own, from which they
+# are read in place.
+placed() { # compiler
+    needs "$1"
+    needs objdump
+    whole rich >a.c
+    build "$1" -O1 $integers '-DMOE_FLASH_EXPERTS=__attribute__((section("outside")))' a.c -o a && run ./a || return 1
+    objdump -t a | awk '$4 == "outside" || $3 == "outside" { print $NF }' | grep '^rich_' >found
+    equal 'in the section' "$(tr '\n' ' ' <found)" 'rich_experts ' || return 1
+    build "$1" -O1 $integers a.c -o a && [ -z "$(objdump -t a | grep outside)" ]
 }
 
 # A header of another version does not compile, and says why.

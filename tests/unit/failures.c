@@ -1290,6 +1290,22 @@ static moe_status run_check(world *w, moe_error *error) {
     loader.fetch = fetch;
     return moe_model_check(&w->built.model, &loader, scratch, sizeof scratch, error);
 }
+/* Two blocks through a cache, of which the first stays. */
+static moe_status run_blocks(world *w, moe_error *error) {
+    static unsigned char memory[8192];
+    const moei_int_mixture *m = &w->built.model.mixtures[0];
+    moe_loader loader;
+    moe_blocks cache;
+    moe_status status;
+    (void)error;
+    loader.ctx = NULL;
+    loader.fetch = fetch;
+    status = moe_blocks_init(&cache, &loader, m->stride, memory, sizeof memory);
+    if (status == MOE_OK) status = moe_blocks_pin(&cache, m->experts, m->stride, 1);
+    loader = moe_blocks_loader(&cache);
+    return status != MOE_OK ? status
+                            : loader.fetch(loader.ctx, (size_t)m->experts + m->stride, m->stride, scratch);
+}
 #ifndef MOE_NO_STDIO
 static moe_status run_report_save(world *w, moe_error *error) {
     const moe_figure f = some_figure();
@@ -1445,6 +1461,8 @@ static const row rows[] = {
      SILENT | LEARNS, INTEGERS(run_tokens)},
     {"moe_model_check", OP_FETCH, NET | MODEL, 0, SEQUENCES, 0, 10 + MOE_WEIGHTS_INT8, CONSTANT, INTEGERS(run_check)},
     {"moe_model_check", OP_FETCH, NET | MODEL, 0, ATTENTIVE, 0, 10 + MOE_WEIGHTS_INT8, CONSTANT, INTEGERS(run_check)},
+    {"moe_blocks_pin moe_blocks_loader", OP_FETCH, NET | MODEL, 0, SEQUENCES, 0, 10 + MOE_WEIGHTS_INT8,
+     SILENT | CONSTANT, INTEGERS(run_blocks)},
     {"moe_infer moei_int_model_run moei_int_op_match", OP_FETCH, NET | MODEL, 0, ATTENTIVE, 0, 10 + MOE_WEIGHTS_INT8,
      SILENT | LEARNS, INTEGERS(run_tokens)},
     {"moe_infer moei_int_model_run moei_int_op_norm_l1", OP_FETCH, NET | MODEL, 0, NORMS + MOE_NORM_L1, 0,
@@ -2464,9 +2482,9 @@ static unsigned excused_ops(const char *name) {
 
 static void test_public(const char *folder) {
     static const char *const headers[] = {
-        "moe_kernels.h", "moe_routers.h", "moe.h", "examples/extras/moe_check.h", "examples/extras/moe_classic.h",
-        "examples/extras/moe_export.h", "examples/extras/moe_import.h", "examples/extras/moe_ranks.h",
-        "examples/extras/moe_report.h"};
+        "moe_kernels.h", "moe_routers.h", "moe.h", "examples/extras/moe_blocks.h", "examples/extras/moe_check.h",
+        "examples/extras/moe_classic.h", "examples/extras/moe_export.h", "examples/extras/moe_import.h",
+        "examples/extras/moe_ranks.h", "examples/extras/moe_report.h", "examples/extras/moe_upcycle.h"};
     enum { HEADERS = sizeof headers / sizeof *headers };
     char *texts[HEADERS];
     unsigned reached = 0;
