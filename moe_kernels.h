@@ -258,8 +258,8 @@
    is read or written. Nothing allocates. Stack: below 400 bytes in optimized plain C (plus libm's),
    below 20 KiB for a product with AVX2, NEON or WebAssembly SIMD, most of it the panel of 256 x 16,
    and below 36 KiB with AVX-512, which packs two panels, and for 16-bit weights, which are widened
-   on the stack (with AVX2 and AVX-512, up to eight rows use registers). Products with other packed
-   types use almost no stack.
+   on the stack (with AVX2 and AVX-512, up to eight rows use registers). Products with matrices in
+   files take up to 52 KiB, those with other packed types almost nothing.
 
    Packed weights. A product whose right operand does not change reads it fastest in panels of 16
    columns, in the order in which the tiles consume them: moe_pack makes the panels once, and

@@ -39,7 +39,7 @@ def parse(text):
     """The constants of a header, by what follows the model's name."""
     text = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
     found = {}
-    constant = r"static const (?:unsigned )?\w+ (\w+)(?:\[\d+\])?(?: MOE_FLASH)? = (\{.*?\});"
+    constant = r"static const (?:unsigned )?\w+ (\w+)(?:\[\d+\])?(?: MOE_FLASH\w*)? = (\{.*?\});"
     for name, value in re.findall(constant, text, re.S):
         value = re.sub(r"\(float\)", "", value).replace("MOEI_INT_NONE", str(NONE))
         value = re.sub(r"\b([A-Za-z_]\w*)", r'"\1"', value).replace('"NULL"', "None")
@@ -101,6 +101,7 @@ class Model:
         parts = parse(text)
         self.weights = bytes(v & 255 for v in parts["weights"]) if "weights" in parts else b""
         self.experts = bytes(v & 255 for v in parts["experts"]) if "experts" in parts else experts
+        require(self.experts is not None or "mixtures" not in parts, "the experts' constants are nowhere")
         self.ops = [op_of(row) for row in parts["ops"]]
         self.mixtures = [mixture_of(row) for row in parts.get("mixtures", ())]
         self.attentions = [Fields("heads d_head keys values value room bits", a) for a in parts.get("attentions", ())]

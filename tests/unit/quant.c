@@ -459,7 +459,7 @@ static void check_largest_levels(unsigned char *packed, moe_real *w) {
 static void test_weight_edges(void) {
     enum { K = 40, N = 3 };
     static unsigned char packed[1 << 13], before[1 << 13];
-    moe_real w[N * K], back[N * K];
+    static moe_real w[N * K], back[N * K];
     size_t i, t;
     for (t = 0; t < KINDS; t++) {
         const int type = kinds[t];
@@ -761,7 +761,7 @@ static void test_worked_blocks(void) {
 static void test_numbers_in_files(void) {
     enum { ROWS = 7, COLUMNS = 256 };
     static const int codes[3] = {0, 1, 30};
-    unsigned char bytes[ROWS * COLUMNS * 4], scales[4 * 3 * 4];
+    static unsigned char bytes[ROWS * COLUMNS * 4], scales[4 * 3 * 4];
     moe_real values[COLUMNS];
     moe_external w;
     size_t i, p, t, wrong = 0;
@@ -1493,7 +1493,7 @@ static void test_row_edges(void) {
     for (t = 0; t < KINDS; t++) {
         const int type = kinds[t];
         problem s = make_problem(type, M, N, K, 1, 0, 5);
-        moe_real c[M * N], usual[M * N];
+        static moe_real c[M * N], usual[M * N];
         for (i = 0; i < K; i++) { /* rows 2 and 7 give 0 */
             s.x[2 * K + i] = 0;
             s.x[7 * K + i] *= (moe_real)SMALLEST;
