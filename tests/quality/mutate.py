@@ -549,10 +549,10 @@ STB = find_stb()
 
 PROBES = '''#include <stdio.h>
 #include <stdlib.h>
-char moei_probed[1 << 16];
-void moei_probe(int n) {
+char moei_mutate_probed[1 << 16];
+void moei_mutate_probe(int n) {
     FILE *f;
-    moei_probed[n] = 1;
+    moei_mutate_probed[n] = 1;
     f = fopen(getenv("MOE_PROBES"), "a");
     if (f) fprintf(f, "%d\\n", n), fclose(f);
 }
@@ -684,9 +684,9 @@ class Row:
             self.seconds, self.reached = known['seconds'], set(known['reached'])
             return
         for h in headers:
-            pieces, at = [h.text[:h.begin], 'void moei_probe(int);\nextern char moei_probed[];\n'], h.begin
+            pieces, at = [h.text[:h.begin], 'void moei_mutate_probe(int);\nextern char moei_mutate_probed[];\n'], h.begin
             for k, (offset, _) in enumerate(h.probes):
-                pieces += [h.text[at:offset], ' if (!moei_probed[%d]) moei_probe(%d); ' % (start + k, start + k)]
+                pieces += [h.text[at:offset], ' if (!moei_mutate_probed[%d]) moei_mutate_probe(%d); ' % (start + k, start + k)]
                 at = offset
             place.write(h.name, ''.join(pieces) + h.text[at:])
             start += len(h.probes)

@@ -39,7 +39,7 @@ plan() {
     echo 'eva_reader 24'
     for op in rescale multiply curve apply_weight set_weight row; do echo "eva_infer $op 32767"; done
     echo 'eva_infer add 16383'
-    echo 'eva_infer int8 32767 -DPAIR=8'
+    for op in int8 int16; do echo "eva_infer $op 32767 -DPAIR=8"; done
     echo 'eva_infer int4 32767 -DPAIR=4'
     echo 'thread_sanitizer threads gcc'
     echo 'thread_sanitizer parallel gcc'
