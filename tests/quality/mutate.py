@@ -113,6 +113,7 @@ ranks_nets    float   -             4.5   ranks
 failures      float   -             5
 gradients     double  quick         5     kernels routers
 report        float   -             6     report
+forms         double  -             6
 routers       float   quick         6     routers
 int_sequences float   quick         8     kernels
 robust        float   quick         10
@@ -549,10 +550,10 @@ STB = find_stb()
 
 PROBES = '''#include <stdio.h>
 #include <stdlib.h>
-char moei_mutate_probed[1 << 16];
-void moei_mutate_probe(int n) {
+char moei_probes_hit[1 << 16];
+void moei_probe_hit(int n) {
     FILE *f;
-    moei_mutate_probed[n] = 1;
+    moei_probes_hit[n] = 1;
     f = fopen(getenv("MOE_PROBES"), "a");
     if (f) fprintf(f, "%d\\n", n), fclose(f);
 }
@@ -684,9 +685,10 @@ class Row:
             self.seconds, self.reached = known['seconds'], set(known['reached'])
             return
         for h in headers:
-            pieces, at = [h.text[:h.begin], 'void moei_mutate_probe(int);\nextern char moei_mutate_probed[];\n'], h.begin
+            pieces, at = [h.text[:h.begin], 'void moei_probe_hit(int);\nextern char moei_probes_hit[];\n'], h.begin
             for k, (offset, _) in enumerate(h.probes):
-                pieces += [h.text[at:offset], ' if (!moei_mutate_probed[%d]) moei_mutate_probe(%d); ' % (start + k, start + k)]
+                probe = ' if (!moei_probes_hit[%d]) moei_probe_hit(%d); ' % (start + k, start + k)
+                pieces += [h.text[at:offset], probe]
                 at = offset
             place.write(h.name, ''.join(pieces) + h.text[at:])
             start += len(h.probes)

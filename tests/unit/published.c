@@ -1250,8 +1250,12 @@ static size_t part_count(const part *p) {
     return count;
 }
 
+/* Number i of a tensor. */
+static moe_real value_of(size_t i) { return (moe_real)0.25 + (moe_real)i / (1 << 24); }
+
 static void put_values(text *t, size_t n) {
-    for (; n > 0; n--) put_number(t, 0x3e800000, 4);
+    size_t i;
+    for (i = 0; i < n; i++) put_number(t, 0x3e800000 + (i << 1), 4);
 }
 
 /* The parts of a shard, or (-1) all, as safetensors of F32. */
@@ -1308,9 +1312,9 @@ static void put_gguf(text *file, const char *arch, const part *parts, int n) {
 }
 
 /* Reads the parts as the form says; of safetensors alone (sharded 0), or of two files whose index
-   lists the first `listed` parts. */
+   lists the first `listed` parts. The layer is the caller's unless kept is NULL. */
 static moe_status read_parts(const family_form *form, const part *parts, int n, int sharded, int listed,
-                             moe_error *error) {
+                             moe_layer *kept, moe_error *error) {
     static text files[4];
     char line[200];
     moe_import_source sources[4];
@@ -1342,7 +1346,8 @@ static moe_status read_parts(const family_form *form, const part *parts, int n, 
     }
     sources[0] = source("model", &files[0]);
     status = try_read(&layer, sources, (size_t)n_sources, form->type != NULL ? AT : "blk.3", NULL, error);
-    if (status == MOE_OK) moe_layer_free(&layer);
+    if (status == MOE_OK && kept != NULL) *kept = layer;
+    else if (status == MOE_OK) moe_layer_free(&layer);
     return status;
 }
 
@@ -1369,7 +1374,7 @@ static void count_wrong(const family_form *form, const part *parts, int n, int s
         memcpy(changed + i, parts + i + 1, (size_t)(n - i - 1) * sizeof *parts);
         changed[n - 1] = *p; /* behind those of the file: the index lists it all the same */
         for (k = 0; k <= sharded; k++) {
-            status = read_parts(form, changed, n - 1, sharded, n - 1 + k, &error);
+            status = read_parts(form, changed, n - 1, sharded, n - 1 + k, NULL, &error);
             refused(form, sharded, p, "missing",
                     optional ? status == MOE_OK
                              : status == MOE_ERR_NOT_FOUND &&
@@ -1381,7 +1386,7 @@ static void count_wrong(const family_form *form, const part *parts, int n, int s
         for (shard = 0; shard <= sharded; shard++) {
             changed[n] = *p;
             changed[n].shard = shard;
-            status = read_parts(form, changed, n + 1, sharded, n, &error);
+            status = read_parts(form, changed, n + 1, sharded, n, NULL, &error);
             refused(form, sharded, p, "twice",
                     status == MOE_ERR_FORMAT && (strstr(error.message, "occurs twice") != NULL ||
                                                  strstr(error.message, "duplicates another") != NULL),
@@ -1411,7 +1416,7 @@ static void shape_wrong(const family_form *form, const part *parts, int n, int s
                 if (way == 5) p->shape[p->n_dims++] = 1;
                 if (way == 6) p->n_dims--;
                 if (way != 4 || k > 0) {
-                    status = read_parts(form, changed, n, sharded, n, &error);
+                    status = read_parts(form, changed, n, sharded, n, NULL, &error);
                     refused(form, sharded, p, "of another shape",
                             status == MOE_ERR_SHAPE || status == MOE_ERR_NOT_FOUND, &error);
                 }
@@ -1420,21 +1425,48 @@ static void shape_wrong(const family_form *form, const part *parts, int n, int s
     }
 }
 
+/* Gate and up rows of a fused tensor are its halves, or alternate in gpt-oss; [in,out] in llama4
+   and gpt-oss as folders. */
+static void fused_right(const family_form *form, const part *p, const moe_layer *layer) {
+    const int turned = p->shape[1] == 6, alternate = form->type != NULL && strcmp(form->type, "gpt_oss") == 0;
+    const size_t in = turned ? p->shape[1] : p->shape[2], out = (turned ? p->shape[2] : p->shape[1]) / 2;
+    size_t second, e, i, j, wrong = 0;
+    for (second = 0; second < 2; second++)
+        for (e = 0; e < PART_EXPERTS; e++)
+            for (i = 0; i < out; i++)
+                for (j = 0; j < in; j++) {
+                    const size_t line = alternate ? 2 * i + second : second * out + i;
+                    const size_t at = e * 2 * out * in + (turned ? j * 2 * out + line : line * in + j);
+                    wrong += layer->tensors[second > 0 ? MOE_EXPERTS_UP : MOE_EXPERTS_GATE][(e * out + i) * in + j] !=
+                             value_of(at);
+                }
+    CHECK(wrong == 0, form->type != NULL ? form->type : form->arch);
+}
+
 static void of_families(void) {
     part parts[MOST_PARTS];
+    moe_layer layer;
     moe_error error;
+    int n_fused = 0, k;
     size_t i;
     int sharded;
     for (i = 0; i < sizeof family_forms / sizeof family_forms[0]; i++) {
         const family_form *form = &family_forms[i];
         const int n = parts_of(form->tensors, parts);
         for (sharded = 0; sharded <= (form->type != NULL); sharded++) {
-            const moe_status status = read_parts(form, parts, n, sharded, n, &error);
+            const moe_status status = read_parts(form, parts, n, sharded, n, &layer, &error);
             refused(form, sharded, &parts[0], "and all others", status == MOE_OK, &error);
+            for (k = 0; k < n && status == MOE_OK; k++)
+                if (parts[k].n_dims == 3 && (parts[k].shape[1] == 10 || parts[k].shape[2] == 10)) {
+                    fused_right(form, &parts[k], &layer);
+                    n_fused++;
+                }
+            if (status == MOE_OK) moe_layer_free(&layer);
             count_wrong(form, parts, n, sharded);
             shape_wrong(form, parts, n, sharded);
         }
     }
+    CHECK(n_fused > 20, "fused tensors");
 }
 
 /* Files cut off at every byte, and with every byte changed: nothing worse than an error may come of

@@ -831,6 +831,34 @@ static void classical_rows(samples *s, moe_net *all, moe_train_config *c) {
     moe_net_free(all);
 }
 
+static int keep_progress(void *ctx, const moe_progress *p) {
+    *(moe_progress *)ctx = *p;
+    return 0;
+}
+
+/* Routers see all samples: the mean of their losses over an epoch counts those without a label. */
+static void router_losses_of_some(const samples *of) {
+    samples s = *of;
+    moe_net one = net_of(SPARSE, 9, NULL), two = net_of(SPARSE, 9, NULL);
+    moe_train_config c = descent(24);
+    moe_trainer t = trainer_of(&one, &c);
+    moe_progress last;
+    moe_step seen;
+    moe_error error;
+    place(&s);
+    step(&t, &s.data, &seen);
+    memset(&last, 0, sizeof last);
+    c.epochs = 1;
+    c.progress = keep_progress;
+    c.progress_ctx = &last;
+    CHECK_STATUS(moe_fit(&two, &s.data, NULL, &c, &error), MOE_OK, "fit");
+    CHECK(seen.router_loss > 0 && near_to((double)last.router_loss, (double)seen.router_loss, NEAR),
+          "an epoch's mean counts all samples");
+    moe_trainer_free(&t);
+    moe_net_free(&one);
+    moe_net_free(&two);
+}
+
 static void test_unlabelled(void) {
     samples s = samples_of(24, 8), few = samples_of(24, 8);
     moe_net all = net_of(SMOOTH, 9, NULL), part = net_of(SMOOTH, 9, NULL);
@@ -854,6 +882,7 @@ static void test_unlabelled(void) {
         }
     }
     few.data.n = n;
+    router_losses_of_some(&s);
     a = trainer_of(&all, &c);
     b = trainer_of(&part, &c);
     step(&a, &s.data, &seen);
