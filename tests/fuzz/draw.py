@@ -313,8 +313,7 @@ class Draw:
             self.put("norm_order", "l2", "l1", "linf")
         if self.score == "mlp" and "dselect" not in self.WITHOUT and self.later.random() < 0.4:
             self.score = s["score"] = "dselect"
-            self.normal("router.codes", self.k * max(1, (e - 1).bit_length()), d, scale=0.5 * d ** -0.5)
-            self.matrix("router.mix", self.k, d)
+            self.shape_selectors()
         if self.score in ("mlp", "attentive"):
             width = s["router_hidden"] = self.width if self.score == "attentive" else self.number(1, 8)
             self.put("router_act", *ACTS)
@@ -330,6 +329,12 @@ class Draw:
         if self.gate in ("softmax", "sigmoid"):
             self.put("gate_temperature", 1.0, 1.0, 0.5, 2.0)
         self.compose_refine()
+
+    def shape_selectors(self):
+        """The tensors of DSelect-k, a selector for each of K."""
+        d = self.d
+        self.normal("router.codes", self.k * max(1, (self.e - 1).bit_length()), d, scale=0.5 * d ** -0.5)
+        self.matrix("router.mix", self.k, d)
 
     def compose_refine(self):
         s = self.settings
@@ -367,6 +372,8 @@ class Draw:
             self.put("group_score", "max", "top2_sum")
         if self.select in ("sample", "balanced"):
             self.k = s["top_k"] = 1
+        if self.score == "dselect":
+            self.shape_selectors()
         if self.select in ("top_k", "grouped_top_k") and self.chance(0.3):
             self.normal("router.selection_bias", e, scale=0.2)
             if self.chance(0.5):
