@@ -12425,9 +12425,10 @@ static void moei_int_each(const moei_int_op *op, moei_int_run *run,
     const int32_t round = moei_int_round(&op->shape);
     int16_t *z = moei_int_vector(run, op->out);
     unsigned e;
-    for (e = 0; e < m->router.n_experts && run->status == MOE_OK; e++) {
+    for (e = 0; e < m->router.n_experts; e++) {
         run->base = moei_int_block(m, run, e, op->at);
         moei_int_ops(run, (uint32_t)(op - run->model->ops) + 1, op->shape.k);
+        if (run->status != MOE_OK) break; /* nothing has made `in` */
         z[e] = moei_int_clamp(
             &op->shape,
             (moei_int_scale(measure(op, moei_int_vector(run, op->in), moei_int_vector(run, op->other)), op->factor) +

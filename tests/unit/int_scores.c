@@ -1238,7 +1238,7 @@ int main(int argc, char **argv) {
     rng.state = UINT64_C(14155681231070794104);
     CASE(test_random(argc > 1 && strcmp(argv[1], "quick") == 0 ? 30 : 150));
     CASE(test_nobody());
-    CASE(test_loading(argc > 1 && strcmp(argv[1], "quick") == 0 ? 10 : 40));
+    CASE(test_loading(40));
     CASE(test_predictor());
     CASE(test_printing());
     CASE(test_refusals());
