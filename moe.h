@@ -4704,12 +4704,10 @@ moe_status moe_layer_work_size(const moe_layer *layer, size_t n_tokens, int trai
 /* Whether a call keeps all rows of all experts. */
 static int moei_keeps(const moe_call *call) { return call->training || call->keep; }
 
-/* The router with the layer's tensors. */
-static moe_router moei_layer_router(const moe_layer *layer) {
-    moe_router router = layer->router;
-    int i;
-    for (i = 0; i < MOE_ROUTER_PARAMETER_COUNT; i++) router.tensors[i] = layer->tensors[i];
-    return router;
+/* Sets *router to the layer's with the layer's tensors. */
+static void moei_layer_router(const moe_layer *layer, moe_router *router) {
+    memcpy(router, &layer->router, offsetof(moe_router, tensors));
+    memcpy(router->tensors, layer->tensors, sizeof router->tensors);
 }
 
 /* ==== threads ================================================================================= */
@@ -4802,32 +4800,31 @@ static size_t moei_row_of(const moe_layer_pass *p, const moe_assignment *entry, 
 }
 
 /* run: from moei_expert_run_begin for these experts. */
-static moei_task moei_task_begin(const moe_layer *layer, moe_layer_pass *p, int kind, const moei_expert_run *run) {
-    moei_task task;
-    memset(&task, 0, offsetof(moei_task, run));
-    task.layer = layer;
-    task.p = p;
-    task.kind = kind;
-    task.n_tasks = 1;
-    task.experts = kind >= MOEI_RUN_SHARED ? 1 : (size_t)MOEI_REAL_EXPERTS(&layer->config.router);
-    task.room = SIZE_MAX;
-    task.keeps = moei_keeps(&p->call);
-    task.run = *run;
-    task.run.packed = moei_uses_packed(layer, &p->call);
-    if (task.keeps) task.run.ld[MOE_NODE_OUTPUT] = task.run.width[MOE_NODE_OUTPUT];
+static void moei_task_begin(moei_task *task, const moe_layer *layer, moe_layer_pass *p, int kind,
+                            const moei_expert_run *run) {
+    memset(task, 0, offsetof(moei_task, run));
+    task->layer = layer;
+    task->p = p;
+    task->kind = kind;
+    task->n_tasks = 1;
+    task->experts = kind >= MOEI_RUN_SHARED ? 1 : (size_t)MOEI_REAL_EXPERTS(&layer->config.router);
+    task->room = SIZE_MAX;
+    task->keeps = moei_keeps(&p->call);
+    task->run = *run;
+    task->run.packed = moei_uses_packed(layer, &p->call);
+    if (task->keeps) task->run.ld[MOE_NODE_OUTPUT] = task->run.width[MOE_NODE_OUTPUT];
 #ifndef MOE_NO_QUANT
-    task.quantizes = (task.run.packed && moei_is_quantized(layer->packed_type)) || run->in_file == 2;
+    task->quantizes = (task->run.packed && moei_is_quantized(layer->packed_type)) || run->in_file == 2;
 #endif
-    task.mask = kind == MOEI_RUN_SCORED ? run->for_score : run->needed;
-    if (kind != MOEI_RUN_CHOSEN) return task;
-    task.room = moei_expert_rows(&layer->config, p->call.n_tokens);
-    task.plain = p->routing.plan.rows == 0 && layer->config.router.apply_to == MOE_APPLY_OUTPUT;
+    task->mask = kind == MOEI_RUN_SCORED ? run->for_score : run->needed;
+    if (kind != MOEI_RUN_CHOSEN) return;
+    task->room = moei_expert_rows(&layer->config, p->call.n_tokens);
+    task->plain = p->routing.plan.rows == 0 && layer->config.router.apply_to == MOE_APPLY_OUTPUT;
     if (layer->config.router.apply_to != MOE_APPLY_OUTPUT || run->scored < 0)
-        return task; /* made of the unweighted input */
-    task.computed = run->for_score;
-    task.frontier = moei_frontier(run->kind, task.computed);
-    task.mask &= ~task.computed;
-    return task;
+        return; /* made of the unweighted input */
+    task->computed = run->for_score;
+    task->frontier = moei_frontier(run->kind, task->computed);
+    task->mask &= ~task->computed;
 }
 
 /* The first quantized row is number `at` of the buffers. */
@@ -5201,8 +5198,9 @@ static void moei_clean(const moe_call *call, size_t width, const moe_real *rows,
 static void moei_latent_product(const moe_layer *layer, moe_layer_pass *p, int kind, int backward, moe_real *y,
                                 moe_real *dx, const moe_parallel *team) {
     moei_expert_run run = moei_expert_run_begin(layer, kind, 0);
-    moei_task task = moei_task_begin(layer, p, MOEI_RUN_LATENT, &run);
+    moei_task task;
     size_t n = p->call.n_tokens;
+    moei_task_begin(&task, layer, p, MOEI_RUN_LATENT, &run);
     task.y = y;
     task.dx = dx;
     if (team->threads > 1) task.n_tasks = moei_task_count(team, &run, backward ? 2 * n : n, 1);
@@ -5247,9 +5245,10 @@ static moe_status moei_compete_begin(const moe_layer *layer, moe_call *call) {
    zeros. */
 static void moei_scored_forward(const moe_layer *layer, moe_layer_pass *p, const moei_expert_run *run,
                                 const moe_parallel *team) {
-    moei_task task = moei_task_begin(layer, p, MOEI_RUN_SCORED, run);
+    moei_task task;
     size_t n = p->call.n_tokens;
     if (n == 0) return;
+    moei_task_begin(&task, layer, p, MOEI_RUN_SCORED, run);
     moei_clean(&p->call, run->width[MOEI_X], p->inputs, p->clean);
     if (team->threads > 1) task.n_tasks = moei_task_count(team, run, n * task.experts, task.experts);
     /* one expert at a time: they share the buffer of quantized rows */
@@ -5262,9 +5261,11 @@ static void moei_scored_forward(const moe_layer *layer, moe_layer_pass *p, const
 /* y_t += w_te f_e(x_t) for all assignments of the plan. */
 static void moei_chosen_forward(const moe_layer *layer, moe_layer_pass *p, const moei_expert_run *run, moe_real *y,
                                 const moe_parallel *team) {
-    moei_task task = moei_task_begin(layer, p, MOEI_RUN_CHOSEN, run);
+    moei_task task;
     const moe_dispatch_plan *plan = &p->routing.plan;
-    size_t rows = plan->rows > 0 ? task.experts * plan->rows : plan->offsets[task.experts];
+    size_t rows;
+    moei_task_begin(&task, layer, p, MOEI_RUN_CHOSEN, run);
+    rows = plan->rows > 0 ? task.experts * plan->rows : plan->offsets[task.experts];
     task.y = y;
     if (team->threads > 1) task.n_tasks = moei_task_count(team, run, rows, task.experts);
     moei_run_experts(&task, team, 0);
@@ -5339,8 +5340,9 @@ static void moei_add_input(const moe_layer *layer, const moe_layer_pass *p, moe_
 static void moei_shared_forward(const moe_layer *layer, moe_layer_pass *p, moe_real *y, const moe_parallel *team) {
     const moe_real *gate = layer->tensors[MOE_SHARED_SIGMOID];
     moei_expert_run run = moei_expert_run_begin(layer, MOEI_SHARED, 0);
-    moei_task task = moei_task_begin(layer, p, MOEI_RUN_SHARED, &run);
+    moei_task task;
     size_t n = p->call.n_tokens, d = run.width[MOEI_X], t;
+    moei_task_begin(&task, layer, p, MOEI_RUN_SHARED, &run);
     task.y = y;
     if (team->threads > 1) task.n_tasks = moei_task_count(team, &run, n, 1);
     for (t = 0; t < n; t++)
@@ -5350,6 +5352,7 @@ static void moei_shared_forward(const moe_layer *layer, moe_layer_pass *p, moe_r
 
 /* Checks what must be set before anything is computed; the router checks the rest. */
 static moe_status moei_layer_call_check(const moe_layer *layer, const moei_expert_run *run, const moe_call *call) {
+    uint64_t set = 0; /* bit i: tensor i is set */
     int i;
     if ((run->kind->n_steps > 1 && !MOEI_KEPT(ACTS, run->act)) ||
         (!MOEI_KEPT(EXTRAS, MOE_EXTRA_SHAPED) && run->shaped) ||
@@ -5359,6 +5362,8 @@ static moe_status moei_layer_call_check(const moe_layer *layer, const moei_exper
     if (!MOEI_FITS_INT32(call->n_tokens))
         return moei_error(call->error, MOE_ERR_OVERFLOW, "call.n_tokens = %z: too many", call->n_tokens);
     if (call->n_tokens > 0 && call->x == NULL) return moei_error(call->error, MOE_ERR_ARGUMENT, "call.x is NULL");
+    for (i = 0; i < MOE_LAYER_PARAMETER_COUNT; i++) set |= (uint64_t)(layer->tensors[i] != NULL) << i;
+    if (set == layer->present && !call->training) return MOE_OK; /* the common case, quickly */
     for (i = 0; i < MOE_LAYER_PARAMETER_COUNT; i++) {
         if (layer->external[i] != NULL && call->training)
             return moei_error(call->error, MOE_ERR_UNSUPPORTED,
@@ -5400,14 +5405,16 @@ moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_r
         return moei_error(call->error, MOE_ERR_SPACE, "work_size = %z: the call takes %z bytes", work_size, l.used);
     p.call = *call;
     p.x = call->x;
-    status = layer->config.router.compete_rate > MOEI_R(0.0) ? moei_compete_begin(layer, &p.call) : MOE_OK;
-    if (status != MOE_OK) return status;
-    run = moei_expert_run_begin(layer, layer->config.expert, MOEI_COMPETED(&p.call));
+    if (layer->config.router.compete_rate > MOEI_R(0.0)) {
+        status = moei_compete_begin(layer, &p.call);
+        if (status != MOE_OK) return status;
+        run = moei_expert_run_begin(layer, layer->config.expert, MOEI_COMPETED(&p.call));
+    }
     team = moei_team(call);
     p.inputs = p.x;
     if (layer->config.d_latent > 0) moei_inputs_forward(layer, &p, &team);
     if (run.scored >= 0) moei_scored_forward(layer, &p, &run, &team);
-    router = moei_layer_router(layer);
+    moei_layer_router(layer, &router);
     status = moe_route(&router, &p.call, p.route_memory, p.route_size, &p.routing);
     if (status != MOE_OK) return status;
     sum = layer->config.d_latent > 0 ? p.latent[2] : y;
@@ -5430,9 +5437,11 @@ moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_r
 static void moei_experts_backward(const moe_layer *layer, moe_layer_pass *p, const moei_returned *returned,
                                   moe_real *dx, const moe_parallel *team) {
     moei_expert_run run = moei_expert_run_begin(layer, layer->config.expert, MOEI_COMPETED(&p->call));
-    moei_task task = moei_task_begin(layer, p, MOEI_RUN_CHOSEN, &run);
+    moei_task task;
     const moe_dispatch_plan *plan = &p->routing.plan;
-    size_t rows = plan->rows > 0 ? task.experts * plan->rows : plan->offsets[task.experts];
+    size_t rows;
+    moei_task_begin(&task, layer, p, MOEI_RUN_CHOSEN, &run);
+    rows = plan->rows > 0 ? task.experts * plan->rows : plan->offsets[task.experts];
     task.returned = returned;
     task.dx = dx;
     if (team->threads > 1) task.n_tasks = moei_task_count(team, &run, 2 * rows, task.experts);
@@ -5508,10 +5517,11 @@ static void moei_shared_backward(const moe_layer *layer, moe_layer_pass *p, cons
     moe_real *d_gate = layer->gradients[MOE_SHARED_SIGMOID];
     const moe_kernels *k = layer->kernels;
     moei_expert_run run = moei_expert_run_begin(layer, MOEI_SHARED, 0);
-    moei_task task = moei_task_begin(layer, p, MOEI_RUN_SHARED, &run);
+    moei_task task;
     size_t n = p->call.n_tokens, o = run.width[MOE_NODE_OUTPUT];
     size_t d = run.width[MOEI_X], t;
     moe_real *d_output = p->d_shared[MOE_NODE_OUTPUT];
+    moei_task_begin(&task, layer, p, MOEI_RUN_SHARED, &run);
     memset(d_output, 0, n * o * sizeof(moe_real));
     for (t = 0; t < n; t++) {
         moe_real s = p->shared_factor[t], slope;
@@ -5537,7 +5547,8 @@ static void moei_scored_zero(const moe_layer *layer, moe_layer_pass *p, const mo
 /* The backward pass of the activations that the score read, for all experts and tokens. dx is added
    to. */
 static void moei_scored_backward(const moe_layer *layer, moe_layer_pass *p, const moei_expert_run *run, moe_real *dx) {
-    moei_task task = moei_task_begin(layer, p, MOEI_RUN_SCORED, run);
+    moei_task task;
+    moei_task_begin(&task, layer, p, MOEI_RUN_SCORED, run);
     task.dx = dx;
     moei_run_experts(&task, NULL, 1);
 }
@@ -5562,11 +5573,12 @@ static void moei_inputs_backward(const moe_layer *layer, moe_layer_pass *p, moe_
 static moe_status moei_layer_backward(const moe_layer *layer, const moei_returned *returned, moe_real *dx,
                                       moe_real *d_router_x, moe_layer_pass *pass) {
     moe_parallel team = moei_team(&pass->call);
-    moe_router router = moei_layer_router(layer);
+    moe_router router;
     moei_expert_run run = moei_expert_run_begin(layer, layer->config.expert, MOEI_COMPETED(&pass->call));
     moe_real *d_scored = run.scored >= 0 ? pass->d_all[run.scored] : NULL, *d_inputs;
     moei_returned back = *returned;
     moe_status status;
+    moei_layer_router(layer, &router);
     if (run.scored >= 0) moei_scored_zero(layer, pass, &run);
     if (returned->dy != NULL && layer->config.n_shared > 0) moei_shared_backward(layer, pass, returned->dy, dx, &team);
     d_inputs = moei_sum_backward(layer, pass, &back, dx, &team);
@@ -5654,7 +5666,7 @@ moe_status moe_layer_observe(moe_layer *layer, const moe_layer_pass *pass) {
     status = moei_layer_state(layer, state);
     if (status != MOE_OK) return status;
     if (pass->ranks != NULL) return moei_group(layer->config.transport)->hooks->observe(layer, pass, state);
-    router = moei_layer_router(layer);
+    moei_layer_router(layer, &router);
     return moe_router_observe(&router, &pass->call, &pass->routing, state);
 }
 
@@ -5787,7 +5799,7 @@ static moe_status moei_measure(const moe_layer *packed, const moe_call *calibrat
     p.x = routed.x;
     p.inputs = routed.inputs;
     p.routing = routed.routing; /* the routing lies first in both layouts */
-    task = moei_task_begin(packed, &p, MOEI_RUN_CHOSEN, &run);
+    moei_task_begin(&task, packed, &p, MOEI_RUN_CHOSEN, &run);
     task.mask = run.needed;
     for (e = 0; e < task.experts; e++) moei_measure_expert(&task, e, y, errors + e);
     for (; e < p.routing.n_experts; e++) {

@@ -1828,8 +1828,9 @@ typedef struct moei_scoring {
 /* The router's configuration at the step in its state, which applies schedules to K, temperatures
    and the selection. */
 static moe_router_config moei_router_now(const moe_layer *layer, int *frozen) {
-    const moe_router router = moei_layer_router(layer);
+    moe_router router;
     moei_pass pass;
+    moei_layer_router(layer, &router);
     memset(&pass, 0, sizeof pass);
     pass.router = &router;
     pass.c = &router.config;

@@ -1374,11 +1374,12 @@ static void moei_ranks_batch(moei_ranks *k, const uint64_t *all) {
 
 /* The router of this call. With local routing each rank has its part of the losses. */
 static moe_router moei_ranks_router(const moe_layer *layer, const moe_layer_pass *p) {
-    moe_router router = moei_layer_router(layer);
+    moe_router router;
 #ifndef MOE_NO_TRAIN
     size_t total = p->ranks->batch.total;
     moe_real share = total > 0 ? (moe_real)p->call.n_tokens / (moe_real)total : MOEI_R(0.0), factor;
     int loss;
+    moei_layer_router(layer, &router);
     if (!layer->config.transport->local_routing) return router;
     for (loss = 0; loss < MOE_LOSS_COUNT; loss++) {
         unsigned char *at = (unsigned char *)&router.config + moei_loss_fields[loss];
@@ -1388,6 +1389,7 @@ static moe_router moei_ranks_router(const moe_layer *layer, const moe_layer_pass
     }
     router.config.loss_similarity_diff *= share;
 #else
+    moei_layer_router(layer, &router);
     (void)p;
 #endif
     return router;
@@ -1626,12 +1628,13 @@ static moe_status moei_max_over(const moe_transport *t, moe_real *bound) {
    all ranks and C_min is the largest. */
 static moe_status moei_ranks_observe(const moe_layer *layer, const moe_layer_pass *pass, moe_real *const *state) {
     moei_ranks *k = pass->ranks;
-    moe_router router = moei_layer_router(layer);
+    moe_router router;
     moe_routing r = pass->routing;
     size_t experts = r.n_experts, e;
     moe_real *low, *high; /* parts of a count whose sums are exact in moe_real */
     moei_scratch m;
     moe_status status;
+    moei_layer_router(layer, &router);
     if (!k->transport->local_routing) return moe_router_observe(&router, &pass->call, &r, state);
     if (!(moe_router_traits(&layer->config.router) & MOE_TRAIT_STATEFUL)) return MOE_OK;
     low = k->load;
