@@ -27,6 +27,7 @@ enum {
 
 static struct {
     const char *text, *router, *fields, *plus, *kernels, *load, *save, *checkpoint, *die, *hang, *mismatch, *measure;
+    const char *methods, *domains;
     double rate, factor, locality, timeout;
     long words, vocabulary, width, layers, heads, experts, top_k, d_ff, context, batch, steps, warmup, seed;
     long chunks, two_level, local_routing, ranks_per_machine, machines, untimed, checkpoint_every, resume, stop_after,
@@ -103,6 +104,10 @@ static const struct option {
      "also one process with as many threads as there are ranks, for comparison"},
     {"--measure", "FILE", TEXT, &set.measure, 0, 0,
      "instead: as --compare once, and adds to FILE what examples/mpi/scale.c predicts larger runs from"},
+    {"--methods", "NAMES", TEXT, &set.methods, 0, 0,
+     "which --measure looks at (baseline,locmoe,locmoe_plus); top1 is the baseline with 1 expert"},
+    {"--domains", "FILE,FILE,...", TEXT, &set.domains, 0, 0,
+     "instead of FILE: the first machine reads the first of these texts, the next one the next, in turn"},
     {"--timeout", "SECONDS", REAL, &set.timeout, 0.1, 1e6, "how long a rank waits for others before it ends all"},
     {"--die", "RANK,STEP", TEXT, &set.die, 0, 0, "for tests: this rank is killed in this step"},
     {"--hang", "RANK,STEP", TEXT, &set.hang, 0, 0, "for tests: this rank hangs in this step"},
@@ -248,24 +253,73 @@ static void obey_tests(uint64_t step) {
 /* ---- text ---- */
 
 static language vocabulary;
-static language_text train_text, held_text;
+static language_text train_text, held_text; /* of all domains, one after the other */
 static moe_buffer train_bytes, held_bytes;
+enum { MAX_DOMAINS = 16 };
+static struct domain {
+    language_text train, held; /* parts of those above */
+} domains[MAX_DOMAINS];
+static int n_domains = 1;
+
+/* Reads the texts of --domains, or one; bytes [MAX_DOMAINS][2] receives where each domain ends in
+   the training and in the held-out text. */
+static void read_domains(size_t bytes[MAX_DOMAINS][2]) {
+    char name[1024];
+    const char *at = set.domains;
+    const char *one = name, *const *names = set.text != NULL ? &set.text : example_headers();
+    size_t n = set.text != NULL ? 1 : 3;
+    moe_error error = {0};
+    n_domains = 0;
+    do {
+        moe_buffer text = {0};
+        size_t length = at != NULL ? strcspn(at, ",") : 0;
+        if (n_domains == MAX_DOMAINS || length >= sizeof name)
+            language_error(&error, MOE_ERR_ARGUMENT, "--domains: more than %d texts, or too long a name", MAX_DOMAINS);
+        must(error.code, "the texts", &error);
+        if (at != NULL) {
+            memcpy(name, at, length);
+            name[length] = '\0';
+            at = at[length] == ',' ? at + length + 1 : NULL;
+            names = &one;
+            n = 1;
+        }
+        must(language_read(names, n, &text, &error), "the text", &error);
+        must(language_split(&text, PARTS, 0.1, &train_bytes, &held_bytes, &error), "the text", &error);
+        moe_buffer_free(&text);
+        bytes[n_domains][0] = train_bytes.size;
+        bytes[n_domains++][1] = held_bytes.size;
+    } while (at != NULL);
+}
+
+/* Encodes bytes [from, to) behind what out has, and makes *part of it. */
+static void encode_part(const moe_buffer *bytes, size_t from, size_t to, language_text *out, language_text *part) {
+    moe_buffer piece = *bytes;
+    moe_error error = {0};
+    if (from > 0) piece.data += from; /* else it may be NULL */
+    piece.size = to - from;
+    must(language_encode(&vocabulary, &piece, part, &error), "the text", &error);
+    memcpy(out->ids + out->n, part->ids, part->n * sizeof *part->ids);
+    free(part->ids);
+    part->ids = out->ids + out->n;
+    out->n += part->n;
+}
 
 static void prepare(void) {
-    const char *const *headers = example_headers();
-    moe_buffer text = {0};
+    size_t bytes[MAX_DOMAINS][2], from[2] = {0, 0};
     moe_error error = {0};
-    must(language_read(set.text != NULL ? &set.text : headers, set.text != NULL ? 1 : 3, &text, &error), "the text",
-         &error);
-    must(language_split(&text, PARTS, 0.1, &train_bytes, &held_bytes, &error), "the text", &error);
+    read_domains(bytes);
     must(language_learn(&vocabulary, &train_bytes, (int)set.words, (int)set.vocabulary, &error), "the text", &error);
-    must(language_encode(&vocabulary, &train_bytes, &train_text, &error), "the text", &error);
-    must(language_encode(&vocabulary, &held_bytes, &held_text, &error), "the text", &error);
-    moe_buffer_free(&text);
-    if (train_text.n > (size_t)set.context && held_text.n > (size_t)set.context) return;
-    language_error(&error, MOE_ERR_ARGUMENT, "%s is too short: a tenth of its tokens must be more than --context",
-                   set.text != NULL ? set.text : "the text");
-    end_all(error.code, "the text", &error);
+    train_text.ids = (int32_t *)grab(train_bytes.size + 1, sizeof *train_text.ids);
+    held_text.ids = (int32_t *)grab(held_bytes.size + 1, sizeof *held_text.ids);
+    for (int d = 0; d < n_domains; d++) {
+        encode_part(&train_bytes, from[0], bytes[d][0], &train_text, &domains[d].train);
+        encode_part(&held_bytes, from[1], bytes[d][1], &held_text, &domains[d].held);
+        memcpy(from, bytes[d], sizeof from);
+        if (domains[d].train.n > (size_t)set.context && domains[d].held.n > (size_t)set.context) continue;
+        language_error(&error, MOE_ERR_ARGUMENT, "%s is too short: a tenth of its tokens must be more than --context",
+                       n_domains == 1 && set.text != NULL ? set.text : "the text");
+        end_all(error.code, "the text", &error);
+    }
 }
 
 /* A rank's part of the sequences, and the machines of tokens and experts for the routers. */
@@ -296,6 +350,11 @@ static int part_of(size_t i, size_t n, int parts) {
 static int32_t machine_of(size_t i, size_t n, int ranks) {
     int m = machines();
     return (int32_t)(ranks % m == 0 ? part_of(i, n, ranks) / (ranks / m) : part_of(i, n, m));
+}
+
+/* The text that sequence i of n comes from. */
+static const struct domain *domain_of(size_t i, size_t n) {
+    return &domains[n_domains > 1 ? machine_of(i, n, n_ranks) % n_domains : 0];
 }
 
 /* This rank's part of n sequences; a single process has all of them. */
@@ -338,9 +397,11 @@ static void share_free(share *s) {
 /* The sequences of a step depend on the seed and the step only, so that every rank draws all of
    them and training can continue with any number of ranks. */
 static void draw(share *s, uint64_t seed, uint64_t step) {
+    size_t n = (size_t)set.batch, length = (size_t)set.context;
     moe_rng rng;
     moe_rng_seed(&rng, seed * 1000003 + step);
-    language_draw(&train_text, (size_t)set.batch, (size_t)set.context, &rng, s->ids, s->labels);
+    for (size_t i = 0; i < n; i++)
+        language_draw(&domain_of(i, n)->train, 1, length, &rng, s->ids + i * length, s->labels + i * length);
 }
 
 /* ---- the network ---- */
@@ -643,9 +704,19 @@ static void train(moe_trainer *t, uint64_t seed, int shown, result *r) {
 /* ---- held-out text ---- */
 
 static share held_share(size_t *sequences) {
-    size_t there = (held_text.n - 1) / (size_t)set.context, n = there < HELD_SEQUENCES ? there : HELD_SEQUENCES;
+    size_t length = (size_t)set.context, n = HELD_SEQUENCES, first, count;
+    size_t parts = (size_t)(n_domains < machines() ? n_domains : machines());
+    for (int d = 0; d < n_domains; d++) {
+        size_t there = (domains[d].held.n - 1) / length * parts;
+        if (there < n) n = there;
+    }
+    if (parts > 1) n -= n % (size_t)n_ranks; /* as many for each machine */
     share s = share_of(n, 0);
-    (void)language_spread(&held_text, n, (size_t)set.context, s.ids, s.labels);
+    for (first = 0; first < n; first += count) { /* as many in a row as have the same text */
+        const struct domain *d = domain_of(first, n);
+        for (count = 1; first + count < n && domain_of(first + count, n) == d;) count++;
+        (void)language_spread(&d->held, count, length, s.ids + first * length, s.labels + first * length);
+    }
     *sequences = n;
     return s;
 }
@@ -1335,6 +1406,7 @@ static void put_run(FILE *f, const result *r, double step, const double *even) {
 static void measure_method(FILE *f, int m, const char *name) {
     size_t first = (size_t)(set.steps / 10);
     double even[POWERS], own, *steps = (double *)grab((size_t)n_ranks, sizeof *steps);
+    double *loads = (double *)grab((size_t)(set.layers * set.experts), sizeof *loads);
     moe_layer_config experts;
     moe_net net;
     moe_trainer trainer;
@@ -1349,29 +1421,46 @@ static void measure_method(FILE *f, int m, const char *name) {
     gather(1, &own, steps);
     for (int i = 0; i < n_ranks; i++) own = steps[i] > own ? steps[i] : own;
     balance(&net, (uint64_t)set.seed, (uint64_t)set.steps, even);
+    judge(&net, &r, loads);
     if (rank == 0) {
         fprintf(f, "method %s\n", name);
         if (n_ranks == 1) put_costs(f, &net, (uint64_t)set.seed);
         put_run(f, &r, own, even);
-        printf("%-16s %8.2f ms per step\n", name, 1e3 * own);
+        printf("%-16s %8.2f ms per step; %.2f computing, %.2f exchanging, %.2f waiting; %.0f rows, %.1f kB and %.1f kB "
+               "of sums; %.1f %% off machine; held out %.4f\n",
+               name, 1e3 * own, 1e3 * r.computing, 1e3 * r.exchanging, 1e3 * r.waiting, r.rows, r.bytes / 1e3,
+               r.bytes_sums / 1e3, 100 * r.off_machine, r.held);
         fflush(stdout);
     }
     moe_trainer_free(&trainer);
     moe_net_free(&net);
     free(step_times);
     free(steps);
+    free(loads);
     step_times = NULL;
 }
 
+/* Whether a list "one,two" has the name. */
+static int is_listed(const char *list, const char *name) {
+    size_t length = strlen(name);
+    for (size_t n; (n = strcspn(list, ",")) > 0; list += n + (list[n] == ','))
+        if (n == length && strncmp(list, name, n) == 0) return 1;
+    return 0;
+}
+
 static void measure(void) {
+    static const struct {
+        const char *name;
+        int method;
+    } known[] = {{"baseline", BASELINE}, {"top1", SWITCH}, {"locmoe", LOCMOE}, {"locmoe_plus", PLUS}};
     FILE *f = rank == 0 ? fopen(set.measure, "ab") : NULL;
     moe_status status = rank == 0 && (f == NULL || fseek(f, 0, SEEK_END) != 0) ? MOE_ERR_IO : MOE_OK;
     must(moe_transport_status(&transport, status), set.measure, NULL);
     fill_fields();
     put_head(f);
-    measure_method(f, BASELINE, "baseline");
-    measure_method(f, LOCMOE, "locmoe");
-    measure_method(f, PLUS, "locmoe_plus");
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++)
+        if (is_listed(set.methods != NULL ? set.methods : "baseline,locmoe,locmoe_plus", known[i].name))
+            measure_method(f, known[i].method, known[i].name);
     must(moe_transport_status(&transport, rank == 0 && fclose(f) != 0 ? MOE_ERR_IO : MOE_OK), set.measure, NULL);
 }
 
