@@ -58,6 +58,7 @@ static const char help[] =
     "  --unseen            judges by seeds from 5001 on, which no published row has used\n"
     "  --short             a tenth of the steps, to try the program out; use another --rows\n"
     "bench --list          claims, worlds and routers\n"
+    "bench --time          times steps of the routers of claims on loss side by side, for verdicts at equal time\n"
     "bench --tables        prints the tables of README.md from the rows that there are\n"
     "bench --write         puts them into README.md, and the figure beside it\n"
     "bench --verify        whether README.md has what the rows say\n"
@@ -65,7 +66,7 @@ static const char help[] =
 
 static struct {
     const char *only, *rows, *text, *test;
-    int jobs, seeds, unseen, list, tables, write, verify, check;
+    int jobs, seeds, unseen, list, tables, write, verify, check, time;
     double minutes;
 } options;
 
@@ -498,43 +499,25 @@ static int read_rows(int running) {
     return 0;
 }
 
-/* First the grid, then with its best the seeds for judging. */
-static int run_missing(void) {
-    static char folder[1100];
-    started = time(NULL);
-    snprintf(folder, sizeof folder, "%s", path_of("text"));
-    *strrchr(folder, '/') = '\0';
-    text_checkpoints = folder;
-    for (int judging = 0; judging < 2; judging++) {
-        n_jobs = 0;
-        if (read_rows(1)) return 1;
-        for (int c = 0; c < N_CLAIMS; c++) {
-            const world *w = find_world(claims[c].world);
-            if (!is_wanted(&claims[c])) continue;
-            if (w->kind == TEXT && texts_read(w->strength > 0, options.text, options.test)) return 1;
-            if ((w->kind == DIGITS || w->kind == PATCHES) && digits_read()) return 1;
-            want_arm(w, claims[c].arm, judging);
-            want_arm(w, claims[c].baseline, judging);
-            if (strcmp(w->part, "worlds") == 0 && w->kind != TOY && w->kind != MODULES) want_arm(w, "oracle", judging);
-        }
-        if (n_jobs > 0 && (check_builds() || run_jobs())) return 1;
-    }
-    return read_rows(1);
-}
-
 /* ---- judging ---- */
 
-/* The outcome of an arm by seed; the number of leading seeds that have it. */
-static int values_of(const world *w, const char *name, int outcome, double *out) {
+/* The outcome of an arm by seed after so many steps (0: the world's); the number of leading seeds
+   that have it. */
+static int values_with(const world *w, const char *name, int outcome, int steps, double *out) {
     job j;
     int n = 0;
     if (!tuned(w, find_arm(name), 0, &j)) return 0;
+    j.steps = steps;
     for (const row *r; n < seeds_of(w) && n < MAX_SEEDS; n++) {
         j.seed = seed_of(n);
         if ((r = find_row(&j)) == NULL) break;
         out[n] = r->f.value[outcome];
     }
     return n;
+}
+
+static int values_of(const world *w, const char *name, int outcome, double *out) {
+    return values_with(w, name, outcome, 0, out);
 }
 
 /* The numbers of a list of a run, "name=1:2:3"; how many. */
@@ -706,9 +689,39 @@ static void print_builds(void) {
     }
 }
 
+#include "cost.h"
+
+/* First the grid, then with its best the seeds for judging, then what equal cost needs. */
+static int run_missing(void) {
+    static char folder[1100];
+    started = time(NULL);
+    snprintf(folder, sizeof folder, "%s", path_of("text"));
+    *strrchr(folder, '/') = '\0';
+    text_checkpoints = folder;
+    for (int stage = 0; stage < 3; stage++) {
+        n_jobs = 0;
+        if (read_rows(1) || (stage == 2 && read_times())) return 1;
+        for (int c = 0; c < N_CLAIMS; c++) {
+            const world *w = find_world(claims[c].world);
+            if (!is_wanted(&claims[c])) continue;
+            if (w->kind == TEXT && texts_read(w->strength > 0, options.text, options.test)) return 1;
+            if ((w->kind == DIGITS || w->kind == PATCHES) && digits_read()) return 1;
+            if (stage == 2) {
+                if (is_on_cost(&claims[c])) want_cost(&claims[c]);
+                continue;
+            }
+            want_arm(w, claims[c].arm, stage);
+            want_arm(w, claims[c].baseline, stage);
+            if (strcmp(w->part, "worlds") == 0 && w->kind != TOY && w->kind != MODULES) want_arm(w, "oracle", stage);
+        }
+        if (n_jobs > 0 && (check_builds() || run_jobs())) return 1;
+    }
+    return read_rows(1);
+}
+
 /* ---- README.md ---- */
 
-static const char *const blocks[] = {"worlds", "natural", "missing", "routers", "builds"};
+static const char *const blocks[] = {"worlds", "cost", "natural", "missing", "routers", "builds"};
 
 static void print_block(const char *name, const judgement *g) {
     if (strcmp(name, "worlds") == 0) print_claims(g, 1);
@@ -717,6 +730,7 @@ static void print_block(const char *name, const judgement *g) {
         print("| claim | paper | world | comparison | verdict |\n|---|---|---|---|---|\n");
         print_missing(g);
     } else if (strcmp(name, "routers") == 0) print_arms();
+    else if (strcmp(name, "cost") == 0) print_costs(g);
     else print_builds();
 }
 
@@ -896,7 +910,7 @@ static int read_options(int count, char **words) {
                  {"--unseen", NULL, &options.unseen, NULL, NULL}, {"--short", NULL, &bench_short, NULL, NULL},
                  {"--list", NULL, &options.list, NULL, NULL},     {"--tables", NULL, &options.tables, NULL, NULL},
                  {"--write", NULL, &options.write, NULL, NULL},   {"--verify", NULL, &options.verify, NULL, NULL},
-                 {"--check", NULL, &options.check, NULL, NULL}};
+                 {"--check", NULL, &options.check, NULL, NULL},   {"--time", NULL, &options.time, NULL, NULL}};
     for (int i = 1; i < count; i++) {
         size_t k = 0;
         double number = 0;
@@ -930,7 +944,7 @@ static int perform(void) {
     static judgement g[N_CLAIMS];
     int failed = 0;
     if (!options.tables && !options.write && !options.verify) failed = run_missing();
-    else if (read_rows(0)) return 1;
+    else if (read_rows(0) || read_times()) return 1;
     judge_all(g);
     if (options.write || options.verify) return do_page(g);
     printer = (moe_stream){stdout, NULL, report_to_screen, NULL};
@@ -955,7 +969,7 @@ int main(int count, char **words) {
         print_list();
         return 0;
     }
-    failed = options.check ? check_all() : perform();
+    failed = options.check ? check_all() : options.time ? do_times() : perform();
     free(rows);
     texts_free();
     return failed;

@@ -195,7 +195,7 @@ static int check_all(void) {
     if (texts_read(0, headers[0], headers[1]) || digits_read()) return 1;
     check_resume();
     check_arms();
-    if (read_rows(0)) return 1;
+    if (read_rows(0) || read_times()) return 1;
     judge_all(g);
     options.verify = 1;
     check(do_page(g) == 0, "README.md has what the rows say");

@@ -47,6 +47,7 @@ typedef struct job {
     const world *w;
     const arm *a;
     int tuning, seed;
+    int steps; /* 0: the world's */
     double rate, balance;
 } job;
 
@@ -56,7 +57,10 @@ typedef struct found {
 } found;
 
 static int bench_short; /* 1: a tenth of the steps */
-static int job_steps(const job *j) { return (j->tuning ? j->w->tuning_steps : j->w->steps) / (bench_short ? 10 : 1); }
+static int job_steps(const job *j) {
+    int steps = j->steps > 0 ? j->steps : j->tuning ? j->w->tuning_steps : j->w->steps;
+    return steps / (bench_short ? 10 : 1);
+}
 static uint64_t job_checksum(const job *j); /* of the data that the world reads; bench.c */
 static volatile int bench_stopped;
 
@@ -162,11 +166,15 @@ static void normals(moe_rng *rng, moe_real scale, size_t n, moe_real *out) {
     for (size_t i = 0; i < n; i++) out[i] = scale * moe_rng_normal(rng);
 }
 
+static int world_outputs(const world *w) {
+    return w->kind == DIFFICULTY ? w->d : w->kind == TOY ? 3 : w->kind == MODULES ? 4 : 8;
+}
+
 static void planted_create(planted *p, const world *w, moe_rng *rng) {
     size_t d = (size_t)w->d, block = d / (size_t)(w->clusters > 0 ? w->clusters : 1);
     memset(p, 0, sizeof *p);
     p->w = w;
-    p->outputs = w->kind == DIFFICULTY ? w->d : w->kind == TOY ? 3 : w->kind == MODULES ? 4 : 8;
+    p->outputs = world_outputs(w);
     for (size_t c = 0; c < (size_t)w->clusters; c++) {
         moe_real length = 0;
         normals(rng, w->kind == MEANS ? (moe_real)w->strength : 1, d, p->mean[c]);
@@ -324,6 +332,16 @@ static moe_call run_call(const run_state *s, tokens *b, int32_t *offsets) {
     for (size_t t = 0; t < b->n && s->j->a->forced; t++) b->given[t * most] = b->cluster[t] >= 0 ? b->cluster[t] : 0;
     if (s->j->a->forced) call.given = b->given;
     return call;
+}
+
+static moe_data run_data(const tokens *b, const moe_call *call) {
+    moe_data data = {0};
+    data.n = b->n;
+    data.x = b->x;
+    data.labels = b->label;
+    data.targets = b->y;
+    data.call = call;
+    return data;
 }
 
 static moe_status run_forward(run_state *s, tokens *b, moe_net_pass *pass, moe_error *error) {
@@ -538,16 +556,12 @@ static moe_status run_steps(run_state *s, const planted *p, moe_rng *rng, tokens
     int steps = job_steps(s->j), busy = 0;
     moe_status status = moe_trainer_init(&trainer, &s->net, &training, error);
     for (int i = 1; i <= steps && status == MOE_OK; i++) {
-        moe_data data = {0};
+        moe_data data;
         moe_call call;
         clock_t start;
         planted_draw(p, rng, (size_t)w->batch, 2 * i <= steps ? 1 : 2, &batch);
         call = run_call(s, &batch, offsets);
-        data.n = batch.n;
-        data.x = batch.x;
-        data.labels = batch.label;
-        data.targets = batch.y;
-        data.call = &call;
+        data = run_data(&batch, &call);
         start = clock();
         status = moe_trainer_step(&trainer, &data, NULL, error);
         seconds += world_seconds(start);
