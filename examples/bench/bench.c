@@ -60,13 +60,14 @@ static const char help[] =
     "bench --list          claims, worlds and routers\n"
     "bench --time          times steps of the routers of claims on loss side by side, for verdicts at equal time\n"
     "bench --tables        prints the tables of README.md from the rows that there are\n"
-    "bench --write         puts them into README.md, and the figure beside it\n"
-    "bench --verify        whether README.md has what the rows say\n"
+    "bench --again         runs a recorded run of every router in every world once more: are its bits the same?\n"
+    "bench --write         puts them into the README.md here and that of the library, and draws the figure\n"
+    "bench --verify        whether these have what the rows say\n"
     "bench --check         tests the program\n" REPORT_HELP;
 
 static struct {
     const char *only, *rows, *text, *test;
-    int jobs, seeds, unseen, list, tables, write, verify, check, time;
+    int jobs, seeds, unseen, list, tables, write, verify, check, time, again;
     double minutes;
 } options;
 
@@ -114,6 +115,21 @@ static void forget_rows(void) {
     "claims,world,checksum,arm,router,stage,seed,rate,balance,steps,outcomes,lists,version,commit,build," \
     "compiler,kernels,threads,seconds\n"
 
+/* The file of a run: that of its world, or cost.csv where equal cost sets the steps. */
+static const char *part_of_run(const world *w, int tuning, int steps) {
+    job j;
+    memset(&j, 0, sizeof j);
+    j.w = w;
+    j.tuning = tuning;
+    return steps == job_steps(&j) ? w->part : "cost";
+}
+
+static const char *part_of_job(const job *j) { return part_of_run(j->w, j->tuning, job_steps(j)); }
+
+static const char *part_of_row(const row *r) {
+    return part_of_run(find_world(r->world), r->stage[0] == 't', r->steps);
+}
+
 static const char *path_of(const char *part) {
     static char path[1100];
     if (options.rows != NULL) snprintf(path, sizeof path, "%s/%s.csv", options.rows, part);
@@ -128,9 +144,9 @@ static const char *path_of(const char *part) {
 /* What must be the same in all rows of a file. */
 static const char *this_build(const char *part) {
     static char text[96];
-    const char *sources = strcmp(part, "worlds") == 0 ? BENCH_TEXT(BENCH_WORLDS)
-                          : *part == 'd'              ? BENCH_TEXT(BENCH_DIGITS)
-                                                      : BENCH_TEXT(BENCH_TEXTS);
+    const char *sources = strcmp(part, "worlds") == 0 || *part == 'c' ? BENCH_TEXT(BENCH_WORLDS)
+                          : *part == 'd'                              ? BENCH_TEXT(BENCH_DIGITS)
+                                                                      : BENCH_TEXT(BENCH_TEXTS);
     snprintf(text, sizeof text, "%s," BENCH_COMPILER ",%s,1", sources, moe_kernels_select(MOE_KERNELS_AUTO)->name);
     return text;
 }
@@ -383,7 +399,7 @@ static moe_status run_job(const job *j, row *r, moe_error *error) {
     snprintf(r->world, sizeof r->world, "%s", j->w->name);
     snprintf(r->arm, sizeof r->arm, "%s", j->a->name);
     snprintf(r->stage, sizeof r->stage, "%s", j->tuning ? "tune" : "judge");
-    snprintf(r->build, sizeof r->build, "%s", this_build(j->w->part));
+    snprintf(r->build, sizeof r->build, "%s", this_build(part_of_job(j)));
     snprintf(r->commit, sizeof r->commit, "%s", BENCH_TEXT(BENCH_COMMIT));
     arm_router(j, r->router);
     r->checksum = job_checksum(j);
@@ -412,7 +428,7 @@ static int run_and_keep(const job *j) {
                 *error.message != '\0' ? error.message : moe_status_text(status));
         return 1;
     }
-    return append_row(j->w->part, &r);
+    return append_row(part_of_job(j), &r);
 }
 
 static time_t started;
@@ -444,9 +460,10 @@ static int work_off(int in, int out) {
 /* New rows must not mix with those of another build. */
 static int check_builds(void) {
     for (int i = 0; i < n_jobs; i++)
-        for (size_t k = 0; k < n_rows && (i == 0 || jobs[i].w->part != jobs[i - 1].w->part); k++) {
-            const char *part = jobs[i].w->part;
-            if (strcmp(find_world(rows[k].world)->part, part) == 0 && strcmp(rows[k].build, this_build(part)) != 0)
+        for (size_t k = 0; k < n_rows; k++) {
+            const char *part = part_of_job(&jobs[i]);
+            if (i > 0 && strcmp(part, part_of_job(&jobs[i - 1])) == 0) break;
+            if (strcmp(part_of_row(&rows[k]), part) == 0 && strcmp(rows[k].build, this_build(part)) != 0)
                 return complain(path_of(part), "has rows of another build; keep new ones elsewhere with --rows");
         }
     return 0;
@@ -488,12 +505,13 @@ static int run_jobs(void) {
 }
 
 static int read_rows(int running) {
-    static const char *const parts[] = {"worlds", "text", "short", "words", "digits"};
+    static const char *const parts[] = {"worlds", "cost", "text", "short", "words", "digits"};
     forget_rows();
     for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
+        const char *of_world = strcmp(parts[i], "cost") == 0 ? "worlds" : parts[i];
         int needed = !running;
         for (int c = 0; c < N_CLAIMS; c++)
-            needed = needed || (is_wanted(&claims[c]) && strcmp(find_world(claims[c].world)->part, parts[i]) == 0);
+            needed = needed || (is_wanted(&claims[c]) && strcmp(find_world(claims[c].world)->part, of_world) == 0);
         if (needed && read_part(parts[i], running)) return 1;
     }
     return 0;
@@ -675,12 +693,12 @@ static void print_builds(void) {
     print("| rows of | runs | version | commit | build, compiler, kernels, threads | processor hours |\n"
           "|---|--:|---|---|---|--:|\n");
     for (size_t i = 0; i < n_rows; i++) {
-        const char *part = find_world(rows[i].world)->part;
+        const char *part = part_of_row(&rows[i]);
         double seconds = 0;
         int n = 0;
-        if (i > 0 && strcmp(find_world(rows[i - 1].world)->part, part) == 0) continue;
+        if (i > 0 && strcmp(part_of_row(&rows[i - 1]), part) == 0) continue;
         for (size_t k = 0; k < n_rows; k++)
-            if (strcmp(find_world(rows[k].world)->part, part) == 0) {
+            if (strcmp(part_of_row(&rows[k]), part) == 0) {
                 seconds += rows[k].seconds;
                 n++;
             }
@@ -721,7 +739,25 @@ static int run_missing(void) {
 
 /* ---- README.md ---- */
 
-static const char *const blocks[] = {"worlds", "cost", "natural", "missing", "routers", "builds"};
+/* Blocks of examples/bench/README.md; the last one is that of README.md. */
+static const char *const blocks[] = {"worlds", "cost", "natural", "missing", "routers", "builds", "verdicts"};
+enum { N_BLOCKS = sizeof blocks / sizeof blocks[0], OWN_BLOCKS = N_BLOCKS - 1 };
+
+/* The primary claims: what each paper says first, in planted worlds and in natural data. */
+static void print_verdicts(const judgement *g) {
+    print("| primary claims ([how](examples/bench/README.md)) | planted worlds | digits, text |\n|---|---|---|\n");
+    for (int c = 0; c < N_CLAIMS; c++) {
+        int n = c + 1;
+        if (claims[c].kind != PRIMARY || strcmp(find_world(claims[c].world)->part, "worlds") != 0) continue;
+        while (n < N_CLAIMS - 1 && (claims[n].kind != PRIMARY || strcmp(claims[n].paper, claims[c].paper) != 0)) n++;
+        print("| %s: %s | ", claims[c].paper, claims[c].text);
+        print_verdict(&claims[c], &g[c]);
+        print(" | %s", g[n].verdict == NOT_RUN || strcmp(claims[n].text, claims[c].text) == 0 ? "" : claims[n].text);
+        print("%s", g[n].verdict == NOT_RUN || strcmp(claims[n].text, claims[c].text) == 0 ? "" : ": ");
+        print_verdict(&claims[n], &g[n]);
+        print(" |\n");
+    }
+}
 
 static void print_block(const char *name, const judgement *g) {
     if (strcmp(name, "worlds") == 0) print_claims(g, 1);
@@ -731,15 +767,16 @@ static void print_block(const char *name, const judgement *g) {
         print_missing(g);
     } else if (strcmp(name, "routers") == 0) print_arms();
     else if (strcmp(name, "cost") == 0) print_costs(g);
+    else if (strcmp(name, "verdicts") == 0) print_verdicts(g);
     else print_builds();
 }
 
-/* The page with every block between "<!-- rows: NAME -->" and "<!-- end -->" made anew. */
-static int make_page(const moe_buffer *page, const judgement *g, moe_buffer *out) {
+/* A page with blocks [first, last) between "<!-- rows: NAME -->" and "<!-- end -->" made anew. */
+static int make_page(const moe_buffer *page, const judgement *g, int first, int last, moe_buffer *out) {
     const char *at = (const char *)page->data, *end = at + page->size;
     printed = (moe_buffer){0};
     printer = moe_buffer_stream(&printed);
-    for (size_t i = 0; i < sizeof blocks / sizeof blocks[0]; i++) {
+    for (int i = first; i < last; i++) {
         char open[64];
         const char *from, *to;
         snprintf(open, sizeof open, "<!-- rows: %s -->\n", blocks[i]);
@@ -748,9 +785,9 @@ static int make_page(const moe_buffer *page, const judgement *g, moe_buffer *out
         if (to == NULL) return complain("README.md", open);
         from += strlen(open);
         (void)printer.write(printer.ctx, at, (size_t)(from - at));
-        print("\n");
+        if (i < OWN_BLOCKS) print("\n");
         print_block(blocks[i], g);
-        print("\n");
+        if (i < OWN_BLOCKS) print("\n");
         at = to;
     }
     (void)printer.write(printer.ctx, at, (size_t)(end - at));
@@ -804,29 +841,42 @@ static int same_bytes(const moe_buffer *a, const moe_buffer *b) {
     return a->size == b->size && memcmp(a->data, b->data, a->size) == 0;
 }
 
-/* --write and --verify: the page and the figure. */
-static int do_page(judgement *g) {
-    char path[1024], figure[1024];
+/* A file as it shall be: written, or with --verify compared with what is there. */
+static int keep_or_verify(const char *path, const moe_buffer *kept, moe_buffer *made) {
+    moe_error error;
+    if (options.verify) {
+        int same = same_bytes(kept, made);
+        printf("%s %s\n", path, same ? "is what the rows say" : "DIFFERS from the rows");
+        return !same;
+    }
+    return moe_file_replace(path, write_buffer, made, &error) != MOE_OK ? complain(path, error.message) : 0;
+}
+
+static int do_one_page(const judgement *g, const char *name, int first, int last) {
+    char path[1024];
     moe_buffer page = {0}, made = {0};
-    moe_buffer kept = {0}, drawn = {0};
-    moe_stream drawing = moe_buffer_stream(&drawn);
     moe_error error;
     int failed;
-    snprintf(path, sizeof path, "%s", example_file("bench/README.md"));
-    snprintf(figure, sizeof figure, "%s", example_file("bench/claims.svg"));
+    snprintf(path, sizeof path, "%s", example_file(name));
     if (moe_file_read(path, &page, &error) != MOE_OK || moe_buffer_stream(&page).write(&page, "", 1) != MOE_OK)
         return complain(path, error.message); /* now it ends with 0, for strstr */
     page.size--;
-    failed = make_page(&page, g, &made) || write_figure(g, &drawing) != MOE_OK;
-    if (!failed && options.verify) {
-        failed =
-            moe_file_read(figure, &kept, &error) != MOE_OK || !same_bytes(&page, &made) || !same_bytes(&kept, &drawn);
-        printf("README.md and claims.svg %s\n", failed ? "DIFFER from the rows" : "are what the rows say");
-    } else if (!failed && (moe_file_replace(path, write_buffer, &made, &error) != MOE_OK ||
-                           moe_file_replace(figure, write_buffer, &drawn, &error) != MOE_OK))
-        failed = complain(path, error.message);
+    failed = make_page(&page, g, first, last, &made) || keep_or_verify(path, &page, &made);
     moe_buffer_free(&page);
     moe_buffer_free(&made);
+    return failed;
+}
+
+/* --write and --verify: the pages and the figure. */
+static int do_page(judgement *g) {
+    char figure[1024];
+    moe_buffer kept = {0}, drawn = {0};
+    moe_stream drawing = moe_buffer_stream(&drawn);
+    int failed = do_one_page(g, "bench/README.md", 0, OWN_BLOCKS) != 0;
+    failed |= do_one_page(g, "../README.md", OWN_BLOCKS, N_BLOCKS) != 0;
+    snprintf(figure, sizeof figure, "%s", example_file("bench/claims.svg"));
+    (void)moe_file_read(figure, &kept, NULL);
+    failed |= write_figure(g, &drawing) != MOE_OK || keep_or_verify(figure, &kept, &drawn) != 0;
     moe_buffer_free(&kept);
     moe_buffer_free(&drawn);
     return failed;
@@ -910,7 +960,8 @@ static int read_options(int count, char **words) {
                  {"--unseen", NULL, &options.unseen, NULL, NULL}, {"--short", NULL, &bench_short, NULL, NULL},
                  {"--list", NULL, &options.list, NULL, NULL},     {"--tables", NULL, &options.tables, NULL, NULL},
                  {"--write", NULL, &options.write, NULL, NULL},   {"--verify", NULL, &options.verify, NULL, NULL},
-                 {"--check", NULL, &options.check, NULL, NULL},   {"--time", NULL, &options.time, NULL, NULL}};
+                 {"--check", NULL, &options.check, NULL, NULL},   {"--time", NULL, &options.time, NULL, NULL},
+                 {"--again", NULL, &options.again, NULL, NULL}};
     for (int i = 1; i < count; i++) {
         size_t k = 0;
         double number = 0;
@@ -938,6 +989,57 @@ static int read_options(int count, char **words) {
     return 0;
 }
 
+/* ---- once more ---- */
+
+/* Whether two runs found the same as rows say it, time aside. */
+static int same_row(row *a, row *b) {
+    static char lines[2][LINE];
+    row *both[2];
+    both[0] = a;
+    both[1] = b;
+    for (int i = 0; i < 2; i++) {
+        both[i]->f.value[MS] = MISSING;
+        both[i]->seconds = 0;
+        strcpy(both[i]->build, "");
+        strcpy(both[i]->commit, "");
+        row_line(both[i], lines[i]);
+    }
+    return strcmp(lines[0], lines[1]) == 0;
+}
+
+enum { SAME, DIFFERS, LEFT_OUT, N_AGAIN };
+
+static int run_again(const job *j, const row *kept, const char *machine) {
+    static row now, then;
+    moe_error error;
+    if (strcmp(strchr(kept->build, ','), machine) != 0) return LEFT_OUT;
+    then = *kept;
+    if ((j->w->kind == DIGITS || j->w->kind == PATCHES) && digits_read()) return LEFT_OUT;
+    if (run_job(j, &now, &error) == MOE_OK && same_row(&now, &then)) return SAME;
+    printf("%s, %s, seed %d: is not what its row says\n", j->w->name, j->a->name, j->seed);
+    return DIFFERS;
+}
+
+/* Runs the first judged row of each router in each world (every 0: of one router) once more. Rows
+   of another compiler or of other kernels are left out. */
+static int do_again(int every) {
+    char machine[96];
+    int found_out[N_AGAIN] = {0, 0, 0};
+    snprintf(machine, sizeof machine, "%s", strchr(this_build("worlds"), ','));
+    if (read_rows(0)) return 1;
+    for (int w = 0; w < N_WORLDS; w++)
+        for (int a = 0, done = 0; a < N_ARMS && worlds[w].kind != TEXT && (every || !done); a++) {
+            job j;
+            const row *r = last_row[w][a] > 0 && tuned(&worlds[w], &arms[a], 0, &j) ? find_row(&j) : NULL;
+            if (r == NULL) continue;
+            done = 1;
+            found_out[run_again(&j, r, machine)]++;
+        }
+    printf("%d runs have the bits of their rows, %d differ, %d are of another compiler or kernels\n", found_out[SAME],
+           found_out[DIFFERS], found_out[LEFT_OUT]);
+    return found_out[DIFFERS] > 0;
+}
+
 #include "check.h"
 
 static int perform(void) {
@@ -948,7 +1050,7 @@ static int perform(void) {
     judge_all(g);
     if (options.write || options.verify) return do_page(g);
     printer = (moe_stream){stdout, NULL, report_to_screen, NULL};
-    for (size_t i = 0; i < sizeof blocks / sizeof blocks[0] && !failed; i++) {
+    for (int i = 0; i < N_BLOCKS && !failed; i++) {
         if (strcmp(blocks[i], "missing") == 0 && !options.tables) continue;
         print("%s%s\n\n", i > 0 ? "\n" : "", blocks[i]);
         print_block(blocks[i], g);
@@ -969,7 +1071,10 @@ int main(int count, char **words) {
         print_list();
         return 0;
     }
-    failed = options.check ? check_all() : options.time ? do_times() : perform();
+    failed = options.check   ? check_all()
+             : options.time  ? do_times()
+             : options.again ? do_again(1)
+                             : perform();
     free(rows);
     texts_free();
     return failed;
