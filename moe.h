@@ -623,6 +623,7 @@ typedef struct moe_layer_config {
     /* shared experts: one plain swiglu of width n_shared * d_shared that every token uses [0] */
     int n_shared;
     int d_shared;             /* width of one shared expert [d_ff] */
+    int shared_act;           /* MOE_ACT_ of the shared expert in the place of silu, as act of glu [silu] */
     /* 1: y = sum w f(x) + (1 - sum w) x, w the weights of the experts that took the token; needs
        d_out = d_model [0] */
     int add_input;
@@ -3565,6 +3566,7 @@ static const moe_field moei_layer_fields[] = {
     MOEI_FLAG(MOEI_L, expert_bias, "swiglu and glu experts have biases"),
     MOEI_INT(MOEI_L, n_shared, 1, 4096, "number of shared experts"),
     MOEI_INT(MOEI_L, d_shared, 1, MOE_MAX_WIDTH, "width of one shared expert"),
+    MOEI_CHOICE(MOEI_L, shared_act, MOE_ACT_NAMED_RELU + 1, moei_expert_act_names, "activation of shared experts"),
     MOEI_FLAG(MOEI_L, add_input, "what the weights leave over is given to the input itself"),
     MOEI_FLAG(MOEI_L, shared_sigmoid, "the shared expert is gated by a sigmoid"),
     MOEI_INT(MOEI_L, d_latent, -MOE_MAX_WIDTH, MOE_MAX_WIDTH, "width in which the experts work"),
@@ -3663,9 +3665,9 @@ static moe_status moei_layer_clashes(const moe_layer_config *c, moe_error *error
                           moei_node_names[c->router.norm_node], kind);
     status = moei_kind_clashes(c, error);
     if (status != MOE_OK) return status;
-    if (c->n_shared == 0 && (c->d_shared != 0 || c->shared_sigmoid))
+    if (c->n_shared == 0 && (c->d_shared != 0 || c->shared_act != 0 || c->shared_sigmoid))
         return moei_error(error, MOE_ERR_CONFIG, "%s is set but n_shared = 0: there is no shared expert",
-                          c->d_shared != 0 ? "d_shared" : "shared_sigmoid");
+                          c->d_shared != 0 ? "d_shared" : c->shared_act != 0 ? "shared_act" : "shared_sigmoid");
     if (c->router.n_copy + c->router.n_constant > 0 && c->d_latent > 0)
         return moei_error(error, MOE_ERR_CONFIG, "%s = %d is incompatible with d_latent = %d",
                           c->router.n_copy > 0 ? "n_copy" : "n_constant",
@@ -4238,7 +4240,9 @@ static moei_expert_run moei_expert_run_begin(const moe_layer *layer, int kind, i
     run.layer = layer;
     run.kind = &moei_experts[kind];
     run.act = MOE_ACT_SILU;
-    if (run.kind->has & MOEI_HAS_ACT) run.act = c->act == MOE_ACT_NAMED_RELU ? (int)MOE_ACT_RELU : c->act;
+    if (run.kind->has & MOEI_HAS_ACT) run.act = c->act;
+    if (kind == MOEI_SHARED && c->shared_act != 0) run.act = c->shared_act;
+    if (run.act == MOE_ACT_NAMED_RELU) run.act = MOE_ACT_RELU;
     run.alpha = MOEI_R(1.0);
     run.limit = MOEI_INFINITY;
     if (run.kind->has & MOEI_HAS_SHAPE) {
@@ -5356,7 +5360,7 @@ static moe_status moei_layer_call_check(const moe_layer *layer, const moei_exper
     int i;
     if ((run->kind->n_steps > 1 && !MOEI_KEPT(ACTS, run->act)) ||
         (!MOEI_KEPT(EXTRAS, MOE_EXTRA_SHAPED) && run->shaped) ||
-        (layer->config.n_shared > 0 && !MOEI_KEPT(ACTS, MOE_ACT_SILU)))
+        (layer->config.n_shared > 0 && !MOEI_KEPT(ACTS, moei_expert_run_begin(layer, MOEI_SHARED, 0).act)))
         return moei_error(call->error, MOE_ERR_UNSUPPORTED,
                           "a MOE_KEEP_ macro has left the experts' activation out of this build");
     if (!MOEI_FITS_INT32(call->n_tokens))

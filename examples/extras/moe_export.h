@@ -3793,7 +3793,7 @@ static void moei_keep_module(uint32_t *masks, const moe_module *module) {
     run = moei_expert_run_begin(&module->layer, c->expert, 0);
     if (run.kind->n_steps > 1) moei_keep(masks, MOEI_KEPT_ACTS, run.act);
     if (run.shaped) moei_keep(masks, MOEI_KEPT_EXTRAS, MOE_EXTRA_SHAPED);
-    if (c->n_shared > 0) moei_keep(masks, MOEI_KEPT_ACTS, MOE_ACT_SILU);
+    if (c->n_shared > 0) moei_keep(masks, MOEI_KEPT_ACTS, moei_expert_run_begin(&module->layer, MOEI_SHARED, 0).act);
 }
 
 /* Before moe.h, in a file that compiles inference alone: the masks that the model needs, and no

@@ -169,7 +169,8 @@
        All are dequantized exactly (rounded once). Others (IQ1 to IQ3, GPTQ, AWQ) are refused.
      - GGUF versions 2 and 3, little-endian. config.json up to 1 MiB.
      - Experts are SwiGLU, those of grok and gemma4 glu with gelu_tanh. Any other hidden_act is
-       refused, as is an unknown tensor, grok's dense part among them.
+       refused, as is an unknown tensor. grok's dense part beside the experts is read with a model;
+       moe_import_layer refuses it, since a layer does not scale the sum.
      - Losses, noise and learning rates of the original training are not read.
      - deepseek_v2 with norm_topk_prob ignores routed_scaling_factor, like its own program.
      - A GGUF file computes what llama.cpp computes, a folder what its authors' program computes.
@@ -569,6 +570,7 @@ extern "C" {
 #define MOEI_SET_G_CORRECTION (1L << 24)
 #define MOEI_SET_G_SHARED (1L << 25)
 #define MOEI_SET_G_SHARED_GATE (1L << 26)
+#define MOEI_SET_G_BESIDE (1L << 27) /* a dense part, added to the experts */
 
 /* Flags of a tensor name. */
 enum { MOEI_TENSOR_ROUTER = 1, MOEI_TENSOR_TRANSPOSED = 2, MOEI_TENSOR_INTERLEAVED = 4 };
@@ -644,6 +646,9 @@ static const moei_tensor_name moei_tensor_names[] = {
     {MOEI_SET_G_SHARED, "ffn_up_shexp.weight", "SH", MOE_SHARED_UP, -1, 0},
     {MOEI_SET_G_SHARED, "ffn_down_shexp.weight", "HS", MOE_SHARED_DOWN, -1, 0},
     {MOEI_SET_G_SHARED_GATE, "ffn_gate_inp_shexp.weight", "H", MOE_SHARED_SIGMOID, -1, 0},
+    {MOEI_SET_G_BESIDE, "ffn_gate.weight", "SH", MOE_SHARED_GATE, -1, 0},
+    {MOEI_SET_G_BESIDE, "ffn_up.weight", "SH", MOE_SHARED_UP, -1, 0},
+    {MOEI_SET_G_BESIDE, "ffn_down.weight", "HS", MOE_SHARED_DOWN, -1, 0},
     {0, NULL, NULL, 0, 0, 0}};
 
 typedef struct moei_family {
@@ -727,7 +732,7 @@ static const moei_family moei_families[] = {
     {"dots1", "deepseek_v3", "dots1", "dots1",
      MOEI_SETS_DEEPSEEK | MOEI_SET_CORRECTION,
      MOEI_SET_GATE | MOEI_SET_CORRECTION, -1,
-     MOEI_SET_G_EXPERTS | MOEI_SET_G_SHARED | MOEI_SET_G_CORRECTION, MOEI_SET_G_EXPERTS | MOEI_SET_G_CORRECTION,
+     MOEI_SET_G_EXPERTS | MOEI_SET_G_SHARED | MOEI_SET_G_CORRECTION, MOEI_SET_G_EXPERTS,
      MOEI_KEYS_DEEPSEEK, "groups=1 groups_kept=1 scale=1 weight=raw", MOEI_GGUF_DEEPSEEK, "expert_gating_func"},
     {"llama4", "llama4", "llama4 llama4_text", "llama4",
      MOEI_SET_ROUTER | MOEI_SET_TRANSPOSED | MOEI_SET_SHARED,
@@ -787,7 +792,7 @@ static const moei_family moei_families[] = {
      "", "", "", NULL},
     {"grok", "grok1", "", "grok",
      0, 0, -1,
-     MOEI_SET_G_EXPERTS, MOEI_SET_G_EXPERTS,
+     MOEI_SET_G_EXPERTS | MOEI_SET_G_BESIDE, MOEI_SET_G_EXPERTS,
      "", "", "weight=sum", NULL},
     {NULL, NULL, NULL, NULL, 0, 0, 0, 0, 0, NULL, NULL, NULL, NULL}};
 
@@ -2732,8 +2737,10 @@ static int moei_is_per_expert(const moei_tensor_name *row) {
     return moei_memchr(row->name, '%', moei_strlen(row->name)) != NULL;
 }
 
+/* A layer does not scale the sum of experts and dense part, so only models have one. */
 static long moei_sets_of_family(const moei_importer *r, const moei_family *family) {
-    return r->kind == MOEI_IMPORT_GGUF ? family->gguf_sets : family->sets;
+    if (r->kind != MOEI_IMPORT_GGUF) return family->sets;
+    return r->is_model ? family->gguf_sets : family->gguf_sets & ~MOEI_SET_G_BESIDE;
 }
 
 /* Whether the tensors fit a family: every name is known to it, and every set that it needs
@@ -3034,6 +3041,7 @@ static moe_status moei_settings_sizes(moei_importer *r) {
             if (moei_tensor_name_params(moei_import_tensor_at(&r->found, i)->row) >> params[k] & 1u) *flags[k] = 1;
     if (shared > 0 && (c->n_shared <= 0 || shared % (size_t)c->n_shared != 0)) c->n_shared = 1;
     if (shared > 0) c->d_shared = (int)(shared / (size_t)c->n_shared);
+    if (shared > 0 && c->expert == MOE_EXPERT_GLU) c->shared_act = c->act;
     return MOE_OK;
 }
 
@@ -3427,7 +3435,7 @@ static const moei_arch moei_archs[] = {
     {"llama", "mixtral", MOEI_ARCH_PLAIN,
      MOEI_ARCH_NEIGHBOURS | MOEI_ARCH_FREQS | MOEI_ARCH_FUSED | MOEI_ARCH_MAY_BIAS, MOEI_ARCH_WINDOWS},
     {"granitemoe", "granitemoe granitemoeshared", MOEI_ARCH_PLAIN | MOEI_ARCH_MULTIPLIERS,
-     MOEI_ARCH_NEIGHBOURS | MOEI_ARCH_FREQS | MOEI_ARCH_FUSED, MOEI_ARCH_MAY_BIAS},
+     MOEI_ARCH_NEIGHBOURS | MOEI_ARCH_FREQS | MOEI_ARCH_FUSED | MOEI_ARCH_MAY_BIAS, MOEI_ARCH_MAY_BIAS},
     {"olmoe", "olmoe", MOEI_ARCH_PLAIN | MOEI_ARCH_WHOLE_NORM, 0, MOEI_ARCH_CLAMP | MOEI_ARCH_MAY_BIAS},
     {"qwen2moe", "qwen2_moe", MOEI_ARCH_PLAIN | MOEI_ARCH_BIAS, 0, MOEI_ARCH_DENSE},
     {"qwen3moe", "qwen3_moe", MOEI_ARCH_PLAIN | MOEI_ARCH_HEAD_NORM, 0, MOEI_ARCH_DENSE | MOEI_ARCH_MAY_BIAS},
@@ -4793,9 +4801,10 @@ static moe_status moei_build_dense(moei_build *b) {
 static moe_status moei_build_block(moei_build *b, int number) {
     const moei_import_tensor *const *at = b->block.places;
     moe_real by;
-    int span = 2;
+    int span = 2, beside;
     moe_status status = moei_model_block_read(b->r, &b->m, number, &b->block);
     if (status != MOE_OK) return status;
+    beside = (b->m.traits & MOEI_ARCH_GROK) != 0 && b->block.mixture.d_shared > 0;
     by = (b->m.traits & MOEI_ARCH_MULTIPLIERS) != 0 ? b->m.residual_scale : MOEI_R(0.0);
     status = moei_build_norm(b, at[MOEI_PLACE_FIRST], at[MOEI_PLACE_FIRST_BIAS]);
     if (status == MOE_OK) status = b->block.is_convolution ? moei_build_convolution(b) : moei_build_attention(b);
@@ -4809,6 +4818,7 @@ static moe_status moei_build_block(moei_build *b, int number) {
     span = 2;
     status = moei_build_norm(b, at[MOEI_PLACE_SECOND], at[MOEI_PLACE_SECOND_BIAS]);
     if (status == MOE_OK) status = b->block.is_moe ? moei_build_mixture(b) : moei_build_dense(b);
+    if (status == MOE_OK && beside) status = moei_build_scale(b, MOEI_R(0.7071067811865476), MOEI_R(0.0), &span);
     if (status == MOE_OK && at[MOEI_PLACE_POST_SECOND] != NULL) {
         span++;
         status = moei_build_norm(b, at[MOEI_PLACE_POST_SECOND], NULL);

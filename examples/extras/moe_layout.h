@@ -172,7 +172,7 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
 #define MOEI_OF_moe_metadata(M, s) M(s, key) M(s, value)
 #define MOEI_OF_moe_layer_config(M, s) M(s, router) M(s, d_out) M(s, expert) M(s, d_ff) M(s, d_low) M(s, d_latent) \
     M(s, act) M(s, no_expert_bias) M(s, swiglu_alpha) M(s, swiglu_limit) M(s, swiglu_offset) M(s, expert_bias) \
-    M(s, n_shared) M(s, d_shared) M(s, add_input) M(s, shared_sigmoid) M(s, kernels) M(s, transport)
+    M(s, n_shared) M(s, d_shared) M(s, shared_act) M(s, add_input) M(s, shared_sigmoid) M(s, kernels) M(s, transport)
 #define MOEI_OF_moe_layer(M, s) M(s, config) M(s, router) M(s, kernels) M(s, present) M(s, tensors) M(s, gradients) \
     M(s, packed) M(s, packed_type) M(s, external) M(s, is_packed) M(s, memory) M(s, memory_size) M(s, allocator)
 #define MOEI_OF_moe_quant_error(M, s) M(s, rows) M(s, output)

@@ -3,7 +3,10 @@
    gold.json. tests/golden/README.md describes the files.
 
      cc -std=c99 -O2 -I. tests/golden/models.c -o models -lm
-     ./models tests/golden/models
+     ./models tests/golden/models tests/golden/shapes.py
+
+   shapes.py stands for models that it makes (with python3, in a folder models-made here, which is
+   removed afterwards) and computes itself.
 
    Of every model: the logits of the prompt at once against the file's tolerance; the same bits by
    decoding the prompt at once and token by token; the greedy tokens, and the logits after the last.
@@ -418,9 +421,24 @@ static int add_folder(const char *path, int depth) {
 }
 #endif
 
+/* Models of a program in Python, which makes them in a folder; of none it removes it. */
+static int run_maker(const char *path, int count) {
+    char command[PATH_ROOM + 64];
+    sprintf(command, "python3 %s models-made %d", path, count);
+    return system(command) == 0;
+}
+
+static int add_made(const char *path) {
+    if (system("python3 -c 0") == 0) return run_maker(path, 3) && add_folder("models-made", 0);
+    printf("skipped: %s: python3 is not there\n", path);
+    n_skipped++;
+    return 1;
+}
+
 static int add_path(const char *path) {
     char gold_path[PATH_ROOM + 16];
     if (strlen(path) >= PATH_ROOM) return 0;
+    if (ends_in(path, ".py")) return add_made(path);
     sprintf(gold_path, "%s/gold.json", path);
     if (exists(gold_path)) add_pair(path, gold_path);
     else if (add_folder(path, 0)) return 1;
@@ -473,6 +491,8 @@ int main(int argc, char **argv) {
         else n_skipped++;
     }
     free(pairs);
+    for (i = 1; i < argc; i++)
+        if (ends_in(argv[i], ".py")) (void)run_maker(argv[i], 0);
     printf("%d passed, %d failed, %d skipped\n", passed, failed, n_skipped);
     return failed > 0 || passed == 0;
 }

@@ -2270,6 +2270,7 @@ static const option_row option_rows[] = {
     {"expert_bias", "1", "expert=swiglu", 0},
     {"n_shared", "1", "", 0},
     {"d_shared", "3", "n_shared=2", 0},
+    {"shared_act", "default relu silu gelu tanh sigmoid identity gelu_tanh relu2", "n_shared=1", 0},
     {"shared_sigmoid", "1", "n_shared=1", 0},
     {"add_input", "1", "", 0},
     {"d_latent", "3 -2", "", 0},

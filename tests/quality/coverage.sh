@@ -55,7 +55,7 @@ inside float quant - quick
 inside float tokens -DMOE_NO_SIMD
 inside float imported -
 inside double imported -DMOE_NO_SIMD
-inside float models - tests/golden/models
+inside float models - tests/golden/models tests/golden/shapes.py
 inside float tokenizers -DMOE_NO_SIMD
 inside float files -DMOE_NO_SIMD
 inside double files -DMOE_NO_SIMD

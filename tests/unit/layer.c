@@ -287,11 +287,11 @@ static double *naive_swiglu(const moe_layer *layer, size_t e, const double *x) {
     return y;
 }
 
-/* down (silu(gate) * up) */
-static double *gated(double *gate, double *up, const moe_real *down, size_t out, size_t f) {
+/* down (act(gate) * up) */
+static double *gated(int act, double *gate, double *up, const moe_real *down, size_t out, size_t f) {
     double *y;
     size_t i;
-    for (i = 0; i < f; i++) gate[i] = act_of(MOE_ACT_SILU, gate[i]) * up[i];
+    for (i = 0; i < f; i++) gate[i] = act_of(act, gate[i]) * up[i];
     y = affine(down, NULL, out, f, gate);
     free(gate);
     free(up);
@@ -309,7 +309,7 @@ static double *naive_plain_expert(const moe_layer *layer, size_t e, const double
     if (c->expert == MOE_EXPERT_SWIGLU || c->expert == MOE_EXPERT_GLU) return naive_swiglu(layer, e, x);
     if (c->expert == MOE_EXPERT_FACTORISED) {
         hidden = affine(block_of(layer, MOE_EXPERTS_REDUCE, e, low * d), NULL, low, d, x);
-        y = gated(affine(block_of(layer, MOE_EXPERTS_EXPAND, e, f * low), NULL, f, low, hidden),
+        y = gated(MOE_ACT_SILU, affine(block_of(layer, MOE_EXPERTS_EXPAND, e, f * low), NULL, f, low, hidden),
                   affine(block_of(layer, MOE_EXPERTS_UP, e, f * d), NULL, f, d, x),
                   block_of(layer, MOE_EXPERTS_DOWN, e, o * f), o, f);
         free(hidden);
@@ -363,7 +363,8 @@ static void add_naive_shared(const moe_layer *layer, const double *x, double *y)
     if (layer->config.n_shared == 0) return;
     for (i = 0; i < d && layer->config.shared_sigmoid; i++) sum += (double)layer->tensors[MOE_SHARED_SIGMOID][i] * x[i];
     if (layer->config.shared_sigmoid) factor = 1.0 / (1.0 + exp(-sum));
-    shared = gated(affine(layer->tensors[MOE_SHARED_GATE], NULL, s, d, x),
+    shared = gated(layer->config.shared_act != 0 ? layer->config.shared_act : (int)MOE_ACT_SILU,
+                   affine(layer->tensors[MOE_SHARED_GATE], NULL, s, d, x),
                    affine(layer->tensors[MOE_SHARED_UP], NULL, s, d, x), layer->tensors[MOE_SHARED_DOWN], o, s);
     for (i = 0; i < o; i++) y[i] += factor * shared[i];
     free(shared);
@@ -669,6 +670,7 @@ static void test_forward(void) {
                         if (below(3) == 0) {
                             c.n_shared = 1 + below(2);
                             c.d_shared = below(9);
+                            c.shared_act = below(MOE_ACT_COUNT);
                             c.shared_sigmoid = below(2);
                         }
                         if (below(3) == 0) c.router.apply_to = MOE_APPLY_INPUT;
@@ -1172,6 +1174,7 @@ static void test_messages(void) {
                                           {"swiglu_limit=1e7", "swiglu_limit = 1", "1e-6 to 1000000"},
                                           {"swiglu_offset=1e7", "swiglu_offset = 1", "-1000000 to 1000000"},
                                           {"d_shared=3", "d_shared", "n_shared"},
+                                          {"shared_act=gelu", "shared_act", "n_shared"},
                                           {"shared_sigmoid=1", "shared_sigmoid", "n_shared"},
                                           {"score=norm", "norm_node", "swiglu"},
                                           {"score=norm norm_node=up expert=linear", "norm_node", "linear"},

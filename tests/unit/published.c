@@ -1368,8 +1368,9 @@ static void count_wrong(const family_form *form, const part *parts, int n, int s
     int i, k, shard;
     for (i = 0; i < n; i++) {
         const part *p = &parts[i];
-        /* the same architecture is that of a family without it */
-        const int optional = form->type == NULL && strcmp(form->arch, "deepseek2") == 0 && p->n_dims == 1;
+        /* architectures that have files without it */
+        const int optional = form->type == NULL && strcmp(p->name, "exp_probs_b.bias") == 0 &&
+                             (strcmp(form->arch, "deepseek2") == 0 || strcmp(form->arch, "dots1") == 0);
         memcpy(changed, parts, (size_t)i * sizeof *parts);
         memcpy(changed + i, parts + i + 1, (size_t)(n - i - 1) * sizeof *parts);
         changed[n - 1] = *p; /* behind those of the file: the index lists it all the same */
