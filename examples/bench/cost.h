@@ -224,7 +224,7 @@ static void print_costs(const judgement *equal_steps) {
         const claim *k = &claims[c];
         const struct timed_pair *t = find_time(k);
         if (!is_on_cost(k) || equal_steps[c].verdict == NOT_RUN) continue;
-        print("| %s; %s against %s | %s | %+.3f, ", k->text, k->arm, k->baseline, k->world, equal_steps[c].r.mean);
+        print("| `%s`: %s against %s | %s | %+.3f, ", k->id, k->arm, k->baseline, k->world, equal_steps[c].r.mean);
         print_verdict(k, &equal_steps[c]);
         for (int by = 0; by < N_COSTS; by++) {
             judgement g;

@@ -82,6 +82,8 @@ refuses_ranks
 refuses_options
 unfinished
 launcher
+apart
+apart_options
 PLAN
 }
 
@@ -316,6 +318,37 @@ launcher() {
     # shellcheck disable=SC2086
     run sh "$root/examples/run" mpi -n 2 $small --steps 3 --seeds 2 --compare mine.txt >said &&
         run grep -q '^LocMoE+ against baseline' said
+}
+
+# On hosts that are apart, a few steps; then one of them is cut off.
+apart() {
+    needs_mpi
+    MPI_PROGRAM=$prepared/mpi_float
+    export MPI_PROGRAM
+    run sh "$root/examples/mpi/hosts" --links '1000:0.1' --steps 10 --options "--width 16 --experts 4 --context 16" \
+        --batch 4 --domains "$prepared/text,$root/README.md" --faults cut --timeout 3 --patience 1 --rows rows.csv \
+        >said 2>&1 || { cat said; return 1; }
+    ! grep -q '^skipped: ' said || missing "what examples/mpi/hosts needs ($(sed -n 's/^skipped: //p' said))"
+    awk -F, '
+        NR == 1 { columns = NF }
+        NF != columns { print "columns differ: " $0; bad = 1 }
+        $1 == "run" && !($9 > 0 && $10 > 0 && $14 > 0 && $18 > 0) { print; bad = 1 }
+        { n[$1]++ }
+        END { exit bad || n["run"] != 3 || n["cut"] != 1 }' rows.csv || { cat rows.csv said; return 1; }
+    [ -z "$(ip netns list | grep "^moe$$" || :)" ]
+}
+
+apart_options() {
+    sh "$root/examples/mpi/hosts" -h >said && run grep -q -- --domains said || return 1
+    for wrong in --foo --links '--hosts 1' '--hosts x' '--steps 0'; do
+        # shellcheck disable=SC2086
+        sh "$root/examples/mpi/hosts" $wrong >said 2>&1
+        [ $? = 2 ] && [ "$(wc -l <said)" = 1 ] || { cat said; echo "$wrong"; return 1; }
+    done
+    mkdir none && ln -s "$(command -v sh)" none/sh
+    for tool in dirname awk sed id mktemp rm cat grep git tr head seq; do ln -s "$(command -v $tool)" "none/$tool"; done
+    PATH=$PWD/none run sh "$root/examples/mpi/hosts" --rows rows.csv >said && run grep -q '^skipped: ' said &&
+        run grep -q '^skipped,' rows.csv
 }
 
 run_checks "$@"
