@@ -1605,6 +1605,12 @@ typedef struct moei_int_mixture {
     uint32_t choices;
     uint32_t block;             /* buffer for one block; MOEI_INT_NONE: experts are read in place */
     int16_t weight_bits;        /* a weight is code * 2^(weight_bits - 15) */
+    /* experts without matrices: zero experts from `zeros` on, copies from `copies` on, whose
+       operations are the same, constant ones from `constants` on, with n_constant operations each,
+       one expert after the other; their constants are the model's */
+    uint16_t zeros, copies, constants;
+    uint32_t copy, n_copy;
+    uint32_t constant, n_constant;
 } moei_int_mixture;
 
 /* Attention over the tokens of a sequence so far. */
@@ -1648,7 +1654,7 @@ typedef struct moe_model {
 } moe_model;
 
 /* The required moe_model.version. It changes with the format of models. */
-#define MOE_MODEL_VERSION 4
+#define MOE_MODEL_VERSION 5
 
 /* The state of one call of moe_infer, on its stack. */
 typedef struct moei_int_run {
@@ -1690,7 +1696,7 @@ typedef struct moei_int_run {
     X(match)        /* the same, in . other */ \
     /* experts */ \
     X(apply_weight) /* out = weight * in; then weight = 1 */ \
-    X(set_weight)   /* weight = in_0 */ \
+    X(set_weight)   /* weight = in_k */ \
     X(accumulate)   /* sum out += weight * in */ \
     X(add_rest)     /* sum out += (1 - the sum of the chosen experts' weights) * in */
 #define MOEI_INT_OP(name) MOEI_API void moei_int_op_##name(const moei_int_op *op, moei_int_run *run);
@@ -12330,6 +12336,18 @@ static int moei_int_next(const int16_t *experts, int count, int last) {
     return next;
 }
 
+/* The operations of a chosen expert. */
+static void moei_int_expert(const moei_int_mixture *m, moei_int_run *run, int e) {
+    if (e < m->zeros) {
+        run->base = moei_int_block(m, run, (uint32_t)e, m->stride);
+        moei_int_ops(run, m->expert, m->n_expert);
+        return;
+    }
+    run->base = run->model->weights;
+    if (e >= m->constants) moei_int_ops(run, m->constant + (uint32_t)(e - m->constants) * m->n_constant, m->n_constant);
+    else if (e >= m->copies) moei_int_ops(run, m->copy, m->n_copy);
+}
+
 void moei_int_op_mixture(const moei_int_op *op, moei_int_run *run) {
     const moei_int_mixture *m = run->model->mixtures + op->index;
     const unsigned char *base = run->base;
@@ -12347,8 +12365,7 @@ void moei_int_op_mixture(const moei_int_op *op, moei_int_run *run) {
     while (run->status == MOE_OK && (i = moei_int_next(experts, (int)count, last)) >= 0) {
         last = experts[i];
         run->weight = weights[i];
-        run->base = moei_int_block(m, run, (uint32_t)last, m->stride);
-        moei_int_ops(run, m->expert, m->n_expert);
+        moei_int_expert(m, run, last);
     }
     run->base = base;
     run->weight = 32767;
@@ -12512,7 +12529,9 @@ void moei_int_op_apply_weight(const moei_int_op *op, moei_int_run *run) {
     run->weight = 32767;
 }
 
-void moei_int_op_set_weight(const moei_int_op *op, moei_int_run *run) { run->weight = *moei_int_vector(run, op->in); }
+void moei_int_op_set_weight(const moei_int_op *op, moei_int_run *run) {
+    run->weight = moei_int_vector(run, op->in)[op->shape.k];
+}
 
 /* sum out_i += (in_i * weight + round) >> shift. */
 void moei_int_op_accumulate(const moei_int_op *op, moei_int_run *run) {

@@ -113,6 +113,7 @@
 #define moei_int_weight_raw moei_int_weight_raw_f64
 #define moei_int_weight_sum moei_int_weight_sum_f64
 #define moei_int_weight_norm moei_int_weight_norm_f64
+#define moei_int_weight_over moei_int_weight_over_f64
 #define moei_int_weight_softmax moei_int_weight_softmax_f64
 #define moei_int_weight_uniform moei_int_weight_uniform_f64
 #define moei_int_weight_one moei_int_weight_one_f64
@@ -461,11 +462,9 @@ enum {
     X(MOE_SELECT_TOP_P, "top_p", moei_select_top_p, 0, 0) \
     /* All with p > theta, theta fixed or learned; threshold_fallback: the best one if there is \
        none. Guo et al. 2024, DynMoE */ \
-    X(MOE_SELECT_THRESHOLD, "threshold", moei_select_threshold, \
-        MOEI_SELECT_LEAVES_OUT, 0) \
+    X(MOE_SELECT_THRESHOLD, "threshold", moei_select_threshold, MOEI_SELECT_LEAVES_OUT, 0) \
     /* All with p > 0; may be empty. Wang et al. 2024, ReMoE */ \
-    X(MOE_SELECT_POSITIVE, "positive", moei_select_threshold, \
-        MOEI_SELECT_LEAVES_OUT, 0) \
+    X(MOE_SELECT_POSITIVE, "positive", moei_select_threshold, MOEI_SELECT_LEAVES_OUT, 0) \
     /* Each expert takes its C = max(1, round(capacity_factor N / E)) best tokens by p, or by z. \
        Zhou et al. 2022 */ \
     X(MOE_SELECT_EXPERT_CHOICE, "expert_choice", moei_select_expert_choice, \
@@ -473,8 +472,7 @@ enum {
     /* Each token goes to its best expert by z. The expert keeps the shortest prefix of its tokens \
        that holds affinity_mass of their summed positive z (or affinity_sum of it), at least \
        capacity_min, at most capacity. LocMoE+, Li et al. 2024 */ \
-    X(MOE_SELECT_AFFINITY, "affinity", moei_select_affinity, MOEI_SELECT_LIMITS_LOAD, \
-        MOE_TRAIT_NEEDS_BATCH) \
+    X(MOE_SELECT_AFFINITY, "affinity", moei_select_affinity, MOEI_SELECT_LIMITS_LOAD, MOE_TRAIT_NEEDS_BATCH) \
     /* router.table[token id], K experts per token id. Roller et al. 2021, Hash layers */ \
     X(MOE_SELECT_HASH, "hash", moei_select_hash, MOEI_SELECT_AT_MOST_K, MOE_TRAIT_NEEDS_TOKEN_IDS) \
     /* Soft MoE: every expert works on `slots` mixtures of the sequence's tokens: L = u . phi, \
@@ -485,8 +483,7 @@ enum {
     /* In training the K largest of d0 Q d1, Q = exp(z) scaled to even rows and columns; outside \
        training top_k. Clark et al. 2022, Unified scaling laws for routed language models */ \
     X(MOE_SELECT_SINKHORN, "sinkhorn", moei_select_sinkhorn, \
-      MOEI_SELECT_AT_MOST_K | MOEI_SELECT_BATCH_IN_TRAINING | MOEI_SELECT_ANY_K, \
-          MOE_TRAIT_NEEDS_BATCH) \
+      MOEI_SELECT_AT_MOST_K | MOEI_SELECT_BATCH_IN_TRAINING | MOEI_SELECT_ANY_K, MOE_TRAIT_NEEDS_BATCH) \
     /* In training K draws without replacement from p; outside training the K largest p, or with \
        sample_at = always draws as well */ \
     X(MOE_SELECT_SAMPLE, "sample", moei_select_sample, \
@@ -1037,8 +1034,7 @@ enum {
     X(MOE_ROUTER_CUTOFF_SUM, "router.cutoff_sum", cutoff, VECTOR(E, MOE_PARAM_STATE, 0)) \
     X(MOE_ROUTER_CUTOFF_COUNT, "router.cutoff_count", cutoff, VECTOR(1, MOE_PARAM_STATE, 0)) \
     /* m of smebu */ \
-    X(MOE_ROUTER_BIAS_MOMENTUM, "router.bias_momentum", c->bias_rule == MOE_BIAS_SMEBU, \
-        VECTOR(E, MOE_PARAM_STATE, 0))
+    X(MOE_ROUTER_BIAS_MOMENTUM, "router.bias_momentum", c->bias_rule == MOE_BIAS_SMEBU, VECTOR(E, MOE_PARAM_STATE, 0))
 
 #define MOEI_ROUTER_PARAMETER(value, name, condition, shape) value,
 /* The router's parameters by index, and how many there can be. */
@@ -1548,10 +1544,12 @@ MOE_API moe_status moe_gate_errors(size_t n, size_t n_experts, const int32_t *pr
    returns how many; weights of the chosen. */
 typedef struct moei_int_router moei_int_router;
 typedef void moei_int_gate(const moei_int_router *r, size_t n, const int16_t *z, int32_t *p);
-typedef size_t moei_int_select(const moei_int_router *r, const unsigned char *base, int32_t token, const int16_t *z,
-                               int32_t *p, int16_t *experts);
-typedef void moei_int_weight(const moei_int_router *r, const int16_t *z, int32_t *p, size_t count,
-                             const int16_t *experts, int16_t *weights);
+#define MOEI_INT_SELECT_ARGUMENTS \
+    const moei_int_router *r, const unsigned char *base, int32_t token, const int16_t *z, int32_t *p, int16_t *experts
+#define MOEI_INT_WEIGHT_ARGUMENTS \
+    const moei_int_router *r, const int16_t *z, int32_t *p, size_t count, const int16_t *experts, int16_t *weights
+typedef size_t moei_int_select(MOEI_INT_SELECT_ARGUMENTS);
+typedef void moei_int_weight(MOEI_INT_WEIGHT_ARGUMENTS);
 /* Initialized in this order. base: where the offsets count from. */
 struct moei_int_router {
     moei_int_gate *gate;     /* p of all experts for select. NULL: select reads no p */
@@ -1581,6 +1579,11 @@ struct moei_int_router {
     uint32_t thresholds;  /* int32[E] instead of threshold */
     uint32_t scales;      /* int16[E] instead of factor */
     uint32_t table;       /* hash: bytes [tokens,K], the experts of each token id */
+    /* of moei_int_weight_over: the weight of the choices that are normalized, the gate of the
+       others, kept_from <= e < kept_end */
+    moei_int_weight *over;
+    moei_int_gate *kept;
+    uint16_t kept_from, kept_end;
 };
 
 /* The most experts of an integer router, and the offset of a table that does not exist. */
@@ -1599,10 +1602,10 @@ MOEI_API moei_int_gate moei_int_gate_logits, moei_int_gate_relu, moei_int_gate_s
    MOE_SELECTS. They may overwrite p. */
 MOEI_API moei_int_select moei_int_select_logits, moei_int_select_top_k, moei_int_select_grouped, moei_int_select_each,
     moei_int_select_top_p, moei_int_select_threshold, moei_int_select_hash;
-/* For weight: p; p / sum p; p / sqrt(sum p^2); the softmax over all experts; 1 / count; 1;
-   sparsemixer. The first three read values. */
-MOEI_API moei_int_weight moei_int_weight_raw, moei_int_weight_sum, moei_int_weight_norm, moei_int_weight_softmax,
-    moei_int_weight_uniform, moei_int_weight_one, moei_int_weight_sparsemixer;
+/* For weight: p; p / sum p; p / sqrt(sum p^2); one of these two over some choices, where the others
+   keep p; the softmax over all experts; 1 / count; 1; sparsemixer. The first four read values. */
+MOEI_API moei_int_weight moei_int_weight_raw, moei_int_weight_sum, moei_int_weight_norm, moei_int_weight_over,
+    moei_int_weight_softmax, moei_int_weight_uniform, moei_int_weight_one, moei_int_weight_sparsemixer;
 /* For scale: weights times factor, or times each expert's own factor. */
 MOEI_API void moei_int_scale_weights(const moei_int_router *r, const unsigned char *base, size_t count,
                                      const int16_t *experts, int16_t *weights);
@@ -3827,8 +3830,7 @@ static int moei_tensors_fit(const moe_router *router) {
 static moe_status moei_tensors_refuse(const moe_router *router, moe_error *error) {
     int index;
     for (index = 0; index < MOE_ROUTER_PARAMETER_COUNT; index++)
-        if ((router->present >> index & 1u) &&
-            !moei_parameter_is_set(index, router->present, router->tensors[index]))
+        if ((router->present >> index & 1u) && !moei_parameter_is_set(index, router->present, router->tensors[index]))
             return moei_error(error, MOE_ERR_ARGUMENT, "parameter %s is not set", moei_router_parameter_name(index));
     return moei_error(error, MOE_ERR_ARGUMENT, "a parameter is set that the configuration does not have");
 }
@@ -7011,8 +7013,7 @@ static moe_real *moei_importance_row(const moei_pass *s, size_t t, moe_real *val
     if (s->c->importance_over != MOE_IMPORTANCE_WEIGHTS) {
         int gate = s->c->importance_over == MOE_IMPORTANCE_GATE;
         int clean = gate && MOEI_IS_NOISY(s);
-        memcpy(values,
-               (clean  ? s->m.clean_gate
+        memcpy(values, (clean  ? s->m.clean_gate
                 : gate ? r->gate
                        : r->probabilities) +
                    t * s->experts,
@@ -8636,8 +8637,7 @@ void moei_int_share_sqrt_softplus(const moei_int_router *r, size_t n, const int1
 
 /* moei_int_top_k of z without a copy. Skips a logit at once if it is not above the last of the
    K. */
-size_t moei_int_select_logits(const moei_int_router *r, const unsigned char *base, int32_t token, const int16_t *z,
-                              int32_t *p, int16_t *experts) {
+size_t moei_int_select_logits(MOEI_INT_SELECT_ARGUMENTS) {
     const size_t k = r->top_k, n = r->n_experts;
     size_t i, at, count = 0;
     int32_t last = INT32_MIN;
@@ -8665,8 +8665,7 @@ static size_t moei_ir_best(const moei_int_router *r, const unsigned char *base, 
     return moei_int_top_k(r->n_experts, p, k, experts);
 }
 
-size_t moei_int_select_top_k(const moei_int_router *r, const unsigned char *base, int32_t token, const int16_t *z,
-                             int32_t *p, int16_t *experts) {
+size_t moei_int_select_top_k(MOEI_INT_SELECT_ARGUMENTS) {
     (void)token;
     (void)z;
     return moei_ir_best(r, base, r->top_k, p, experts);
@@ -8674,8 +8673,7 @@ size_t moei_int_select_top_k(const moei_int_router *r, const unsigned char *base
 
 /* value, stored behind p + bias: the score of each group, then INT32_MAX for the groups that are
    kept. */
-size_t moei_int_select_grouped(const moei_int_router *r, const unsigned char *base, int32_t token, const int16_t *z,
-                               int32_t *p, int16_t *experts) {
+size_t moei_int_select_grouped(MOEI_INT_SELECT_ARGUMENTS) {
     const size_t n = r->n_experts, size = n / r->groups;
     const size_t wanted = (r->flags & MOEI_INT_TOP2_SUM) != 0 ? 2 : 1;
     int32_t *value = p + n;
@@ -8698,8 +8696,7 @@ size_t moei_int_select_grouped(const moei_int_router *r, const unsigned char *ba
 }
 
 /* What is not among the best of its group is excluded, then the others are sorted. */
-size_t moei_int_select_each(const moei_int_router *r, const unsigned char *base, int32_t token, const int16_t *z,
-                            int32_t *p, int16_t *experts) {
+size_t moei_int_select_each(MOEI_INT_SELECT_ARGUMENTS) {
     const size_t n = r->n_experts, size = n / r->groups;
     const size_t each = r->top_k / r->groups;
     size_t g, i;
@@ -8715,8 +8712,7 @@ size_t moei_int_select_each(const moei_int_router *r, const unsigned char *base,
     return moei_int_top_k(n, p, r->top_k, experts);
 }
 
-size_t moei_int_select_top_p(const moei_int_router *r, const unsigned char *base, int32_t token, const int16_t *z,
-                             int32_t *p, int16_t *experts) {
+size_t moei_int_select_top_p(MOEI_INT_SELECT_ARGUMENTS) {
     const size_t n = moei_int_top_k(r->n_experts, p, r->n_experts, experts);
     size_t count = 0, i;
     int32_t sum = 0;
@@ -8728,8 +8724,7 @@ size_t moei_int_select_top_p(const moei_int_router *r, const unsigned char *base
     return moei_ir_best(r, base, count, p, experts);
 }
 
-size_t moei_int_select_threshold(const moei_int_router *r, const unsigned char *base, int32_t token, const int16_t *z,
-                                 int32_t *p, int16_t *experts) {
+size_t moei_int_select_threshold(MOEI_INT_SELECT_ARGUMENTS) {
     size_t count = 0, e;
     int32_t best;
     (void)token;
@@ -8748,8 +8743,7 @@ size_t moei_int_select_threshold(const moei_int_router *r, const unsigned char *
 }
 
 /* In the order of the table if there is no p, else sorted by p + bias. */
-size_t moei_int_select_hash(const moei_int_router *r, const unsigned char *base, int32_t token, const int16_t *z,
-                            int32_t *p, int16_t *experts) {
+size_t moei_int_select_hash(MOEI_INT_SELECT_ARGUMENTS) {
     const unsigned char *row = base + r->table + (uint32_t)token * r->top_k;
     size_t i, at;
     (void)z;
@@ -8770,8 +8764,7 @@ size_t moei_int_select_hash(const moei_int_router *r, const unsigned char *base,
 
 static int16_t moei_ir_clip(int32_t w) { return (int16_t)(w > 32767 ? 32767 : w < -32767 ? -32767 : w); }
 
-void moei_int_weight_raw(const moei_int_router *r, const int16_t *z, int32_t *p, size_t count, const int16_t *experts,
-                         int16_t *weights) {
+void moei_int_weight_raw(MOEI_INT_WEIGHT_ARGUMENTS) {
     const int32_t round = ((int32_t)1 << r->weight_shift) >> 1;
     size_t i;
     (void)z;
@@ -8780,8 +8773,7 @@ void moei_int_weight_raw(const moei_int_router *r, const int16_t *z, int32_t *p,
 }
 
 /* Only the fallback of a threshold can be negative, and it is alone: its quotient is 1. */
-void moei_int_weight_sum(const moei_int_router *r, const int16_t *z, int32_t *p, size_t count, const int16_t *experts,
-                         int16_t *weights) {
+void moei_int_weight_sum(MOEI_INT_WEIGHT_ARGUMENTS) {
     uint32_t share;
     int down;
     size_t i;
@@ -8795,8 +8787,7 @@ void moei_int_weight_sum(const moei_int_router *r, const int16_t *z, int32_t *p,
 
 /* p is shifted to 16 bits so that the sum of squares / 256 fits; the sum is shifted up to 32 bits
    so that its root has 16. */
-void moei_int_weight_norm(const moei_int_router *r, const int16_t *z, int32_t *p, size_t count, const int16_t *experts,
-                          int16_t *weights) {
+void moei_int_weight_norm(MOEI_INT_WEIGHT_ARGUMENTS) {
     uint32_t largest = 0, sum = 0;
     int up = 0, down = 0;
     int more = 11;
@@ -8820,16 +8811,29 @@ void moei_int_weight_norm(const moei_int_router *r, const int16_t *z, int32_t *p
     }
 }
 
+static int moei_ir_keeps(const moei_int_router *r, int16_t e) { return e >= r->kept_from && e < r->kept_end; }
+
+void moei_int_weight_over(MOEI_INT_WEIGHT_ARGUMENTS) {
+    size_t n = 0, i;
+    for (i = 0; i < count; i++)
+        if (!moei_ir_keeps(r, experts[i])) weights[n++] = z[experts[i]];
+    if (n > 0) {
+        r->values(r, n, weights, p);
+        r->over(r, z, p, n, experts, weights);
+    }
+    if (n < count) r->kept(r, r->n_experts, z, p);
+    for (i = count; i-- > 0;)
+        weights[i] = moei_ir_keeps(r, experts[i]) ? moei_ir_clip((p[experts[i]] + 16) >> 5) : weights[--n];
+}
+
 /* If the gate is the same softmax, p already holds it, unless a bias was added. */
-void moei_int_weight_softmax(const moei_int_router *r, const int16_t *z, int32_t *p, size_t count,
-                             const int16_t *experts, int16_t *weights) {
+void moei_int_weight_softmax(MOEI_INT_WEIGHT_ARGUMENTS) {
     size_t i;
     if (r->gate != moei_int_gate_softmax || r->bias != MOEI_INT_NONE) moei_int_gate_softmax(r, r->n_experts, z, p);
     for (i = 0; i < count; i++) weights[i] = moei_ir_clip((p[experts[i]] + 16) >> 5);
 }
 
-void moei_int_weight_one(const moei_int_router *r, const int16_t *z, int32_t *p, size_t count, const int16_t *experts,
-                         int16_t *weights) {
+void moei_int_weight_one(MOEI_INT_WEIGHT_ARGUMENTS) {
     size_t i;
     (void)r;
     (void)z;
@@ -8838,8 +8842,7 @@ void moei_int_weight_one(const moei_int_router *r, const int16_t *z, int32_t *p,
     for (i = 0; i < count; i++) weights[i] = 32767;
 }
 
-void moei_int_weight_uniform(const moei_int_router *r, const int16_t *z, int32_t *p, size_t count,
-                             const int16_t *experts, int16_t *weights) {
+void moei_int_weight_uniform(MOEI_INT_WEIGHT_ARGUMENTS) {
     const int16_t w = moei_ir_clip((int32_t)((32768u + (uint32_t)count / 2) / (uint32_t)count));
     size_t i;
     (void)r;
@@ -8851,8 +8854,7 @@ void moei_int_weight_uniform(const moei_int_router *r, const int16_t *z, int32_t
 
 /* 1 / sum of 2^(z - best) over those that were not picked before and are within 2 eps of the best,
    measured by the larger of |z| and best. */
-void moei_int_weight_sparsemixer(const moei_int_router *r, const int16_t *z, int32_t *p, size_t count,
-                                 const int16_t *experts, int16_t *weights) {
+void moei_int_weight_sparsemixer(MOEI_INT_WEIGHT_ARGUMENTS) {
     size_t i, e, picked;
     (void)p;
     for (i = 0; i < count; i++) {

@@ -649,7 +649,7 @@ static moe_status moei_check_op_cluster(moei_check *c, const moei_int_op *op) {
 }
 
 static moe_status moei_check_op_set_weight(moei_check *c, const moei_int_op *op) {
-    return moei_check_read(c, "in", op->in, 1, MOEI_CHECK_ANY, NULL);
+    return moei_check_read(c, "in", op->in, op->shape.k + 1u, MOEI_CHECK_ANY, NULL);
 }
 
 static moe_status moei_check_op_accumulate(moei_check *c, const moei_int_op *op) {
@@ -774,7 +774,8 @@ static moe_status moei_check_select(const moei_check *c, const moei_int_router *
     MOEI_CHECK_NEED(r->most >= room && r->most <= r->n_experts, "router.most", "no room for all choices");
     room = r->gate != NULL ? (size_t)r->n_experts + (grouped ? r->groups : 0u) : 0;
     if (r->values != NULL && room < *taken) room = *taken;
-    if (r->weight == moei_int_weight_softmax && room < r->n_experts) room = r->n_experts;
+    if ((r->weight == moei_int_weight_softmax || r->weight == moei_int_weight_over) && room < r->n_experts)
+        room = r->n_experts;
     MOEI_CHECK_NEED(r->scratch >= room, "router.scratch", "no room for p");
     return MOE_OK;
 }
@@ -798,8 +799,9 @@ static moe_status moei_check_hash(const moei_check *c, const moei_int_router *r)
 
 static moe_status moei_check_router(const moei_check *c, const moei_int_router *r, size_t *taken) {
     const size_t n = r->n_experts, room = c->model->weights_size;
+    const int over = r->weight == moei_int_weight_over;
     const int reads = r->weight == moei_int_weight_raw || r->weight == moei_int_weight_sum ||
-                      r->weight == moei_int_weight_norm;
+                      r->weight == moei_int_weight_norm || over;
     size_t e;
     MOEI_CHECK_NEED(n >= 1 && n <= MOEI_INT_EXPERTS, "router.n_experts", "must be 1 to 256");
     MOEI_CHECK_NEED(r->z_bits <= 27, "router.z_bits", "must be at most 27");
@@ -810,6 +812,10 @@ static moe_status moei_check_router(const moei_check *c, const moei_int_router *
                         r->weight == moei_int_weight_one || r->weight == moei_int_weight_sparsemixer,
                     "router.weight", "no weights of integer routers");
     MOEI_CHECK_NEED(reads == (r->values != NULL), "router.values", "weight reads them, or it does not");
+    MOEI_CHECK_NEED(!over || r->over == moei_int_weight_sum || r->over == moei_int_weight_norm, "router.over",
+                    "these weights do not normalize");
+    MOEI_CHECK_NEED(!over || r->kept == moei_int_gate_softmax || r->kept == moei_int_gate_sigmoid, "router.kept",
+                    "no gate of choices that are left out");
     MOEI_CHECK_NEED(r->scale == NULL || r->scale == moei_int_scale_weights, "router.scale",
                     "no function of integer routers");
     MOEI_CHECK_NEED(r->values != moei_int_gate_predicted, "router.values", "this gate is for selection");
@@ -883,6 +889,7 @@ static moe_status moei_check_op_each(moei_check *c, const moei_int_op *op) {
     MOEI_CHECK_NEED(op->index == c->index, "index", "must be the MoE layer of this list");
     MOEI_CHECK_NEED(s->k < c->model->n_ops - number, "shape.k", "more operations than there are");
     MOEI_CHECK_NEED(op->at <= c->mixture->stride, "at", "more bytes than an expert has");
+    MOEI_CHECK_NEED(experts == c->mixture->zeros, "index", "an expert of that MoE layer has no block");
     moei_check_unknown(c, op->out, experts); /* the numbers of earlier experts lie there */
     for (e = 0; e < experts; e++) {
         MOEI_CHECK_DO(moei_check_block(c, e, op->at));
@@ -909,11 +916,18 @@ static moe_status moei_check_parts(const moei_check *c, const moei_int_mixture *
     MOEI_CHECK_NEED(m->expert <= n && m->n_expert <= n - m->expert, "n_expert", "more operations than there are");
     MOEI_CHECK_NEED(m->shared <= n && m->n_shared <= n - m->shared, "n_shared", "more operations than there are");
     MOEI_CHECK_DO(moei_check_router(c, &m->router, taken));
-    MOEI_CHECK_NEED(m->stride % 4 == 0 && m->stride <= experts / m->router.n_experts, "stride",
+    MOEI_CHECK_NEED(m->zeros >= 1 && m->zeros <= m->copies && m->copies <= m->constants &&
+                        m->constants <= m->router.n_experts,
+                    "zeros", "zeros, copies and constants must be 1 to n_experts and not fall");
+    MOEI_CHECK_NEED(m->copy <= n && m->n_copy <= n - m->copy, "n_copy", "more operations than there are");
+    MOEI_CHECK_NEED(m->constant <= n && (uint64_t)m->n_constant * (m->router.n_experts - m->constants) <=
+                                            n - m->constant,
+                    "n_constant", "more operations than there are");
+    MOEI_CHECK_NEED(m->stride % 4 == 0 && m->stride <= experts / m->zeros, "stride",
                     "more bytes than there are, or not aligned");
     MOEI_CHECK_NEED((m->block == MOEI_INT_NONE) == (c->model->experts != NULL), "block",
                     "the model has its experts, or a loader needs it");
-    return moei_check_bytes(c, "experts", m->experts, (size_t)m->stride * m->router.n_experts, experts);
+    return moei_check_bytes(c, "experts", m->experts, (size_t)m->stride * m->zeros, experts);
 }
 
 /* What the router reads and writes. */
@@ -927,6 +941,20 @@ static moe_status moei_check_routing(moei_check *c, const moei_int_mixture *m) {
     MOEI_CHECK_NEED(!moei_check_meet(moei_check_span_of(m->p, p), choices), "choices", "overlap p");
     MOEI_CHECK_DO(moei_check_write(c, "p", m->p, p, MOEI_CHECK_ANY));
     return moei_check_write(c, "choices", m->choices, choices.n, MOEI_CHECK_ROUTED);
+}
+
+/* The operations of an expert. */
+typedef struct moei_check_part {
+    uint32_t first, n;
+} moei_check_part;
+
+static moei_check_part moei_check_part_of(const moei_int_mixture *m, size_t e) {
+    moei_check_part part;
+    part.first = e < m->zeros       ? m->expert
+                 : e < m->constants ? m->copy
+                                    : m->constant + (uint32_t)(e - m->constants) * m->n_constant;
+    part.n = e < m->zeros ? m->n_expert : e < m->copies ? 0 : e < m->constants ? m->n_copy : m->n_constant;
+    return part;
 }
 
 /* Runs the lists of an MoE layer; *sum bounds what they add up to. */
@@ -943,14 +971,18 @@ static moe_status moei_check_layer(moei_check *c, const moei_int_mixture *m, uin
     MOEI_CHECK_DO(moei_check_routing(c, m));
     MOEI_CHECK_DO(moei_check_write(c, "sum", m->sum, 2 * moei_check_up(width, 2), MOEI_CHECK_ANY));
     c->sum = moei_check_span_of(m->sum, 2 * moei_check_up(width, 2));
+    for (e = 0; e < m->router.n_experts; e++)
+        moei_check_forget(c, moei_check_part_of(m, e).first, moei_check_part_of(m, e).n);
     for (e = 0; e < m->router.n_experts; e++) {
+        const moei_check_part part = moei_check_part_of(m, e);
         c->added = 0;
-        MOEI_CHECK_DO(moei_check_block(c, e, m->stride));
-        moei_check_forget(c, m->expert, m->n_expert);
-        MOEI_CHECK_DO(moei_check_list(c, MOEI_CHECK_EXPERT, m->expert, m->n_expert));
+        c->base = base;
+        c->base_size = base_size;
+        if (e < m->zeros) MOEI_CHECK_DO(moei_check_block(c, e, m->stride));
+        MOEI_CHECK_DO(moei_check_list(c, MOEI_CHECK_EXPERT, part.first, part.n));
+        moei_check_forget(c, part.first, part.n);
         if (c->added > most) most = c->added;
     }
-    moei_check_forget(c, m->expert, m->n_expert);
     c->base = base;
     c->base_size = base_size;
     c->added = 0;

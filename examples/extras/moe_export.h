@@ -136,9 +136,9 @@
 
      What can be a model.   Every network that decodes token by token (moe_net_decode_size), but
      for scores and selections of the caller, forced routing (select = given), and hashes of ids
-     that the network does not read. Integers have no form for score = dselect, logit_cap,
-     router_residual, experts without matrices, refined gates, more than 256 experts in a layer,
-     widths above 65532, and some combinations. The error names them.
+     that the network does not read. Integers have no form for score = dselect, refined
+     gates, latent experts, more than 256 experts in a layer, widths above 65532, and some
+     combinations. The error names them.
 
      Sequences.   With attention or positions a call takes one token; scratch keeps the sequence.
      config.length bounds it. See moe_infer.
@@ -568,7 +568,8 @@ static void moei_ranges_layer(const moe_layer *layer, const moe_layer_pass *p, m
     const size_t n = p->call.n_tokens, experts = (size_t)layer->config.router.n_experts;
     int node;
     for (node = 0; node < MOE_NODE_COUNT; node++) {
-        moei_range_node(&run, node, p->node[node], p->routing.plan.offsets[experts], &range->node[node]);
+        moei_range_node(&run, node, p->node[node], p->routing.plan.offsets[p->routing.real_experts],
+                        &range->node[node]);
         moei_range_rows(&range->node[node], p->all[node], n * experts, run.width[node], run.width[node]);
     }
     moei_range_rows(&range->z, p->routing.logits, n, experts, experts);
@@ -1135,16 +1136,16 @@ static uint32_t moei_gated_product(moei_maker *m, int act, double alpha, uint32_
     return out;
 }
 
-/* y = a + b, wide. */
-static uint32_t moei_added(moei_maker *m, uint32_t a, uint32_t b, double range) {
-    double scale, most;
+/* y = a + b, wide; scale: that of y, or 0 to derive it from range. */
+static uint32_t moei_added_at(moei_maker *m, uint32_t a, uint32_t b, double range, double scale) {
+    double most;
     uint32_t out;
     moei_int_op op;
     int shift = 14;
     a = moei_widened(m, a);
     b = moei_widened(m, b);
     if (m->status != MOE_OK) return 0;
-    scale = range * 1.25 / MOEI_WIDE;
+    if (!(scale > 0)) scale = range * 1.25 / MOEI_WIDE;
     most = m->vectors[a].scale > m->vectors[b].scale ? m->vectors[a].scale : m->vectors[b].scale;
     if (!(scale > most / 64)) scale = most / 64;
     while (shift > 0 && ldexp(most / scale, shift) > 16383) shift--;
@@ -1154,6 +1155,10 @@ static uint32_t moei_added(moei_maker *m, uint32_t a, uint32_t b, double range) 
     op.factor2 = (int16_t)moei_nearest(ldexp(m->vectors[b].scale / scale, shift), 16383);
     moei_op_append(m, op, a, b, out);
     return out;
+}
+
+static uint32_t moei_added(moei_maker *m, uint32_t a, uint32_t b, double range) {
+    return moei_added_at(m, a, b, range, 0);
 }
 
 /* ---- experts ---- */
@@ -1405,17 +1410,17 @@ static moe_status moei_ir_supported(const moei_ir_planner *s, int frozen) {
     if (c->refine != MOE_REFINE_NONE) return moei_ir_refuse(s, "refine", "");
     if (c->select == MOE_SELECT_EXPERT_THRESHOLD && c->gate == MOE_GATE_RELU)
         return moei_ir_refuse(s, "gate", " with select = expert_threshold");
-    if (c->logit_cap > MOEI_R(0.0)) return moei_ir_refuse(s, "logit_cap", "");
-    if (c->router_residual) return moei_ir_refuse(s, "router_residual", "");
-    if (c->n_zero > 0) return moei_ir_refuse(s, "n_zero", "");
-    if (c->n_copy > 0) return moei_ir_refuse(s, "n_copy", "");
-    if (c->n_constant > 0) return moei_ir_refuse(s, "n_constant", "");
+    if (c->weight_over != MOE_WEIGHT_OVER_ALL && c->gate != MOE_GATE_SOFTMAX && c->gate != MOE_GATE_SIGMOID)
+        return moei_ir_refuse(s, "weight_over", ": p of other gates than softmax and sigmoid may exceed 1");
+    if (c->weight_over != MOE_WEIGHT_OVER_ALL && c->weight == MOE_WEIGHT_SOFTMAX && !moei_ir_is(c->gate_temperature, 1))
+        return moei_ir_refuse(s, "gate_temperature", " with weight = softmax and weight_over: z would need two scales");
     if (c->student && frozen) return moei_ir_refuse(s, "student", "");
     if (c->select == MOE_SELECT_SAMPLE && c->sample_at == MOE_SAMPLE_ALWAYS)
         return moei_ir_refuse(s, "sample_at", "");
     if (c->weight == MOE_WEIGHT_P_NORM && !moei_ir_is(c->weight_p, 1.0) && !moei_ir_is(c->weight_p, 2.0))
         return moei_ir_refuse(s, "weight_p", ": only 1 and 2 have");
-    if (c->renormalize == MOE_RENORMALIZE_AFTER && (c->expert_scale || c->weight == MOE_WEIGHT_SPARSEMIXER))
+    if (c->renormalize == MOE_RENORMALIZE_AFTER &&
+        (c->expert_scale || c->weight == MOE_WEIGHT_SPARSEMIXER || c->weight_over != MOE_WEIGHT_OVER_ALL))
         return moei_ir_refuse(s, "renormalize", " with these weights");
     return MOE_OK;
 }
@@ -1686,6 +1691,18 @@ static void moei_ir_plan_select(moei_ir_planner *s) {
     }
 }
 
+/* Where weight_over leaves choices out, they keep p. */
+static void moei_ir_plan_over(moei_ir_planner *s) {
+    const moe_router_config *c = s->c;
+    moei_int_router *r = &s->made.router;
+    if (c->weight_over == MOE_WEIGHT_OVER_ALL) return;
+    r->over = r->weight;
+    r->weight = moei_int_weight_over;
+    r->kept = moei_ir_gate_of(c->gate)->gate;
+    r->kept_from = (uint16_t)MOEI_REAL_EXPERTS(c);
+    r->kept_end = (uint16_t)(c->weight_over == MOE_WEIGHT_OVER_REAL ? c->n_experts : r->kept_from + c->n_zero);
+}
+
 /* Plans the weight stage; returns the value of a weight of 32768. */
 static double moei_ir_plan_weight(moei_ir_planner *s) {
     const moe_router_config *c = s->c;
@@ -1699,7 +1716,10 @@ static double moei_ir_plan_weight(moei_ir_planner *s) {
     }
     if (s->weight == MOE_WEIGHT_SPARSEMIXER || row->reads == 0) return 1.0;
     r->values = row->reads == 2 ? gate->gate : gate->share;
-    if (row->reads != 2) return 1.0;
+    if (row->reads != 2) {
+        moei_ir_plan_over(s);
+        return 1.0;
+    }
     if (c->gate == MOE_GATE_SIGMOID) r->weight_shift = 5;
     if (c->gate == MOE_GATE_SQRT_SOFTPLUS) r->weight_shift = 1;
     if (c->gate == MOE_GATE_RELU || c->gate == MOE_GATE_IDENTITY) r->weight_shift = 8;
@@ -1723,7 +1743,7 @@ static int moei_ir_signs_mix(const moei_ir_planner *s) {
 
 static void moei_ir_plan_room(moei_ir_planner *s) {
     moei_int_router *r = &s->made.router;
-    int all = r->gate != NULL || r->weight == moei_int_weight_softmax;
+    int all = r->gate != NULL || r->weight == moei_int_weight_softmax || r->weight == moei_int_weight_over;
     r->most = (uint16_t)s->most;
     r->scratch = (uint16_t)(all ? s->c->n_experts + r->groups : r->values != NULL ? s->most : 0);
     s->made.needs_logits =
@@ -1887,11 +1907,61 @@ static void moei_mixture_plan(moei_maker *m, moei_scoring *s, double finest) {
     moei_free(&m->made.allocator, table, s->plan.table_size);
 }
 
+/* W_g times the logits of the MoE layer before, for router_residual; n rows, those beyond W_g are
+   0. Those logits have 16 bits, so the matrix has 8. *most bounds the result. */
+static uint32_t moei_logits_previous(moei_maker *m, const moei_scoring *s, size_t n, double *most) {
+    const size_t previous = moei_previous_mixture(m->net, m->module), experts = (size_t)s->now.n_experts;
+    const moe_real *residual = s->layer->tensors[MOE_ROUTER_RESIDUAL];
+    moe_real *w = moei_router_matrix(m, NULL, NULL, n, experts);
+    const moei_matrix x = moei_matrix_of(w, NULL, 1, n, experts);
+    const int weights = m->weights;
+    size_t i, q;
+    uint32_t z;
+    *most = 0;
+    if (w != NULL) memcpy(w, residual, experts * experts * sizeof *w);
+    for (i = 0; i < experts; i++) {
+        double sum = 0;
+        for (q = 0; q < experts; q++) sum += fabs((double)residual[i * experts + q]);
+        if (sum * m->ranges[previous].z.most > *most) *most = sum * m->ranges[previous].z.most;
+    }
+    m->weights = MOE_WEIGHTS_INT8;
+    z = m->status != MOE_OK
+            ? 0
+            : moei_product(m, &x, m->made.mixtures[moei_array_length(m->made.mixtures) - 1].z, MOEI_WIDE, 0, *most, 0);
+    m->weights = weights;
+    moei_router_matrix_free(m, w, n, experts);
+    return z;
+}
+
+/* The logit that the cap makes z of; beyond 5 caps tanh is 1. */
+static double moei_before_cap(double cap, double z) {
+    return z < 0.999 * cap ? cap * 0.5 * log((cap + z) / (cap - z)) : 5 * cap;
+}
+
+/* z = cap tanh((W v + b + W_g z') / cap), each part only where the router has it. */
+static uint32_t moei_logits_more(moei_maker *m, moei_scoring *s, const moei_matrix *x, uint32_t in, int follows) {
+    const double cap = (double)s->now.logit_cap, z = s->range->z.most;
+    const double range = cap > 0 ? moei_before_cap(cap, z) : z;
+    double most = 0, finest = 0;
+    uint32_t more = follows ? moei_logits_previous(m, s, x->n, &most) : 0;
+    uint32_t v = moei_product(m, x, in, MOEI_WIDE, 0, range + most, 0);
+    if (m->status != MOE_OK) return 0;
+    if (follows && !(cap > 0)) finest = m->vectors[more].scale > m->vectors[v].scale ? m->vectors[more].scale
+                                                                                      : m->vectors[v].scale;
+    moei_mixture_plan(m, s, finest / 64);
+    if (m->status != MOE_OK) return 0;
+    if (follows) v = moei_added_at(m, v, more, range, cap > 0 ? 0 : (double)s->plan.z_scale);
+    if (cap > 0) v = moei_curve_of(m, MOE_ACT_TANH, 1 / cap, v, MOEI_WIDE, (double)s->plan.z_scale, z);
+    return v;
+}
+
 /* z = W v + b in the units of the router; w [n,k]. */
 static uint32_t moei_logits_product(moei_maker *m, moei_scoring *s, const moe_real *w, const moe_real *bias, size_t n,
                                     size_t k, uint32_t in) {
     const moei_matrix x = moei_matrix_of(w, bias, 1, n, k);
+    const int follows = s->now.router_residual && moei_array_length(m->made.mixtures) > 0;
     if (m->status != MOE_OK) return 0;
+    if (follows || s->now.logit_cap > MOEI_R(0.0)) return moei_logits_more(m, s, &x, in, follows);
     moei_mixture_plan(m, s, moei_matrix_max_scale(m, &x, moei_input_scale(m, in)) * moei_product_unit(m, in) / 0.49);
     return moei_product(m, &x, in, MOEI_WIDE, 0, s->range->z.most, m->status == MOE_OK ? (double)s->plan.z_scale : 1);
 }
@@ -2274,6 +2344,9 @@ static void moei_mixture_supported(moei_maker *m, const moe_layer_config *c, int
     if (c->d_latent > 0) MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: d_latent = %d %s", i, c->d_latent, hint);
     if (r->refine != MOE_REFINE_NONE)
         MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: refine = %s %s", i, moei_refine_names[r->refine], hint);
+    if (moei_scored_activation(c) >= 0 && (r->logit_cap > MOEI_R(0.0) || r->router_residual))
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: %s with score = %s %s", i,
+                          r->router_residual ? "router_residual = 1" : "logit_cap", moei_score_names[r->score], hint);
     if (r->apply_to == MOE_APPLY_INPUT && moei_scored_activation(c) >= 0)
         MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: apply_to = input with score = %s %s", i,
                           moei_score_names[r->score], hint);
@@ -2430,13 +2503,117 @@ static void moei_add_rest(moei_maker *m, const moei_int_mixture *mixture, const 
     moei_op_append(m, op, x, mixture->choices, to->sum);
 }
 
+/* The operations that follow have the weight in_k. */
+static void moei_set_weight(moei_maker *m, uint32_t in, size_t k) {
+    if (m->status == MOE_OK) moei_op_append(m, moei_op(moei_int_op_set_weight, 1, k, 0, 0, 0), in, in, in);
+}
+
 /* The operations that follow have the weight sigmoid(v . x). */
 static void moei_shared_sigmoid(moei_maker *m, const moe_layer *layer, uint32_t x, double range) {
     const moei_matrix v =
         moei_matrix_of(layer->tensors[MOE_SHARED_SIGMOID], NULL, 1, 1, (size_t)layer->config.router.d_model);
     const uint32_t share =
         moei_curve(m, MOE_ACT_SIGMOID, moei_product(m, &v, x, MOEI_WIDE, 0, range, 0), MOEI_WIDE, 1.0 / 32768, 1);
-    if (m->status == MOE_OK) moei_op_append(m, moei_op(moei_int_op_set_weight, 1, 0, 0, 0, 0), share, share, share);
+    moei_set_weight(m, share, 0);
+}
+
+/* 1/32767 of a bound of what experts without matrices add to the sum. */
+static double moei_without_scale(const moei_maker *m, const moei_scoring *s, const moei_int_mixture *mixture) {
+    const moe_router_config *c = &s->layer->config.router;
+    const size_t count = (size_t)c->n_constant * (size_t)c->d_model;
+    const size_t many = (size_t)(c->n_copy + c->n_constant);
+    double most;
+    size_t i;
+    if (many == 0 || m->status != MOE_OK) return 0;
+    most = m->vectors[s->entering].scale * m->vectors[s->entering].limit;
+    for (i = 0; i < count; i++) {
+        const double v = MOEI_HEADROOM * fabs((double)s->layer->tensors[MOE_EXPERTS_CONSTANT][i]);
+        if (v > most) most = v;
+    }
+    return ldexp(most, mixture->weight_bits > 0 ? mixture->weight_bits : 0) *
+           (double)(many < mixture->router.most ? many : mixture->router.most) / MOEI_WIDE;
+}
+
+/* sum += weight x. */
+static void moei_accumulate(moei_maker *m, uint32_t x, const moei_sum_units *to) {
+    int shift;
+    if (m->status != MOE_OK) return;
+    shift = moei_sum_shift(to, to->bits, m->vectors[x].scale * m->vectors[x].limit / MOEI_WIDE);
+    if (shift < 0) {
+        moei_maker_fail(m, MOE_ERR_OVERFLOW);
+        return;
+    }
+    x = moei_rescale(m, x, MOEI_WIDE, ldexp(to->scale, 15 - to->bits - to->shift - shift));
+    if (m->status == MOE_OK)
+        moei_op_append(m, moei_op(moei_int_op_accumulate, m->vectors[x].width, 0, 0, 0, shift), x, x, to->sum);
+}
+
+/* [a, 1 - a] for constant expert i: a = sigmoid((gate_0 - gate_1) . x), times the weight of the
+   expert unless x has it. */
+static uint32_t moei_constant_shares(moei_maker *m, const moei_scoring *s, size_t i, uint32_t x, int weighs) {
+    const size_t d = (size_t)s->now.d_model;
+    const moe_real *gate = s->layer->tensors[MOE_EXPERTS_CONSTANT_GATE] + 2 * i * d;
+    moe_real *w = moei_router_matrix(m, NULL, NULL, 2, d);
+    const moei_matrix ahead = moei_matrix_of(w, NULL, 1, 2, d);
+    moei_int_op op = moei_op(moei_int_op_apply_weight, 2, 0, 0, MOEI_WIDE, 15);
+    double range = 0;
+    uint32_t shares, out;
+    size_t q;
+    for (q = 0; q < d && w != NULL; q++) {
+        w[q] = gate[q] - gate[d + q];
+        w[d + q] = -w[q];
+        range += fabs((double)w[q]) * m->vectors[x].range;
+    }
+    shares = moei_curve(m, MOE_ACT_SIGMOID, moei_product(m, &ahead, moei_narrow_copy(m, x), MOEI_WIDE, 0, range, 0),
+                        MOEI_WIDE, 1.0 / 32768, 1);
+    moei_router_matrix_free(m, w, 2, d);
+    if (m->status != MOE_OK || !weighs) return shares;
+    out = moei_vector_new(m, 2, MOEI_WIDE, 1.0 / 32768, 1);
+    op.factor = 32767;
+    moei_op_append(m, op, shares, shares, out);
+    return out;
+}
+
+/* sum += weight (a x + (1 - a) v_i). */
+static void moei_constant_ops(moei_maker *m, const moei_scoring *s, size_t i, const moei_int_mixture *mixture,
+                              moei_sum_units to) {
+    const size_t d = (size_t)s->now.d_model;
+    const moe_real *v = s->layer->tensors[MOE_EXPERTS_CONSTANT] + i * d;
+    const int inputs = s->now.apply_to == MOE_APPLY_INPUT;
+    moe_real *zeros = moei_router_matrix(m, NULL, NULL, d, 1); /* v is a bias */
+    const moei_matrix constant = moei_matrix_of(zeros, v, 1, d, 1);
+    uint32_t x = s->entering, shares;
+    double most = 0;
+    size_t q;
+    for (q = 0; q < d; q++)
+        if (fabs((double)v[q]) > most) most = fabs((double)v[q]);
+    if (inputs) x = moei_weighted_input(m, x, mixture->weight_bits, &s->range->weighted_input);
+    to.bits = inputs ? 0 : mixture->weight_bits;
+    shares = m->status == MOE_OK ? moei_constant_shares(m, s, i, x, !inputs) : 0;
+    moei_set_weight(m, shares, 0);
+    moei_accumulate(m, x, &to);
+    moei_set_weight(m, shares, 1);
+    (void)moei_product_accumulate(m, &constant, moei_narrow_copy(m, x), &to, most);
+    moei_router_matrix_free(m, zeros, d, 1);
+}
+
+/* The operations of experts without matrices. A copy has the weight on its output, wherever the
+   others have it. */
+static void moei_mixture_without(moei_maker *m, const moei_scoring *s, moei_int_mixture *mixture, moei_sum_units to) {
+    const moe_router_config *c = &s->layer->config.router;
+    const size_t counted = m->counted;
+    size_t i;
+    mixture->zeros = (uint16_t)MOEI_REAL_EXPERTS(c);
+    mixture->copies = (uint16_t)(mixture->zeros + c->n_zero);
+    mixture->constants = (uint16_t)(mixture->copies + c->n_copy);
+    mixture->copy = moei_ops_count(m);
+    to.bits = mixture->weight_bits;
+    if (c->n_copy > 0) moei_accumulate(m, s->entering, &to);
+    mixture->n_copy = moei_ops_count(m) - mixture->copy;
+    mixture->constant = moei_ops_count(m);
+    for (i = 0; i < (size_t)c->n_constant; i++) moei_constant_ops(m, s, i, mixture, to);
+    if (i > 0) mixture->n_constant = (moei_ops_count(m) - mixture->constant) / (uint32_t)i;
+    m->counted = counted; /* an expert with matrices multiplies more */
 }
 
 /* The operations for the shared expert and for the input that add_input adds. */
@@ -2483,7 +2660,7 @@ static moei_sum_units moei_mixture_experts(moei_maker *m, moei_scoring *s, const
                                            int limit, moei_int_mixture *mixture) {
     const moe_layer_config *c = &s->layer->config;
     const int scored = moei_scored_activation(c), inputs = c->router.apply_to == MOE_APPLY_INPUT;
-    const size_t experts = (size_t)c->router.n_experts;
+    const size_t experts = (size_t)MOEI_REAL_EXPERTS(&c->router);
     const moei_range *product = &s->range->shared[MOE_NODE_PRODUCT];
     const int wide = moei_limit_for(m, product) == MOEI_WIDE;
     moei_expert_run run = moei_expert_run_begin(s->layer, c->expert, 0);
@@ -2516,6 +2693,7 @@ static moei_sum_units moei_mixture_experts(moei_maker *m, moei_scoring *s, const
         part[0].code_scale = moei_input_scale(m, hidden);
         part[0].in_scale = part[0].code_scale * moei_product_unit(m, hidden);
         rest = c->add_input ? ldexp(m->vectors[s->entering].scale, moei_rest_bits(mixture)) : 0;
+        rest += moei_without_scale(m, s, mixture);
     }
     part[1].code_scale = moei_hidden_scale(wide ? MOEI_WIDE : MOEI_NARROW, product->most) * (wide ? 256 : 1);
     part[1].in_scale =
@@ -2527,6 +2705,7 @@ static moei_sum_units moei_mixture_experts(moei_maker *m, moei_scoring *s, const
     mixture->n_expert = s->n_expert = moei_ops_count(m) - mixture->expert;
     moei_mixture_blocks(m, mixture, experts);
     m->in_block = 0;
+    moei_mixture_without(m, s, mixture, to);
     s->output_unit = ldexp(to.scale, -(1 + to.bits + to.shift));
     s->output_scale = s->range->node[MOE_NODE_OUTPUT].most * MOEI_HEADROOM / MOEI_WIDE;
     return to;
@@ -2991,6 +3170,8 @@ static void moei_maker_finish(moei_maker *m) {
         x->score += (uint32_t)n_main;
         x->expert += (uint32_t)n_main;
         x->shared += (uint32_t)n_main;
+        x->copy += (uint32_t)n_main;
+        x->constant += (uint32_t)n_main;
         x->z = moei_vector_offset(m, x->z);
         x->p = moei_vector_offset(m, x->p);
         x->sum = moei_vector_offset(m, x->sum);
@@ -3063,7 +3244,7 @@ static int moei_mixture_reads_wide(const moe_layer_config *c) {
     return c->router.input == MOE_INPUT_SCALED_RMS || c->router.input == MOE_INPUT_ADAPTIVE_CLUSTERING ||
            c->router.grap_cosine ||
            (c->router.score == MOE_SCORE_COSINE && c->router.cosine_dim == 0 && !c->router.cosine_keep_length) ||
-           c->router.apply_to == MOE_APPLY_INPUT || c->add_input;
+           c->router.apply_to == MOE_APPLY_INPUT || c->add_input || c->router.n_copy + c->router.n_constant > 0;
 }
 
 /* Whether the input of module i is read as a narrow vector only: by products, and by no
@@ -3444,6 +3625,7 @@ static const struct moei_function_name {
                             MOEI_FUNCTION_NAME(moei_int_select_threshold) MOEI_FUNCTION_NAME(moei_int_select_hash)
                                 MOEI_FUNCTION_NAME(moei_int_weight_raw) MOEI_FUNCTION_NAME(moei_int_weight_sum)
                                     MOEI_FUNCTION_NAME(moei_int_weight_norm) MOEI_FUNCTION_NAME(moei_int_weight_softmax)
+                                        MOEI_FUNCTION_NAME(moei_int_weight_over)
                                         MOEI_FUNCTION_NAME(moei_int_weight_uniform)
                                             MOEI_FUNCTION_NAME(moei_int_weight_one)
                                                 MOEI_FUNCTION_NAME(moei_int_weight_sparsemixer)
@@ -3494,7 +3676,10 @@ static void moei_print_int_router(moei_printer *p, const moei_int_router *r) {
     moei_print_offset(p, r->bias, ", ");
     moei_print_offset(p, r->thresholds, ", ");
     moei_print_offset(p, r->scales, ", ");
-    moei_print_offset(p, r->table, "}");
+    moei_print_offset(p, r->table, ", ");
+    moei_print_function(p, (moei_any_function)r->over);
+    moei_print_function(p, (moei_any_function)r->kept);
+    moei_print(p, "%d, %d}", (int)r->kept_from, (int)r->kept_end);
 }
 
 static void moei_print_mixtures(moei_printer *p, const moe_model *model) {
@@ -3511,7 +3696,9 @@ static void moei_print_mixtures(moei_printer *p, const moe_model *model) {
         moei_print(p, "%z, %z, %z, %z, %z, %z, ", (size_t)m->experts, (size_t)m->stride, (size_t)m->z, (size_t)m->p,
                    (size_t)m->sum, (size_t)m->choices);
         moei_print_offset(p, m->block, ", ");
-        moei_print(p, "%d}%s\n", (int)m->weight_bits, i + 1 < model->n_mixtures ? "," : "};\n");
+        moei_print(p, "%d, %d, %d, %d, %z, %z, %z, %z}%s\n", (int)m->weight_bits, (int)m->zeros, (int)m->copies,
+                   (int)m->constants, (size_t)m->copy, (size_t)m->n_copy, (size_t)m->constant, (size_t)m->n_constant,
+                   i + 1 < model->n_mixtures ? "," : "};\n");
     }
 }
 
@@ -3841,8 +4028,10 @@ typedef struct moei_mixture_32 {
     int16_t factor;
     uint8_t bits[3];
     int32_t threshold, tokens;
-    uint32_t tables[4], places[13];
+    uint32_t tables[4], weight_over[3], places[13];
     int16_t weight_bits;
+    uint16_t zeros, copies, constants;
+    uint32_t without[4];
 } moei_mixture_32;
 
 enum { MOEI_MODEL_32 = 24 * 4 };

@@ -61,9 +61,11 @@ def op_of(row):
 
 
 def mixture_of(row):
-    m = Fields("router score n_score expert n_expert shared n_shared experts stride z p sum choices block", row)
+    m = Fields("router score n_score expert n_expert shared n_shared experts stride z p sum choices block "
+               "weight_bits zeros copies constants copy n_copy constant n_constant", row)
     m.router = Fields("gate select values weight scale n_experts top_k most scratch groups groups_kept factor z_bits "
-                      "weight_shift flags threshold tokens bias thresholds scales table", m.router)
+                      "weight_shift flags threshold tokens bias thresholds scales table over kept kept_from kept_end",
+                      m.router)
     return m
 
 
@@ -319,8 +321,15 @@ class Model:
         self.wide(m.sum, (op.n + 1) // 2 * 2)[:] = len(experts) * op.factor + op.factor2 >> 1
         for e, w in sorted(zip(experts, weights)):
             self.weight = w
-            self.block(m, e, m.stride)
-            self.run_ops(m.expert, m.n_expert)
+            if e < m.zeros:
+                self.block(m, e, m.stride)
+                self.run_ops(m.expert, m.n_expert)
+                continue
+            self.base, self.base_at = self.weights, 0
+            if e >= m.constants:
+                self.run_ops(m.constant + (e - m.constants) * m.n_constant, m.n_constant)
+            elif e >= m.copies:
+                self.run_ops(m.copy, m.n_copy)
         self.base, self.base_at, self.weight = self.weights, 0, 32767
         self.run_ops(m.shared, m.n_shared)
         self.put(op, self.wide(m.sum, op.n))
@@ -394,7 +403,7 @@ class Model:
         self.weight = 32767
 
     def op_set_weight(self, op):
-        self.weight = int(self.vectors[op.input])
+        self.weight = int(self.vectors[op.input + op.k])
 
     def op_accumulate(self, op):
         total = self.wide(op.out, op.n)
@@ -509,12 +518,28 @@ class Router:
         if how == "softmax":
             e = 2.0 ** (self.octaves - self.octaves.max())
             return e[experts] / e.sum() * one, 4.0
+        if how == "over":
+            return self.weights_over(experts)
         self.use(r.values)
         p = self.gate(experts)
         if how == "raw":
             return p * self.unit / 2.0 ** r.weight_shift, self.error / 2.0 ** r.weight_shift + 1.0
+        return self.normalized(p, how), 4.0
+
+    @staticmethod
+    def normalized(p, how):
         size = p.sum() if how == "sum" else math.sqrt((p * p).sum())
-        return (p / size * one if size else p * 0.0), 4.0
+        return p / size * 2.0 ** 15 if size else p * 0.0
+
+    def weights_over(self, experts):
+        """Some choices are normalized; the others, from kept_from to kept_end, keep p."""
+        r = self.r
+        kept = (experts >= r.kept_from) & (experts < r.kept_end)
+        self.use(r.kept)
+        wanted = self.gate(np.arange(r.n_experts))[experts] * 2.0 ** 15
+        self.use(r.values)
+        wanted[~kept] = self.normalized(self.gate(experts[~kept]), r.over.replace("moei_int_weight_", ""))
+        return wanted, 5.0
 
     def sparsemixer(self, experts):
         left, found = np.ones(self.r.n_experts, bool), []

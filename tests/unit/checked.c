@@ -52,6 +52,9 @@ static const struct recipe {
     {"weight=one apply_to=input", 0, 0, -1},
     {"select=hash table_size=11 weight=one", 1, 0, -1},
     {"select=hash table_size=11 gate=sigmoid", 1, 0, -1},
+    {"top_k=3 n_zero=1 n_copy=1 weight_over=nonzero", 0, 0, -1},
+    {"top_k=3 n_copy=1 n_constant=1 weight_over=real gate=sigmoid weight=p_norm weight_p=2 apply_to=input", 0, 0, -1},
+    {"router_residual=1 logit_cap=2 n_constant=2", 0, 0, -1},
     {"", 1, 1, -1},
     {"n_shared=1 d_shared=3", 1, 2, -1},
     {"expert=mlp", 0, 3, -1},
@@ -84,7 +87,7 @@ static int recipe_net(moe_rng *rng, const struct recipe *r, moe_net *net) {
     if (r->ids) moe_net_embedding(net, VOCABULARY, WIDTH);
     if (r->attention > 0) attention_modules(net, r->attention);
     if (r->act >= 0) moe_net_activation(net, r->act);
-    if (strstr(r->settings, "clustering") != NULL) moe_net_mixture(net, &c);
+    if (strstr(r->settings, "clustering") != NULL || strstr(r->settings, "residual") != NULL) moe_net_mixture(net, &c);
     CHECK_STATUS(moe_fields_apply(moe_layer_fields(), &c, r->settings, &error), MOE_OK, r->settings);
     moe_net_mixture(net, &c);
     moe_net_residual(net, 1);
@@ -287,7 +290,9 @@ static const field mixture_fields[] = {
     ROUTER(factor), ROUTER(z_bits), ROUTER(weight_shift), ROUTER(flags), ROUTER(threshold), ROUTER(tokens),
     ROUTER(bias), ROUTER(thresholds), ROUTER(scales), ROUTER(table), MIXTURE(score), MIXTURE(n_score), MIXTURE(expert),
     MIXTURE(n_expert), MIXTURE(shared), MIXTURE(n_shared), MIXTURE(experts), MIXTURE(stride), MIXTURE(z), MIXTURE(p),
-    MIXTURE(sum), MIXTURE(choices), MIXTURE(block), MIXTURE(weight_bits)};
+    MIXTURE(sum), MIXTURE(choices), MIXTURE(block), MIXTURE(weight_bits), ROUTER(kept_from), ROUTER(kept_end),
+    MIXTURE(zeros), MIXTURE(copies), MIXTURE(constants), MIXTURE(copy), MIXTURE(n_copy), MIXTURE(constant),
+    MIXTURE(n_constant)};
 #define ATTENTION(name) FIELD(moei_int_attention, name)
 static const field attention_fields[] = {ATTENTION(heads), ATTENTION(d_head), ATTENTION(keys), ATTENTION(values),
                                          ATTENTION(value), ATTENTION(room), ATTENTION(bits)};

@@ -82,7 +82,9 @@ static moe_status make_experts(moe_net *net, const trial *t) {
 
 /* variant: 0 swiglu, 1 linear, 2 factorised, 3 shared experts, 4 weighted inputs, 5 weighted by raw
    probabilities, 6 shared experts with a sigmoid, 7 add_input, 8 shaped, 9 weighted inputs of
-   linear experts */
+   linear experts, 10 a zero expert, 11 copies, 12 constant experts, 13 all of these with weights
+   over the experts with matrices, 14 weighted inputs of copies and constant experts, 15 logit_cap,
+   16 and 17 the logits of another layer, without and with logit_cap */
 static moe_status make_mixture(moe_net *net, const trial *t) {
     moe_layer_config c = layer_of(MOE_EXPERT_SWIGLU, 0);
     if (t->variant == 1 || t->variant == 9) c.expert = MOE_EXPERT_LINEAR;
@@ -99,6 +101,25 @@ static moe_status make_mixture(moe_net *net, const trial *t) {
         c.swiglu_limit = 7;
         c.swiglu_alpha = (moe_real)1.702;
         c.swiglu_offset = 1;
+    }
+    if (t->variant >= 10 && t->variant <= 14) {
+        c.router.n_experts = c.router.top_k = 6;
+        c.router.n_zero = t->variant == 10 || t->variant == 13;
+        c.router.n_copy = (t->variant == 11) + (t->variant >= 13);
+        c.router.n_constant = t->variant >= 12 ? 2 : 0;
+        if (t->variant == 14) c.router.apply_to = MOE_APPLY_INPUT;
+        if (t->variant == 13) c.router.weight_over = MOE_WEIGHT_OVER_REAL;
+    }
+    if (t->variant == 15 || t->variant == 17) c.router.logit_cap = 1;
+    if (t->variant >= 16) {
+        moe_status status;
+        if (t->d < 8) return MOE_ERR_UNSUPPORTED; /* two layers of few inputs leave the calibrated range */
+        c.router.scale = (moe_real)0.1; /* so that the errors are those of the second layer */
+        status = moe_net_mixture(net, &c);
+        if (status == MOE_OK) status = moe_net_residual(net, 1);
+        if (status != MOE_OK) return status;
+        c.router.scale = 0;
+        c.router.router_residual = 1;
     }
     return moe_net_mixture(net, &c);
 }
@@ -241,7 +262,7 @@ int main(int argc, char **argv) {
     CASE(try_all("linear", make_linear, 1, 2));
     CASE(try_all("activation", make_activation, MOE_ACT_COUNT, 2));
     CASE(try_all("experts", make_experts, MOE_ACT_COUNT, 4));
-    CASE(try_all("mixture", make_mixture, 1, 10));
+    CASE(try_all("mixture", make_mixture, 1, 18));
     CASE(try_all("norm", make_norm, 1, 4));
     CASE(try_all("residual", make_residual, 1, 2));
     CASE(try_all("attention", make_attention, 1, 2));

@@ -12,11 +12,11 @@
      importance_gate dual_temperature attentive_gate similarity_gate hash base stablemoe (before
      freeze_at) dselect_k sinkhorn top_p dynmoe competesmoe remoe mixtral qwen2_moe qwen3_moe
      olmoe deepseek_v2 deepseek_v3 deepseek_v4 llama4 gpt_oss dbrx grok1 phi35_moe granite_moe
-     gemma4 minimax_m2 sigma_moe expert_threshold moge trinity
-   and switch, gshard, vmoe, locmoe with a capacity that drops nothing, and thor with sample_at =
-   training. Without one: refining,
+     gemma4 minimax_m2 sigma_moe expert_threshold moge trinity adamoe grok2
+   and switch, gshard, vmoe, locmoe, moe_pp with a capacity that drops nothing, and thor with
+   sample_at = training. Without one: refining,
    adaptive clustering by batch, expert_choice, affinity, soft, and more than 256 experts
-   (nemotron3), logit_cap (grok2). */
+   (nemotron3, longcat_flash). */
 
 #define MOE_IMPLEMENTATION /* private functions are tested too */
 #if defined(MOE_NO_FLOAT) && !defined(MOE_TEST_SMALL)
@@ -82,7 +82,11 @@ static const moei_int_router plain = {moei_int_gate_logits,
                                       MOEI_INT_NONE,
                                       MOEI_INT_NONE,
                                       MOEI_INT_NONE,
-                                      MOEI_INT_NONE};
+                                      MOEI_INT_NONE,
+                                      NULL,
+                                      NULL,
+                                      0,
+                                      0};
 
 typedef struct gate_row {
     moei_int_gate *gate, *share;
@@ -291,6 +295,8 @@ static moe_router_config behind_logits(moe_router_config c) {
     c.cosine_dim = c.cosine_keep_length = c.cosine_learn_tau = c.grap_cosine = 0;
     c.capacity_bound = MOE_BOUND_NONE;
     c.capacity_rho = 0;
+    c.logit_cap = 0;
+    c.router_residual = 0;
     if (c.tau_schedule == MOE_TAU_COSINE_TAU) {
         c.tau_schedule = 0;
         c.tau_end = 0;
@@ -587,7 +593,8 @@ static const char *const with_integers =
     " smoe glam noisy_topk xmoe xmoe_code smoe_dropout aoe aoe_code aoe_top_p norm_routing importance_gate "
     "dual_temperature attentive_gate similarity_gate hash base stablemoe dselect_k sinkhorn top_p dynmoe "
     "competesmoe remoe mixtral qwen2_moe qwen3_moe olmoe deepseek_v2 deepseek_v3 deepseek_v4 llama4 gpt_oss dbrx grok1 "
-    "phi35_moe granite_moe gemma4 minimax_m2 sigma_moe expert_threshold moge trinity mixture_of_depths ";
+    "phi35_moe granite_moe gemma4 minimax_m2 sigma_moe expert_threshold moge trinity mixture_of_depths "
+    "adamoe grok2 ";
 
 static int is_listed(const char *name) {
     char word[40];
@@ -648,6 +655,12 @@ static moe_router_config draw_config(int gate, int select, int weight) {
     c.top_p = (moe_real)(0.1 * (1 + below(10)));
     c.table_size = select == MOE_SELECT_HASH ? 20 : 0;
     if (select == MOE_SELECT_BALANCED) c.top_k = 1;
+    if ((c.n_experts == 5 || c.n_experts == 12) &&
+        (weight == MOE_WEIGHT_SUM || weight == MOE_WEIGHT_SOFTMAX || weight == MOE_WEIGHT_P_NORM)) {
+        c.n_zero = 1 + below(2);
+        c.n_copy = below(2);
+        c.weight_over = below(3);
+    }
     if (select == MOE_SELECT_EXPERT_THRESHOLD) {
         c.selection_bias = 0;
         c.threshold_rho = (moe_real)0.5;
@@ -674,11 +687,16 @@ static int must_refuse(const moe_router_config *c) {
                         (c->weight == MOE_WEIGHT_P_NORM && (after || (double)c->weight_p < 1.5)) ||
                         (c->weight == MOE_WEIGHT_RAW && after);
     const int hot = (double)c->gate_temperature < 0.99 || (double)c->gate_temperature > 1.01;
+    const int over = c->weight_over != MOE_WEIGHT_OVER_ALL && (c->weight == MOE_WEIGHT_SUM ||
+                                                               c->weight == MOE_WEIGHT_SOFTMAX ||
+                                                               c->weight == MOE_WEIGHT_P_NORM);
     int reads_p = own_bias || c->select == MOE_SELECT_TOP_P ||
                   (c->select == MOE_SELECT_THRESHOLD && c->gate == MOE_GATE_SOFTMAX) ||
                   (c->select == MOE_SELECT_GROUPED_TOP_K && c->group_score == MOE_GROUP_TOP2_SUM);
     if (after && (c->expert_scale || c->weight == MOE_WEIGHT_SPARSEMIXER)) return 1;
     if (c->select == MOE_SELECT_EXPERT_THRESHOLD && c->gate == MOE_GATE_RELU) return 1;
+    if (over && (!softened || after)) return 1;
+    if (over && c->weight == MOE_WEIGHT_SOFTMAX && hot) return 1;
     if (c->gate == MOE_GATE_IDENTITY && divides && c->select != MOE_SELECT_POSITIVE) {
         /* learned ones: some are negative */
         if (c->select == MOE_SELECT_THRESHOLD)
@@ -712,6 +730,8 @@ static void try_combinations(int draws, int rounds, int quick) {
                     pair q;
                     int refuse;
                     if (weight == MOE_WEIGHT_SPARSEMIXER && selections[s] != MOE_SELECT_TOP_K) continue;
+                    if (c.weight_over && most > 40 * (double)c.gate_temperature) /* p of all of a set is not 0 */
+                        most = 40 * (double)c.gate_temperature;
                     memset(&error, 0, sizeof error);
                     status = pair_make(&q, &c, most, 0.0, &error);
                     refuse = must_refuse(&c);
@@ -776,11 +796,9 @@ static void try_refusals(void) {
                 {"gate_temperature=0.5 select=top_p weight=softmax", "gate_temperature = 0.5", 1},
                 {"gate_temperature=1e-6 weight=sum", "gate_temperature = 1e-6", 1},
                 {"loss_distill=1 student=1 freeze_at=3", "student = 1", 1}, /* at step 5 */
-                {"n_zero=1", "n_zero = 1", 1},
-                {"n_copy=1", "n_copy = 1", 1},
-                {"n_constant=1", "n_constant = 1", 1},
-                {"router_residual=1", "router_residual = 1", 1},
-                {"logit_cap=5", "logit_cap = 5", 1},
+                {"n_zero=1 weight_over=nonzero gate=relu", "weight_over = nonzero", 1},
+                {"n_zero=1 weight_over=nonzero renormalize=after", "renormalize = after", 1},
+                {"n_copy=1 weight_over=real weight=softmax gate_temperature=2", "gate_temperature = 2", 1},
                 {"select=soft", "select = soft", 0},
                 {"select=expert_choice", "select = expert_choice", 0},
                 {"select=affinity", "select = affinity", 0},
@@ -803,6 +821,9 @@ static void try_refusals(void) {
                                        "score=competition gate=identity",
                                        "select=sample",
                                        "apply_to=input",
+                                       "n_zero=1 n_copy=2 n_constant=1 weight_over=nonzero",
+                                       "n_copy=1 weight_over=real weight=p_norm weight_p=2 gate=sigmoid",
+                                       "router_residual=1 logit_cap=5",
                                        "renormalize=after weight=raw"};
     moe_error error;
     size_t i;

@@ -558,6 +558,53 @@ static void test_random(int wanted) {
     CHECK(made == wanted, "random layers");
 }
 
+/* ---- experts without matrices, logits with a cap, logits of the layer before ---- */
+
+static void draw_without(moe_router_config *r) {
+    const int sums = below(3) > 0;
+    r->n_experts = 12;
+    r->top_k = 2 + (int)below(6);
+    r->n_zero = (int)below(3);
+    r->n_copy = (int)below(3);
+    r->n_constant = (int)below(4);
+    r->gate = (int)below(2); /* softmax, sigmoid */
+    r->weight = sums ? below(2) ? MOE_WEIGHT_SUM : MOE_WEIGHT_P_NORM : MOE_WEIGHT_RAW;
+    if (sums && r->n_zero > 0) r->weight_over = (int)below(3);
+    r->expert_scale = below(3) == 0;
+    if (below(3) == 0) r->apply_to = MOE_APPLY_INPUT;
+    if (below(2)) r->logit_cap = (moe_real)(0.5 + (double)below(3));
+}
+
+static void test_without(int wanted) {
+    int made;
+    for (made = 0; made < wanted; made++) {
+        trial t;
+        bounds b;
+        outcome o;
+        int i;
+        memset(&t, 0, sizeof t);
+        t.d = 24;
+        t.layers = 1 + (int)below(2);
+        t.residual = (int)below(2);
+        t.linear = below(2) ? 7 : 0;
+        t.weights = below(4) == 0 ? MOE_WEIGHTS_INT4 : MOE_WEIGHTS_INT8;
+        t.loader = below(3) == 0;
+        for (i = 0; i < t.layers; i++) {
+            draw_without(&t.layer[i].router);
+            t.layer[i].expert = below(2) ? MOE_EXPERT_MLP : MOE_EXPERT_SWIGLU;
+            t.layer[i].d_ff = 20;
+            t.layer[i].add_input = (int)below(2);
+            if (t.layer[i].router.apply_to == MOE_APPLY_INPUT) t.layer[i].add_input = 0;
+            t.layer[i].router.router_residual = (int)below(2);
+        }
+        sprintf(t.name, "without %d: int%d layers %d residual %d cap %g over %d", made,
+                t.weights == MOE_WEIGHTS_INT8 ? 8 : 4, t.layers, t.layer[t.layers - 1].router.router_residual,
+                (double)t.layer[0].router.logit_cap, t.layer[0].router.weight_over);
+        b = bounds_of(&t);
+        CHECK(try_one(&t, &b, &o), t.name);
+    }
+}
+
 /* ---- short tokens: a direction does not depend on the length ---- */
 
 static void test_short(void) {
@@ -1006,6 +1053,11 @@ static void test_refusals(void) {
     c.swiglu_limit = 0;
     c.swiglu_offset = 1;
     refuses(&c, "swiglu_offset with norm_node = up");
+    c.swiglu_offset = 0;
+    c.router.logit_cap = 2;
+    refuses(&c, "logit_cap with score = norm");
+    c.router.router_residual = 1;
+    refuses(&c, "router_residual = 1 with score = norm");
     (void)moe_layer_preset("stablemoe", &c, NULL);
     c.router.freeze_at = 5;
     c.router.table_size = 9;
@@ -1238,6 +1290,7 @@ int main(int argc, char **argv) {
     rng.state = UINT64_C(14155681231070794104);
     CASE(test_random(argc > 1 && strcmp(argv[1], "quick") == 0 ? 30 : 150));
     CASE(test_nobody());
+    CASE(test_without(argc > 1 && strcmp(argv[1], "quick") == 0 ? 10 : 60));
     CASE(test_loading(40));
     CASE(test_predictor());
     CASE(test_printing());
