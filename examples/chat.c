@@ -29,6 +29,7 @@ static struct {
     const char *model, *prompt, *system, *kernels;
     double temperature, top_p;
     long seed, top_k, greedy, tokens, threads, experts, context, exact, plain, from_disk;
+    int instructions; /* kernels as a number */
 } set = {.kernels = "auto", .temperature = 0.7, .top_p = 0.95, .seed = 1, .top_k = 40, .tokens = 512};
 
 enum { FLAG, WHOLE, REAL, TEXT };
@@ -95,6 +96,19 @@ static int set_option(const struct option *o, const char *value) {
     return 0;
 }
 
+/* What the options say together. */
+static int check_options(void) {
+    static const char *const names[MOE_KERNELS_COUNT] = {"auto", "c", "avx2", "avx512", "neon", "wasm"};
+    while (set.instructions < MOE_KERNELS_COUNT && strcmp(names[set.instructions], set.kernels) != 0)
+        set.instructions++;
+    if (set.model == NULL) fail("which model? chat [options] MODEL", "-h explains");
+    else if (set.instructions == MOE_KERNELS_COUNT)
+        fail(set.kernels, "--kernels takes auto, c, avx2, avx512, neon, wasm");
+    else if (report_refused() != NULL) fail(report_path, report_refused());
+    else return 0;
+    return EXIT_USAGE;
+}
+
 static int read_options(int count, char **words) {
     for (int i = 1; i < count; i++) {
         const struct option *o = options;
@@ -111,9 +125,7 @@ static int read_options(int count, char **words) {
             return EXIT_USAGE;
         } else set.model = words[i];
     }
-    if (set.model != NULL) return 0;
-    fail("which model? chat [options] MODEL", "-h explains");
-    return EXIT_USAGE;
+    return check_options();
 }
 
 /* ---- the machine ---- */
@@ -641,7 +653,6 @@ static int open_words(session *s) {
 }
 
 static int open_model(session *s) {
-    static const char *const names[MOE_KERNELS_COUNT] = {"auto", "c", "avx2", "avx512", "neon", "wasm"};
     moe_import_options o;
     moe_error error;
     size_t bytes;
@@ -651,8 +662,7 @@ static int open_model(session *s) {
     o.exact = (int)set.exact;
     o.context = (int)set.context;
     o.top_k = (int)set.experts;
-    while (o.kernels < MOE_KERNELS_COUNT && strcmp(names[o.kernels], set.kernels) != 0) o.kernels++;
-    if (o.kernels == MOE_KERNELS_COUNT) return fail(set.kernels, "--kernels takes auto, c, avx2, avx512, neon, wasm");
+    o.kernels = set.instructions;
     if (!set.from_disk) o.memory = machine_memory();
     if (moe_import_model(&s->model, set.model, &o, NULL, &error) != MOE_OK) {
         fail(error.message, error.code == MOE_ERR_MEMORY && o.memory > 0 ? "--from-disk runs it nevertheless" : "");
@@ -692,7 +702,6 @@ int main(int count, char **words) {
     if (count > 1 && (strcmp(words[1], "-h") == 0 || strcmp(words[1], "--help") == 0)) return show_help();
     failed = read_options(count, words);
     if (failed) return failed;
-    if (report_refused() != NULL) return fail(report_path, report_refused());
     s.previous = -1;
     moe_rng_seed(&s.rng, (uint64_t)set.seed);
     s.parallel = start_threads();

@@ -3474,7 +3474,7 @@ enum {
     /* of every block */
     MOEI_PLACE_FIRST, MOEI_PLACE_FIRST_BIAS, MOEI_PLACE_SECOND, MOEI_PLACE_SECOND_BIAS, MOEI_PLACE_QUERY,
     MOEI_PLACE_KEY, MOEI_PLACE_VALUE, MOEI_PLACE_OUTPUT, MOEI_PLACE_FUSED, MOEI_PLACE_QUERY_BIAS, MOEI_PLACE_KEY_BIAS,
-    MOEI_PLACE_VALUE_BIAS, MOEI_PLACE_FUSED_BIAS, MOEI_PLACE_OUTPUT_BIAS, MOEI_PLACE_QUERY_NORM, MOEI_PLACE_KEY_NORM,
+    MOEI_PLACE_VALUE_BIAS, MOEI_PLACE_OUTPUT_BIAS, MOEI_PLACE_QUERY_NORM, MOEI_PLACE_KEY_NORM,
     MOEI_PLACE_SINKS, MOEI_PLACE_QUERY_A, MOEI_PLACE_QUERY_A_NORM, MOEI_PLACE_QUERY_B, MOEI_PLACE_KV_A,
     MOEI_PLACE_KV_A_NORM, MOEI_PLACE_KV_B, MOEI_PLACE_KEY_B, MOEI_PLACE_VALUE_B, MOEI_PLACE_CONVOLUTION,
     MOEI_PLACE_CONVOLUTION_IN, MOEI_PLACE_CONVOLUTION_OUT, MOEI_PLACE_POST_FIRST, MOEI_PLACE_POST_SECOND,
@@ -4138,7 +4138,7 @@ static moe_status moei_model_block_attention(const moei_importer *r, const moei_
     c->d_value = m->value;
     c->eps = m->eps;
     c->scale = moei_model_block_scale(m);
-    c->bias = b->places[MOEI_PLACE_QUERY_BIAS] != NULL || b->places[MOEI_PLACE_FUSED_BIAS] != NULL;
+    c->bias = b->places[MOEI_PLACE_QUERY_BIAS] != NULL;
     c->output_bias = b->places[MOEI_PLACE_OUTPUT_BIAS] != NULL;
     c->sinks = b->places[MOEI_PLACE_SINKS] != NULL;
     c->window = b->window;
@@ -4623,19 +4623,17 @@ static moe_status moei_build_factors(moei_build *b, moe_module *module) {
 
 /* Queries, keys and values out of one tensor. */
 static moe_status moei_build_fused(moei_build *b, moe_module *module) {
-    const moei_import_tensor *f = b->block.places[MOEI_PLACE_FUSED], *bias = b->block.places[MOEI_PLACE_FUSED_BIAS];
+    const moei_import_tensor *f = b->block.places[MOEI_PLACE_FUSED];
     const size_t query = (size_t)b->m.heads * (size_t)b->m.key, key = (size_t)b->m.kv_heads * (size_t)b->m.key;
     const size_t first[3] = {0, query, query + key};
     moe_external *externals;
-    moe_real *values = NULL;
-    moe_status status = bias != NULL ? moei_build_reals(b, bias, &values) : MOE_OK;
+    moe_status status = MOE_OK;
     int i;
     memcpy(&externals, &module->external, sizeof externals); /* those of this build */
     for (i = 0; i < 3 && status == MOE_OK; i++) {
         moe_external *w = &externals[MOE_MODULE_QUERY + i];
         status = moei_build_matrix(b, f, w);
         if (status == MOE_OK) status = moei_build_rows(b, f, first[i], 1, w);
-        if (bias != NULL) module->tensors[MOE_MODULE_QUERY_BIAS + i] = values + first[i];
     }
     return status;
 }

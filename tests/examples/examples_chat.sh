@@ -32,16 +32,17 @@ report
 fewer
 interrupt
 help
-refused -h_lists --fast
-refused needs_a_value model.gguf --seed
-refused must_be model.gguf --top-p 2
-refused which_model
-refused cannot_open none.gguf --prompt x
-refused short.gguf short.gguf --prompt x
-refused cannot_open empty --prompt x
-refused write_token_ids plain.gguf --prompt words
-refused context_is_full model.gguf --prompt abcdefghijkl --context 8
-refused --kernels model.gguf --kernels fast
+refused 2 -h_lists --fast
+refused 2 needs_a_value model.gguf --seed
+refused 2 must_be model.gguf --top-p 2
+refused 2 which_model
+refused 1 cannot_open none.gguf --prompt x
+refused 1 short.gguf short.gguf --prompt x
+refused 1 cannot_open empty --prompt x
+refused 1 write_token_ids plain.gguf --prompt words
+refused 1 context_is_full model.gguf --prompt abcdefghijkl --context 8
+refused 2 a_report_is model.gguf --report page.pdf
+refused 2 --kernels model.gguf --kernels fast
 TEXT
 }
 
@@ -106,13 +107,14 @@ interrupt() {
 
 help() { run chat -h >said && grep -q 'Ctrl-C ends a reply' said && grep -q -- '--experts' said; }
 
-refused() { # what it says, with _ for spaces; arguments, files of which lie among those prepared
-    wanted=$(echo "$1" | tr _ ' ')
-    shift
+refused() { # status, what it says, with _ for spaces; arguments, files of which lie among those prepared
+    expected=$1
+    wanted=$(echo "$2" | tr _ ' ')
+    shift 2
     here=$PWD
     (cd "$prepared" && ./chat "$@" >"$here/out" 2>&1 </dev/null)
     status=$?
-    [ "$status" -ne 0 ] && [ "$status" -lt 3 ] && grep -q -- "$wanted" out && return 0
+    [ "$status" -eq "$expected" ] && grep -q -- "$wanted" out && return 0
     echo "status $status"
     cat out
     return 1

@@ -14,7 +14,8 @@
    mutator takes the configuration of a file (or a preset), changes it, and makes the tensors that
    it asks for, so that most inputs get past all checks; others it spoils in one place. Of other
    programs' layers it makes every family in every form, with tensors too few, too many, of another
-   shape and of another family. */
+   shape and of another family. Whole models, which have an empty prefix and of which the corpus has
+   some of every architecture, it spoils in one place. */
 
 #ifndef _POSIX_C_SOURCE
 #define _POSIX_C_SOURCE 200809L
@@ -677,6 +678,9 @@ enum { PIECES = 6 };
 
 static int is_published(const uint8_t *data, size_t size) { return size >= 4 && memcmp(data, "MOEP", 4) == 0; }
 
+/* Without a prefix it is a whole model. */
+static int is_whole(const uint8_t *data, size_t size) { return size > 5 && data[4] == 0 && data[5] == 0; }
+
 typedef struct pieces {
     const uint8_t *p[PIECES];
     size_t n[PIECES];
@@ -757,6 +761,65 @@ static int is_shown(const char *text) {
     return 1;
 }
 
+/* A whole model computes, and decoding gives the same bits. */
+static void use_whole(const moe_net *net) {
+    static const int32_t ids[3] = {1, 0, 2};
+    const size_t n = 3;
+    size_t bytes, decode_bytes, cache_bytes, i;
+    moe_net_pass pass;
+    moe_cache cache;
+    moe_call call;
+    void *work, *kept;
+    moe_real *whole;
+    memset(&call, 0, sizeof call);
+    call.n_tokens = n;
+    call.token_ids = ids;
+    if (moe_net_work_size(net, n, 0, &bytes) != MOE_OK || bytes > MOST_WORK ||
+        moe_net_decode_size(net, n, 1, &cache_bytes, &decode_bytes, NULL) != MOE_OK || cache_bytes > MOST_WORK)
+        return;
+    work = grab(bytes > decode_bytes ? bytes : decode_bytes);
+    kept = grab(cache_bytes);
+    if (moe_net_forward(net, &call, work, bytes, &pass) == MOE_OK) {
+        const size_t width = (size_t)net->modules[net->n_modules - 1].d_out;
+        whole = (moe_real *)grab(n * width * sizeof *whole);
+        memcpy(whole, pass.y, n * width * sizeof *whole);
+        want(moe_net_cache_init(&cache, net, n, kept, cache_bytes, NULL) == MOE_OK);
+        for (i = 0; i < n; i++) {
+            call.n_tokens = 1;
+            call.token_ids = ids + i;
+            want(moe_net_decode(net, &cache, &call, work, decode_bytes, &pass) == MOE_OK);
+            want_same(pass.y, whole + i * width, width);
+        }
+        free(whole);
+    }
+    free(work);
+    free(kept);
+}
+
+/* Records of modules and matrices are some kilobytes for each tensor. */
+static int use_whole_model(const moe_import_source *sources, size_t n, size_t size) {
+    heap h;
+    moe_allocator a = allocator_of(&h);
+    moe_import_options options;
+    moe_imported model;
+    moe_error error;
+    moe_status status;
+    h.now = 0;
+    h.most = 1000 * size + 1000000;
+    memset(&options, 0, sizeof options);
+    options.exact = (int)(size & 1u);
+    error.message[0] = '\0';
+    status = moe_import_read_model(&model, sources, n, &options, &a, &error);
+    want(status != MOE_ERR_MEMORY);
+    if (status == MOE_OK) use_whole(&model.net);
+    else
+        want(error.code == status && error.message[0] != '\0' &&
+             memchr(error.message, '\0', sizeof error.message) != NULL && is_shown(error.message));
+    moe_import_free(&model);
+    want(h.now == 0);
+    return status == MOE_OK;
+}
+
 static int use_published(const uint8_t *data, size_t size) {
     static const char *const names[4] = {"model", "config.json", "a.safetensors", "b.safetensors"};
     heap h;
@@ -774,6 +837,11 @@ static int use_published(const uint8_t *data, size_t size) {
     for (k = 0; k < 4; k++)
         if (k == 0 || of.n[k + 2] > 0)
             sources[k == 0 ? 0 : n++] = moe_import_memory(names[k], of.p[k + 2], of.n[k + 2]);
+    if (prefix[0] == '\0') {
+        free(prefix);
+        free(preset);
+        return use_whole_model(sources, n, size);
+    }
     h.now = 0;
     h.most = (sizeof(moe_real) * 2 + 40) * size + 65536;
     memset(&layer, 0x5a, sizeof layer);
@@ -863,6 +931,7 @@ static int use_vocabulary(const uint8_t *data, size_t size) {
 static const char *fuzz_outcome(const uint8_t *data, size_t size) {
     int net;
     if (is_vocabulary(data, size)) return use_vocabulary(data, size) ? "words" : "nowords";
+    if (is_published(data, size) && is_whole(data, size)) return use_published(data, size) ? "whole" : "unwhole";
     if (is_published(data, size)) return use_published(data, size) ? "published" : "unpublished";
     if (!use_file(data, size)) return "refused";
     if ((net = use_net(data, size)) > 0) return net > 1 ? "checkpoint" : "net";
@@ -1793,7 +1862,8 @@ size_t LLVMFuzzerCustomMutator(uint8_t *data, size_t size, size_t max_size, unsi
     m.room = max_size;
     m.random = seed;
     way = below(&m, 100);
-    if (max_size >= 1024 && (is_published(data, size) ? way < 60 : way >= 95)) return make_published(&m);
+    if (max_size >= 1024 && (is_published(data, size) ? way < 60 && !is_whole(data, size) : way >= 95))
+        return make_published(&m);
     if (max_size >= 16 && is_published(data, size) && way < 97) return change_piece(&m, data, size, max_size);
     if (max_size < 16 || way < 4) return LLVMFuzzerMutate(data, size, max_size);
     if (is_vocabulary(data, size) && way < 97) {

@@ -4,6 +4,8 @@
   python3 tests/golden/shapes.py FOLDER [COUNT] [SEED] [WORD]
       writes COUNT models of each architecture and form under FOLDER (whose names contain WORD), as
       tests/golden/models.c reads them; 0: removes FOLDER
+  python3 tests/golden/shapes.py seeds FOLDER
+      puts a small one of each into FOLDER as inputs of tests/fuzz/fuzz_file.c
 
 The logits are computed in Python's numbers from the formulas of these models, one token after the
 other; nothing is shared with the library. Numbers of heads, widths, experts, tied embeddings, dense
@@ -1062,6 +1064,39 @@ def folder(m, r, path):
         json.dump({'metadata': {}, 'weight_map': {t[0]: names[i % 3] for i, t in enumerate(tensors)}}, f)
 
 
+def tiny(m):
+    """Whether weights fit into a seed; it makes the widths those of one."""
+    m.vocab, m.ff, m.dense_ff = 3, 2, 2
+    m.shared = 2 * (m.shared_count or 1) if m.shared else 0
+    if m.arch in OWN_WIDTH or m.arch == 'deepseek2':
+        m.d, m.q_rank, m.kv_rank = 8, min(m.q_rank, 2), min(m.kv_rank, 2)
+    return m.d <= 8 and m.layers <= 2 and m.experts <= 2 and m.storage in ('f16', 'bf16', 'f32', 'fp8')
+
+
+def seeds(out):
+    """Small models as inputs of tests/fuzz/fuzz_file.c: the file and config.json in one."""
+    for arch, pairs in PAIRS.items():
+        for is_folder in (False, True):
+            for seed in range(100000 if pairs[is_folder] is not None else 0):
+                r, m = random.Random('%s %d %d' % (arch, is_folder, seed)), Model()
+                m.arch, m.folder, m.seed = arch, is_folder, 4
+                draw(m, r)
+                if tiny(m):
+                    break
+            else:
+                continue
+            weights(m, r)
+            path = os.path.join(out, 'made')
+            (folder if is_folder else gguf)(m, r, path)
+            names = [path + '/model.safetensors', path + '/config.json'] if is_folder else [path + '.gguf']
+            parts = [b'', b''] + [open(name, 'rb').read() for name in names]
+            for name in names:
+                os.remove(name)
+            with open('%s/whole-%s-%s' % (out, arch, 'folder' if is_folder else 'file'), 'wb') as f:
+                f.write(b'MOEP' + b''.join(struct.pack('<H', len(p)) + p for p in parts))
+    shutil.rmtree(os.path.join(out, 'made'), ignore_errors=True)
+
+
 def make(out, arch, is_folder, seed):
     """One model; another one is drawn where two tokens or experts are nearly equal."""
     for again in range(50):
@@ -1082,6 +1117,9 @@ def make(out, arch, is_folder, seed):
 
 
 def main():
+    if sys.argv[1] == 'seeds':
+        seeds(sys.argv[2])
+        return
     out, count = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 2
     first = int(sys.argv[3]) if len(sys.argv) > 3 else 1
     if count == 0:

@@ -1,6 +1,7 @@
 /* Tests moe_import_model apart from what its models compute (tests/golden/models.c): where it reads
    from, options, every failure of memory, tensors and settings that are missing, extra or wrong,
-   and files that end early or have other bytes. It reads the files of tests/golden/models.
+   and files that end early or have other bytes. It reads the files of tests/golden/models and the
+   small models of tests/fuzz/corpus/files.
        cc -std=c99 -O1 -DMOE_NO_SIMD -I. tests/unit/imported.c -o imported -lm && ./imported */
 
 #define MOE_IMPLEMENTATION
@@ -411,6 +412,186 @@ static void test_bytes(const char *const *paths, size_t n, size_t which, size_t 
     for (i = 0; i < n; i++) free(files[i].p);
 }
 
+/* ---- small models of every architecture ---- */
+
+typedef struct seed {
+    bytes all;
+    moe_import_source sources[2];
+    size_t n;
+} seed;
+
+/* An input of tests/fuzz/fuzz_file.c: sizes of 16 bits and as many bytes, twice nothing, then the
+   file and config.json. */
+static void read_seed(seed *s, const char *arch, int folder) {
+    static const char *const names[] = {"model.safetensors", "config.json"};
+    char path[100];
+    size_t at = 8, size;
+    sprintf(path, "tests/fuzz/corpus/files/whole-%s-%s", arch, folder ? "folder" : "file");
+    s->all = read_file(path);
+    for (s->n = 0; at + 2 <= s->all.n && s->n < 2; at += 2 + size, s->n++) {
+        size = (size_t)s->all.p[at] | (size_t)s->all.p[at + 1] << 8;
+        s->sources[s->n] = moe_import_memory(folder ? names[s->n] : NULL, s->all.p + at + 2, size);
+    }
+}
+
+/* As test_memory, from sources. */
+static void test_seed_memory(const seed *s, const char *name) {
+    test_heap heap;
+    moe_imported model;
+    moe_error error;
+    long at;
+    for (at = 1;; at++) {
+        moe_allocator a = test_allocator(&heap, at);
+        const moe_status status = moe_import_read_model(&model, s->sources, s->n, NULL, &a, &error);
+        moe_import_free(&model);
+        if (!CHECKF(heap.blocks == 0 && !heap.wrong_size, "%s: %ld: memory is left", name, at)) break;
+        if (status == MOE_OK && heap.calls < at) break;
+        if (!CHECKF(status == MOE_ERR_MEMORY || status == MOE_OK, "%s: %ld: %s", name, at, error.message)) break;
+    }
+}
+
+/* What config.json says last counts. */
+static void test_seed_settings(void) {
+    static const struct {
+        const char *arch, *last;
+        moe_status status;
+        const char *says;
+    } rows[] = {{"llama", "\"tie_word_embeddings\": true", MOE_OK, ""},
+                {"llama", "\"tie_word_embeddings\": 0", MOE_ERR_NOT_FOUND, "lm_head.weight': missing"},
+                {"llama", "\"head_dim\": null", MOE_OK, ""},
+                {"granitemoe", "\"tie_word_embeddings\": true", MOE_OK, ""},
+                {"lfm2moe", "\"tie_word_embeddings\": false", MOE_ERR_NOT_FOUND, "lm_head.weight': missing"},
+                {"llama", "\"hidden_size\": 8.5", MOE_ERR_CONFIG, "must be an integer"},
+                {"llama", "\"hidden_size\": \"x\"", MOE_ERR_CONFIG, "expected a number"},
+                {"llama", "\"hidden_size\": {}", MOE_ERR_CONFIG, "a list: expected a number"},
+                {"llama", "\"hidden_size\": 1e30", MOE_ERR_CONFIG, "must be an integer"},
+                {"llama", "\"hidden_size\": -1e30", MOE_ERR_CONFIG, "must be an integer"},
+                {"llama", "\"rms_norm_eps\": 2", MOE_ERR_CONFIG, "rms_norm_eps = 2: must be"},
+                {"llama", "\"num_key_value_heads\": 0", MOE_ERR_CONFIG, "must be a multiple"},
+                {"llama", "\"num_attention_heads\": 0", MOE_ERR_CONFIG, "must be a multiple"},
+                {"llama", "\"rope_scaling\": {\"type\": \"dynamic\", \"factor\": 2}", MOE_OK, ""},
+                {"llama", "\"rope_scaling\": {\"type\": \"longrope\"}", MOE_ERR_CONFIG, "positive numbers"},
+                {"llama", "\"rope_scaling\": {\"type\": \"longrope\", \"short_factor\": []}", MOE_ERR_CONFIG,
+                 "positive numbers"},
+                {"llama", "\"rope_scaling\": {\"type\": \"longrope\", \"short_factor\": [0, 0, 0, 0]}",
+                 MOE_ERR_CONFIG, "positive numbers"},
+                {"llama", "\"quantization_config\": {\"quant_method\": \"gptq\"}", MOE_ERR_UNSUPPORTED,
+                 "quantization_config"},
+                {"llama", "\"quantization_config\": {\"quant_method\": \"fp8\", \"fmt\": \"e5m2\"}",
+                 MOE_ERR_UNSUPPORTED, "quantization_config"},
+                {"llama", "\"quantization_config\": {\"quant_method\": \"fp8\", \"fmt\": \"e4m3\"}", MOE_OK, ""},
+                {"qwen2moe", "\"use_sliding_window\": true, \"sliding_window\": 2, \"max_window_layers\": 0", MOE_OK,
+                 ""},
+                {"qwen2moe", "\"use_sliding_window\": true, \"sliding_window\": 2, \"max_window_layers\": 9", MOE_OK,
+                 ""},
+                {"llama4", "\"attn_temperature_tuning\": false, \"use_qk_norm\": false", MOE_OK, ""},
+                {"llama4", "\"attention_chunk_size\": null, \"layer_types\": null", MOE_OK, ""},
+                {"deepseek2", "\"rope_interleave\": false", MOE_OK, ""},
+                {"deepseek2", "\"n_group\": 3, \"topk_group\": 2, \"topk_method\": \"group_limited_greedy\"",
+                 MOE_ERR_CONFIG, "groups"},
+                {"dots1", "\"n_shared_experts\": 0", MOE_OK, ""},
+                {"olmoe", "\"hidden_act\": \"relu\"", MOE_ERR_UNSUPPORTED, "hidden_act"}};
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        char config[8000];
+        moe_imported model;
+        moe_error error;
+        moe_status status;
+        seed s;
+        read_seed(&s, rows[i].arch, 1);
+        sprintf(config, "%.*s,%s}", (int)s.sources[1].size - 1, (const char *)s.sources[1].ctx, rows[i].last);
+        s.sources[1] = moe_import_memory("config.json", config, strlen(config));
+        error.message[0] = '\0';
+        status = moe_import_read_model(&model, s.sources, 2, NULL, NULL, &error);
+        CHECKF(status == rows[i].status && strstr(error.message, rows[i].says) != NULL, "%s: %s: %s: %s", rows[i].arch,
+               rows[i].last, moe_status_text(status), error.message);
+        moe_import_free(&model);
+        free(s.all.p);
+    }
+}
+
+/* Sources whose bytes are copied: no memory for them, and bytes that do not come. */
+static moe_status read_head(void *ctx, uint64_t at, void *to, size_t size) {
+    return size == ((const bytes *)ctx)->n ? MOE_ERR_IO : read_slowly(ctx, at, to, size);
+}
+
+static void test_seed_copied(void) {
+    moe_imported model;
+    moe_error error;
+    seed s;
+    bytes b;
+    read_seed(&s, "grok", 0);
+    b.p = s.all.p + ((const unsigned char *)s.sources[0].ctx - s.all.p);
+    b.n = (size_t)s.sources[0].size;
+    s.sources[0].ctx = &b;
+    s.sources[0].read_at = read_slowly;
+    test_seed_memory(&s, "grok, copied");
+    s.sources[0].read_at = read_head;
+    CHECK_STATUS(moe_import_read_model(&model, s.sources, 1, NULL, NULL, &error), MOE_ERR_IO);
+    free(s.all.p);
+}
+
+/* The experts of a layer in MXFP4 are those of the model. */
+static void test_packed_layer(void) {
+    moe_layer layer;
+    moe_error error;
+    moe_imported model;
+    size_t i, module, wrong = 0, n;
+    moe_real row[64];
+    if (!CHECK(moe_import_layer(&layer, FOLDER "gpt_oss-mxfp4", "model.layers.0", NULL, NULL, &error) == MOE_OK,
+               error.message))
+        return;
+    if (CHECK(moe_import_model(&model, FOLDER "gpt_oss-mxfp4", NULL, NULL, &error) == MOE_OK, error.message)) {
+        for (module = 0; model.net.modules[module].kind != MOE_MODULE_MIXTURE;) module++;
+        n = (size_t)layer.config.d_ff;
+        for (i = 0; i < n; i++) {
+            const moe_external *w = model.net.modules[module].layer.external[MOE_EXPERTS_GATE] + 1;
+            w->type->unpack(model.net.kernels, w, i, 0, 64, row);
+            wrong += memcmp(row, layer.tensors[MOE_EXPERTS_GATE] + (n + i) * 64, sizeof row) != 0;
+        }
+        CHECKF(wrong == 0 && layer.config.router.d_model == 64, "%lu rows differ", (unsigned long)wrong);
+        moe_import_free(&model);
+    }
+    moe_layer_free(&layer);
+}
+
+/* Whatever a digit, a letter or a byte of the header or of config.json is. */
+static void test_seed_bytes(const seed *s, const char *name) {
+    moe_rng rng;
+    int i, made = 0, tries = 300;
+    moe_rng_seed(&rng, 11);
+    for (i = 0; i < tries; i++) {
+        const moe_import_source *source = &s->sources[s->n > 1 ? moe_rng_next(&rng) % 2 : 0];
+        unsigned char *byte = s->all.p + ((const unsigned char *)source->ctx - s->all.p), before;
+        byte += moe_rng_next(&rng) % (source->size < 2500 ? source->size : 2500);
+        before = *byte;
+        *byte = (unsigned char)(moe_rng_next(&rng) % 3 == 0 ? '0' + moe_rng_next(&rng) % 10
+                                                            : before ^ 1u << moe_rng_next(&rng) % 8);
+        made += import_anything(s->sources, s->n);
+        *byte = before;
+    }
+    CHECKF(made < tries && import_anything(s->sources, s->n), "%s: %d of %d are models", name, made, tries);
+}
+
+static void test_seeds(int folder) {
+    static const char *const files[] = {"llama", "granitemoe", "olmoe", "qwen2moe", "qwen3moe", "deepseek", "deepseek2",
+                                        "phimoe", "dots1", "glm4moe", "ernie4_5-moe", "hunyuan-moe", "bailingmoe",
+                                        "bailingmoe2", "lfm2moe", "minimax-m2", "llama4", "dbrx", "grok"};
+    static const char *const folders[] = {"llama", "granitemoe", "olmoe", "qwen2moe", "deepseek2", "phimoe", "dots1",
+                                          "glm4moe", "ernie4_5-moe", "hunyuan-moe", "lfm2moe", "minimax-m2", "llama4",
+                                          "gpt-oss"};
+    const char *const *names = folder ? folders : files;
+    const size_t n = folder ? sizeof folders / sizeof folders[0] : sizeof files / sizeof files[0];
+    size_t i;
+    for (i = 0; i < n; i++) {
+        seed s;
+        read_seed(&s, names[i], folder);
+        test_seed_memory(&s, names[i]);
+        test_seed_bytes(&s, names[i]);
+        free(s.all.p);
+    }
+}
+
 int main(void) {
     static const char *const gguf[] = {GGUF}, *const gguf_oss[] = {GGUF_OSS};
     static const char *const folder[] = {FOLDER "deepseek_v3-bf16/model.safetensors",
@@ -429,5 +610,10 @@ int main(void) {
     CASE(test_bytes(gguf_oss, 1, 0, 3500, 12));
     CASE(test_bytes(folder, 2, 0, 9000, 60));
     CASE(test_bytes(folder, 2, 1, 2000, 8));
+    CASE(test_packed_layer());
+    CASE(test_seed_settings());
+    CASE(test_seed_copied());
+    CASE(test_seeds(0));
+    CASE(test_seeds(1));
     return test_end();
 }
