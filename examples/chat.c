@@ -599,6 +599,7 @@ static void report_load(void) {
     }
     f->values = shares;
     f->row_names = layer_names();
+    f->row_label = "layer";
     f->column_label = "expert";
     f->value_label = "% of tokens";
     for (size_t i = 0; i < record.n_layers && report_n < REPORT_MOST; i++) {

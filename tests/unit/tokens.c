@@ -530,6 +530,23 @@ static int survives(const char *name, const unsigned char *bytes, size_t size) {
     return 1;
 }
 
+/* Each mark of the first and last bytes, which are no vocabulary, becomes another one. */
+static void test_marks(const char *name, unsigned char *bytes, size_t size) {
+    static const char marks[] = "{}[]:,\"0123456789tfn", others[] = "{[0\"x}]";
+    const size_t ends = 900;
+    size_t at, k;
+    for (at = 0; at < size; at++) {
+        if (at == ends && size > 2 * ends) at = size - ends;
+        if (name[0] == 't' && memchr(marks, bytes[at], sizeof marks - 1) == NULL) continue;
+        for (k = at % 2; k < sizeof others - 1; k += 2) {
+            const unsigned char kept = bytes[at];
+            bytes[at] = name[0] == 't' ? (unsigned char)others[k] : (unsigned char)(k < 4 ? k + 4 : kept ^ 1u << k);
+            CHECKF(survives(name, bytes, size), "%s: byte %lu is %d", name, (unsigned long)at, bytes[at]);
+            bytes[at] = kept;
+        }
+    }
+}
+
 static void test_mutants(void) {
     vocab v;
     moe_rng rng = {11};
@@ -546,6 +563,8 @@ static void test_mutants(void) {
         if (kind < 2) vocab_gguf(&v, &b);
         else vocab_json(&v, kind < 4 ? byte_parts : kind == 4 ? piece_parts : meta_parts, kind == 3, &b);
         copy = (unsigned char *)grab(b.size, 1);
+        memcpy(copy, b.data, b.size);
+        test_marks(name, copy, b.size);
         for (i = 0; i < b.size; i += 1 + b.size / 97) CHECKF(survives(name, b.data, i), "cut at %d", (int)i);
         for (tries = 0; tries < 250; tries++) {
             int k;
