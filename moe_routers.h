@@ -856,7 +856,7 @@ enum { MOE_MAX_EXPERTS = sizeof(int) > 2 ? 65536 : 32767, MOE_MAX_WIDTH = sizeof
     REAL(loss_predictor, 0, 0, 1e6, "w of the predictor's cross-entropy; reaches it alone") \
     REAL(compete_rate, 0, 1e-6, 1, \
         "probability that all experts compete for the tokens of a training call; loss_distill teaches the router") \
-    INT(compete_from, 0, 1, MOE_MAX_WIDTH, "from this step on") \
+    INT(compete_from, 0, 1, MOE_MAX_WIDTH, "from this step on; the probability stays, as in the authors' program") \
     CHOICE(compete, COMPETE, compete, "by what") \
     REAL(expert_temperature, 0, 1, 1e6, \
         "T > 1 of the experts' own loss in a classical mixture (dual temperature) [that of the gate]") \

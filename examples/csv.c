@@ -442,16 +442,36 @@ static int read_table(csv_table *t, schema *s, samples *d) {
 
 /* ---- the classifier ---- */
 
-/* The network is one MoE layer, whose experts output the logits of the classes. */
+/* As many experts without matrices for each with them as the preset has, at least one of a kind;
+   groups that are as many as divide the experts. */
+static void scale_experts(moe_router_config *c, int top_k_of_preset) {
+    int *const without[] = {&c->n_zero, &c->n_copy, &c->n_constant};
+    const int real = c->n_experts - c->n_zero - c->n_copy - c->n_constant;
+    c->n_experts = (int)n_experts;
+    for (int i = 0; i < 3; i++) {
+        if (*without[i] > 0) *without[i] = 1 + (int)((*without[i] * n_experts - 1) / real);
+        c->n_experts += *without[i];
+    }
+    if (top_k_of_preset > 0) c->bias_real = c->bias_real * (moe_real)c->top_k / (moe_real)top_k_of_preset;
+    while (c->groups > 1 && (c->n_experts % c->groups != 0 || c->n_experts < 2 * c->groups ||
+                             (c->select == MOE_SELECT_GROUPED_EACH && c->top_k % c->groups != 0)))
+        c->groups--;
+    if (c->groups_kept > c->groups) c->groups_kept = c->groups;
+}
+
+/* The network is one MoE layer, whose experts output the logits of the classes. Where it
+   adds its input to its output, a linear layer follows. */
 static moe_status build(moe_net *net, const schema *s, moe_error *error) {
     moe_layer_config config;
     moe_status status = moe_layer_preset(router != NULL ? router : "mixtral", &config, error);
     if (status != MOE_OK) return status;
-    config.router.n_experts = (int)n_experts;
+    const int top_k_of_preset = config.router.top_k;
     config.router.top_k = (int)(top_k > 0                 ? top_k
                                 : n_experts < 2           ? 1
                                 : config.router.top_k < 2 ? config.router.top_k
                                                           : 2);
+    scale_experts(&config.router, top_k_of_preset);
+    const int copies = config.router.n_copy + config.router.n_constant > 0 || config.add_input;
     if (router == NULL) config.router.loss_balance = (moe_real)0.02; /* otherwise one expert would take everything */
     if (router == NULL && config.router.top_k == 1) config.router.weight = MOE_WEIGHT_RAW;
     /* a preset may need its own kind of experts */
@@ -460,10 +480,11 @@ static moe_status build(moe_net *net, const schema *s, moe_error *error) {
         config.act = MOE_ACT_RELU;
     }
     config.d_ff = (int)width;
-    config.d_out = (int)s->n_classes;
+    config.d_out = (int)(copies ? s->n_features : s->n_classes);
     config.n_shared = config.shared_sigmoid = 0;
     moe_net_init(net, (int)s->n_features, kernels, NULL);
     moe_net_mixture(net, &config);
+    if (copies) moe_net_linear(net, (int)s->n_classes);
     return moe_net_build(net, 1, (uint64_t)seed, error);
 }
 

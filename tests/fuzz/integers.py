@@ -524,7 +524,10 @@ class Router:
         p = self.gate(experts)
         if how == "raw":
             return p * self.unit / 2.0 ** r.weight_shift, self.error / 2.0 ** r.weight_shift + 1.0
-        return self.normalized(p, how), 4.0
+        return self.normalized(p, how), self.quotient_error()
+
+    def quotient_error(self):
+        return 4.0 * 2.0 ** max(0, 8 - self.r.z_bits) if self.kind == "sqrt_softplus" else 4.0
 
     @staticmethod
     def normalized(p, how):
