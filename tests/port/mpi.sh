@@ -84,6 +84,7 @@ unfinished
 launcher
 apart
 apart_options
+apart_page
 PLAN
 }
 
@@ -350,5 +351,8 @@ apart_options() {
     PATH=$PWD/none run sh "$root/examples/mpi/hosts" --rows rows.csv >said && run grep -q '^skipped: ' said &&
         run grep -q '^skipped,' rows.csv
 }
+
+# The tables in examples/mpi/README.md are those of the rows.
+apart_page() { run sh "$root/examples/mpi/hosts" --verify >said || { cat said; return 1; }; }
 
 run_checks "$@"
