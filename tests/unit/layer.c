@@ -1219,6 +1219,39 @@ static void test_messages(void) {
 }
 
 /* Constants in place of owned tensors. */
+/* Whether the system was asked for huge pages at an address; -1: it does not tell. */
+static int huge_asked(const void *address) {
+    char line[512];
+    int here = 0, asked = -1;
+    FILE *f = fopen("/proc/self/smaps", "r");
+    while (f != NULL && asked < 0 && fgets(line, (int)sizeof line, f) != NULL) {
+        char *dash, *end;
+        const unsigned long long from = strtoull(line, &dash, 16);
+        if (dash > line && *dash == '-')
+            here = from <= (uintptr_t)address && (uintptr_t)address < strtoull(dash + 1, &end, 16);
+        else if (here && strncmp(line, "VmFlags:", 8) == 0) asked = strstr(line, " hg") != NULL;
+    }
+    if (f != NULL) fclose(f);
+    return asked;
+}
+
+/* A large layer of the heap asks for huge pages. */
+static void test_huge_pages(void) {
+    moe_layer_config c;
+    moe_layer layer;
+    FILE *system = fopen("/sys/kernel/mm/transparent_hugepage/enabled", "r");
+    int asked;
+    memset(&c, 0, sizeof c);
+    c.router.d_model = 256;
+    c.router.n_experts = 16;
+    c.d_ff = 512;
+    if (!CHECK_STATUS(moe_layer_create(&layer, &c, 0, 1, NULL, NULL), MOE_OK)) return;
+    asked = huge_asked((const unsigned char *)layer.memory + (4 << 20));
+    CHECKF(system == NULL || asked != 0, "huge pages were not asked for");
+    if (system != NULL) fclose(system);
+    moe_layer_free(&layer);
+}
+
 static void test_const_tensors(void) {
     moe_layer_config c = rich_config();
     moe_layer layer;
@@ -2299,6 +2332,7 @@ int main(int argc, char **argv) {
     CASE(test_empty_experts());
     CASE(test_work_memory());
     CASE(test_allocations());
+    CASE(test_huge_pages());
     CASE(test_const_tensors());
     CASE(test_backward());
     CASE(test_backward_without_dx());
