@@ -1571,25 +1571,6 @@ typedef struct moe_loader {
     moe_status (*fetch)(void *ctx, size_t at, size_t size, void *to);
 } moe_loader;
 
-/* One operation on vectors in scratch memory. A vector is int16 [width rounded up to 4], zero
-   beyond its width; a value is code * scale, and only moe_model_create knows the scales. Operations
-   name their function, so a linker drops those that no model uses. */
-typedef struct moei_int_op {
-    void (*run)(const struct moei_int_op *op, struct moei_int_run *run);
-    /* widths of result and input; limits and shift of the result */
-    moei_int_shape shape;
-    /* its constants: offset in bytes from the base, which is the model's weights or, in an expert,
-       its block */
-    uint32_t at;
-    uint32_t in, other, out; /* its vectors: int16 from the start of the vectors */
-    /* mixture: how many summands of an expert and of the shared ones are rounded down; the sum
-       starts at half of them */
-    int16_t factor, factor2;
-    /* mixture, attention: its number in the model; row: of the token or of its position; norm: 1
-       centers */
-    uint16_t index;
-} moei_int_op;
-
 /* An MoE layer: the operations that compute the logits z, the router, the operations of one expert,
    which run for each chosen expert in ascending order and add to sum, and those of the shared
    expert. Operations are indices into the model's list; offsets count int16 from the start of the
@@ -1659,19 +1640,6 @@ typedef struct moe_model {
 /* The required moe_model.version. It changes with the format of models. */
 #define MOE_MODEL_VERSION 5
 
-/* The state of one call of moe_infer, on its stack. */
-typedef struct moei_int_run {
-    const moe_model *model;
-    const moe_loader *loader;
-    const unsigned char *base; /* of the operations' constants */
-    int16_t *vectors;
-    unsigned char *state;
-    int32_t token;             /* id, where the model reads ids */
-    uint32_t place; /* the token's position in its sequence */
-    int16_t weight;            /* of the present expert: 32767 stands for 1 */
-    moe_status status;
-} moei_int_run;
-
 /* Private: the operations of integer models, void moei_int_op_NAME(op, run), named by constants. */
 #define MOEI_INT_OPS(X) \
     X(int8)         /* out = W in + b, 8-bit codes */ \
@@ -1705,6 +1673,7 @@ typedef struct moei_int_run {
 #define MOEI_INT_OP(name) MOEI_API void moei_int_op_##name(const moei_int_op *op, moei_int_run *run);
 MOEI_INT_OPS(MOEI_INT_OP)
 #undef MOEI_INT_OP
+
 /* The values of moe_model.run and moe_model.choices, for integer and float models. moe_infer and
    moe_infer_choices call them; errors are theirs. Pointers are not checked here. */
 MOEI_API moe_status moei_int_model_run(const moe_model *model, const moe_loader *loader, const void *input,
@@ -1716,6 +1685,13 @@ MOEI_API moe_status moei_float_model_run(const moe_model *model, const moe_loade
                                          void *output, void *scratch);
 MOEI_API moe_status moei_float_model_choices(const moe_model *model, size_t mixture, const void *scratch,
                                              struct moe_choice *choices, size_t room, size_t *count);
+#if !MOE_REAL_IS_DOUBLE
+/* The same of float models that are lists of operations. */
+MOEI_API moe_status moei_float_ops_run(const moe_model *model, const moe_loader *loader, const void *input,
+                                       void *output, void *scratch);
+MOEI_API moe_status moei_float_ops_choices(const moe_model *model, size_t mixture, const void *scratch,
+                                           struct moe_choice *choices, size_t room, size_t *count);
+#endif
 #endif
 
 /* output = the network's output for one input; loader reads the experts of a model that does not
@@ -12025,23 +12001,18 @@ static void moei_int_fill(int32_t *sum, const int32_t *end, int32_t value) {
     }
 }
 
-void moei_int_op_int8(const moei_int_op *op, moei_int_run *run) {
-    moei_int8_product(&op->shape, run->base + op->at, moei_int_vector(run, op->in), moei_int_vector(run, op->out));
-}
-
-void moei_int_op_int4(const moei_int_op *op, moei_int_run *run) {
-    moei_int4_product(&op->shape, run->base + op->at, moei_int_vector(run, op->in), moei_int_vector(run, op->out));
-}
-
-void moei_int_op_int8_add(const moei_int_op *op, moei_int_run *run) {
-    moei_int8_product_add(&op->shape, run->base + op->at, moei_int_vector(run, op->in), run->weight,
-                          moei_int_wide(run, op->out));
-}
-
-void moei_int_op_int4_add(const moei_int_op *op, moei_int_run *run) {
-    moei_int4_product_add(&op->shape, run->base + op->at, moei_int_vector(run, op->in), run->weight,
-                          moei_int_wide(run, op->out));
-}
+#define MOEI_INT_PRODUCT(name) \
+    void moei_int_op_##name(const moei_int_op *op, moei_int_run *run) { \
+        moei_##name##_product(&op->shape, run->base + op->at, moei_int_vector(run, op->in), \
+                              moei_int_vector(run, op->out)); \
+    } \
+    void moei_int_op_##name##_add(const moei_int_op *op, moei_int_run *run) { \
+        moei_##name##_product_add(&op->shape, run->base + op->at, moei_int_vector(run, op->in), run->weight, \
+                                  moei_int_wide(run, op->out)); \
+    }
+MOEI_INT_PRODUCT(int8)
+MOEI_INT_PRODUCT(int4)
+#undef MOEI_INT_PRODUCT
 
 /* Products of 16-bit inputs, with as many digits as the inputs of this call have: with M the
    bitwise or of all |x_p| and e <= 14 the largest power with 2^e M <= 32639 (else 0), x_p 2^e =
@@ -12600,33 +12571,43 @@ static void moei_int_enter(int16_t *x, const signed char *input, size_t n) {
     for (; n % 4 != 0; n++) *x++ = 0;
 }
 
+/* A run before its input. */
+static moe_status moei_int_begin(const moe_model *model, const moe_loader *loader, const void *input, void *scratch,
+                                 moei_int_run *run) {
+    unsigned char *memory = moei_int_scratch(scratch);
+    run->model = model;
+    run->loader = loader;
+    run->base = model->weights;
+    run->state = memory;
+    run->vectors = (int16_t *)(void *)(memory + model->state_size);
+    run->place = 0;
+    run->weight = 32767;
+    run->status = MOE_OK;
+    run->token = model->d_in == 0 ? *(const int32_t *)input : 0;
+    if (model->length == 0) return MOE_OK;
+    memcpy(&run->place, memory, sizeof run->place);
+    return run->place >= model->length ? MOE_ERR_STATE : MOE_OK;
+}
+
+/* Its operations, and the bytes of its output. */
+static moe_status moei_int_end(moei_int_run *run, void *output, size_t size) {
+    const moe_model *model = run->model;
+    moei_int_ops(run, 0, model->n_main);
+    if (run->status != MOE_OK) return run->status;
+    memcpy(output, moei_int_vector(run, model->ops[model->n_main - 1].out), size);
+    run->place++;
+    if (model->length > 0) memcpy(run->state, &run->place, sizeof run->place);
+    return MOE_OK;
+}
+
 /* The run function of integer models. */
 moe_status moei_int_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output,
                               void *scratch) {
-    unsigned char *memory = moei_int_scratch(scratch);
-    const moei_int_op *last = model->ops + model->n_main - 1;
     moei_int_run run;
-    run.model = model;
-    run.loader = loader;
-    run.base = model->weights;
-    run.state = memory;
-    run.vectors = (int16_t *)(void *)(memory + model->state_size);
-    run.place = 0;
-    run.weight = 32767;
-    run.status = MOE_OK;
-    run.token = 0;
-    if (model->length > 0) {
-        memcpy(&run.place, memory, sizeof run.place);
-        if (run.place >= model->length) return MOE_ERR_STATE;
-    }
-    if (model->d_in == 0) run.token = *(const int32_t *)input;
-    else moei_int_enter(run.vectors, (const signed char *)input, model->d_in);
-    moei_int_ops(&run, 0, model->n_main);
-    if (run.status != MOE_OK) return run.status;
-    memcpy(output, moei_int_vector(&run, last->out), model->d_out * sizeof(int16_t));
-    run.place++;
-    if (model->length > 0) memcpy(memory, &run.place, sizeof run.place);
-    return MOE_OK;
+    const moe_status status = moei_int_begin(model, loader, input, scratch, &run);
+    if (status != MOE_OK) return status;
+    if (model->d_in > 0) moei_int_enter(run.vectors, (const signed char *)input, model->d_in);
+    return moei_int_end(&run, output, model->d_out * sizeof(int16_t));
 }
 
 moe_status moe_infer(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch,
@@ -12683,6 +12664,16 @@ void moe_infer_levels(const moe_model *model, const moe_real *x, int8_t *levels)
     }
 }
 
+static moe_choice moei_float_choice(int32_t expert, moe_real weight) {
+    const moe_real w = weight * MOEI_R(32768.0);
+    moe_choice choice;
+    choice.expert = expert;
+    choice.weight = w > MOEI_R(2e9)    ? INT32_MAX
+                    : w < MOEI_R(-2e9) ? -INT32_MAX
+                                       : (int32_t)(w + (w < 0 ? MOEI_R(-0.5) : MOEI_R(0.5)));
+    return choice;
+}
+
 moe_status moei_float_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output,
                                 void *scratch) {
     (void)loader;
@@ -12700,15 +12691,108 @@ moe_status moei_float_model_choices(const moe_model *model, size_t mixture, cons
     if (pass->layer == NULL) return MOE_OK;
     routing = &pass->layer->routing;
     *count = (size_t)routing->n_choices[0];
-    for (i = 0; i < *count && i < room; i++) {
-        const moe_real weight = routing->weights[routing->choices[i]] * MOEI_R(32768.0);
-        choices[i].expert = routing->choices[i];
-        choices[i].weight = weight > MOEI_R(2e9)    ? INT32_MAX
-                            : weight < MOEI_R(-2e9) ? -INT32_MAX
-                                                    : (int32_t)(weight + (weight < 0 ? MOEI_R(-0.5) : MOEI_R(0.5)));
-    }
+    for (i = 0; i < *count && i < room; i++)
+        choices[i] = moei_float_choice(routing->choices[i], routing->weights[routing->choices[i]]);
     return MOE_OK;
 }
+
+#if !MOE_REAL_IS_DOUBLE
+/* The k largest of those above least (NULL: of all), by falling key, with factor2 by falling
+   logits; of equal ones the first. */
+static void moei_float_choose(const moei_int_op *op, moei_int_run *run, const float *least, int k) {
+    const moei_float_view v = moei_float_see(op, run);
+    const float *key = op->factor2 != 0 ? v.y : v.x;
+    int16_t *experts = v.choices + 1;
+    int i, at, count = 0;
+    for (i = 0; i < v.n; i++) {
+        if (!moe_is_finite(v.y[i])) run->status = MOE_ERR_NONFINITE;
+        if ((least != NULL && !(v.x[i] > least[i])) || (count == k && !(key[i] > key[experts[k - 1]]))) continue;
+        for (at = count < k ? count++ : k - 1; at > 0 && key[i] > key[experts[at - 1]]; at--)
+            experts[at] = experts[at - 1];
+        experts[at] = (int16_t)i;
+    }
+    v.choices[0] = (int16_t)count;
+}
+
+void moei_float_op_choose(const moei_int_op *op, moei_int_run *run) { moei_float_choose(op, run, NULL, op->shape.k); }
+
+void moei_float_op_choose_above(const moei_int_op *op, moei_int_run *run) {
+    const moei_float_view v = moei_float_see(op, run);
+    moei_float_choose(op, run, v.c, v.n);
+    if (v.choices[0] == 0 && op->factor != 0) moei_float_choose(op, run, NULL, 1);
+}
+
+void moei_float_op_choose_sum(const moei_int_op *op, moei_int_run *run) {
+    const moei_float_view v = moei_float_see(op, run);
+    float sum = 0;
+    int i;
+    moei_float_choose(op, run, NULL, v.n);
+    for (i = 0; i < v.choices[0] && !(sum > v.c[0]); i++) sum += v.x[v.choices[1 + i]];
+    v.choices[0] = (int16_t)i;
+}
+
+void moei_float_op_choose_listed(const moei_int_op *op, moei_int_run *run) {
+    const moei_float_view v = moei_float_see(op, run);
+    int16_t *experts = v.choices + 1;
+    int i, at;
+    moei_float_choose(op, run, NULL, 0); /* the logits */
+    if ((uint32_t)run->token >= op->index) run->status = MOE_ERR_ARGUMENT;
+    if (run->status != MOE_OK) return;
+    for (i = 0; i < v.k; i++) {
+        const int16_t e = (int16_t)v.c[(size_t)run->token * op->shape.k + (size_t)i];
+        for (at = i; at > 0; at--) {
+            const int16_t o = experts[at - 1];
+            if (v.x[e] < v.x[o] || (!(v.x[e] > v.x[o]) && e > o)) break;
+            experts[at] = o;
+        }
+        experts[at] = e;
+    }
+    v.choices[0] = (int16_t)v.k;
+}
+
+void moei_float_op_mixture(const moei_int_op *op, moei_int_run *run) {
+    const moei_int_mixture *m = run->model->mixtures + op->index;
+    const unsigned char *base = run->base;
+    int16_t *choices = moei_int_vector(run, m->choices);
+    float *y = (float *)(void *)moei_int_vector(run, op->out);
+    int i, last = -1;
+    choices[0] = 0;
+    moei_int_ops(run, m->score, m->n_score);
+    for (i = 0; i < op->shape.n; i++) y[i] = 0;
+    while (run->status == MOE_OK && (i = moei_int_next(choices + 1, choices[0], last)) >= 0) {
+        last = choices[1 + i];
+        run->share = moei_float_weights(choices, m->router.most)[i];
+        run->base = moei_int_block(m, run, (uint32_t)last, m->stride);
+        moei_int_ops(run, m->expert, m->n_expert);
+    }
+    run->base = base;
+    run->share = 1;
+    moei_int_ops(run, m->shared, m->n_shared);
+}
+
+moe_status moei_float_ops_run(const moe_model *model, const moe_loader *loader, const void *input, void *output,
+                              void *scratch) {
+    moei_int_run run;
+    const moe_status status = moei_int_begin(model, loader, input, scratch, &run);
+    run.share = 1;
+    if (status != MOE_OK) return status;
+    memcpy(run.vectors, input, model->d_in * sizeof(float));
+    return moei_int_end(&run, output, model->d_out * sizeof(float));
+}
+
+moe_status moei_float_ops_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices,
+                                  size_t room, size_t *count) {
+    const moei_int_mixture *m = model->mixtures + mixture;
+    int16_t *made;
+    size_t i;
+    if (mixture >= model->n_mixtures) return MOE_ERR_NOT_FOUND;
+    made = (int16_t *)(void *)(moei_int_scratch((void *)(uintptr_t)scratch) + model->state_size) + m->choices;
+    *count = (size_t)made[0];
+    for (i = 0; i < *count && i < room; i++)
+        choices[i] = moei_float_choice(made[1 + i], moei_float_weights(made, m->router.most)[i]);
+    return MOE_OK;
+}
+#endif
 #endif
 
 #endif /* MOE_IMPLEMENTATION */

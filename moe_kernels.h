@@ -861,6 +861,79 @@ typedef struct moei_int_shape {
     uint8_t shift;
 } moei_int_shape;
 
+struct moe_model;
+struct moe_loader;
+struct moei_int_run;
+
+/* One operation on vectors in scratch memory. A vector is int16 [width rounded up to 4], zero
+   beyond its width; a value is code * scale, and only moe_model_create knows the scales. Operations
+   name their function, so a linker drops those that no model uses. */
+typedef struct moei_int_op {
+    void (*run)(const struct moei_int_op *op, struct moei_int_run *run);
+    /* widths of result and input; limits and shift of the result */
+    moei_int_shape shape;
+    /* its constants: offset in bytes from the base, which is the model's weights or, in an expert,
+       its block */
+    uint32_t at;
+    uint32_t in, other, out; /* its vectors: int16 from the start of the vectors */
+    /* mixture: how many summands of an expert and of the shared ones are rounded down; the sum
+       starts at half of them */
+    int16_t factor, factor2;
+    /* mixture, attention: its number in the model; row: of the token or of its position; norm: 1
+       centers */
+    uint16_t index;
+} moei_int_op;
+
+/* The state of one call of moe_infer, on its stack. */
+typedef struct moei_int_run {
+    const struct moe_model *model;
+    const struct moe_loader *loader;
+    const unsigned char *base; /* of the operations' constants */
+    int16_t *vectors;
+    unsigned char *state;
+    int32_t token;             /* id, where the model reads ids */
+    uint32_t place; /* the token's position in its sequence */
+    int16_t weight;            /* of the present expert: 32767 stands for 1 */
+#ifndef MOE_NO_FLOAT
+    moe_real share;            /* the same of float models */
+#endif
+    moe_status status;
+} moei_int_run;
+
+#if !defined(MOE_NO_FLOAT) && !MOE_REAL_IS_DOUBLE
+/* Private: the operations of float models, void moei_float_op_NAME(op, run), and one per
+   activation: out = act(in). Vectors and constants c are floats. Choices, in other, are int16
+   count, int16 [m], float weights [m] from an even place on, where m is shape.low. */
+#define MOEI_FLOAT_OPS(X) \
+    X(product)        /* out = W in + b; c: b [n], W [n,k] */ \
+    X(product_add)    /* out += weight (W in + b) */ \
+    X(multiply)       /* out = in * other */ \
+    X(add)            /* out = in + other */ \
+    X(layer_norm)     /* c: eps, gain [n], bias [n] */ \
+    X(rms_norm)       /* the same */ \
+    X(row)            /* out = a row of c [k,n]: of the token; index 1: of its position, 2: the first */ \
+    X(mixture)        /* out = the output of an MoE layer */ \
+    X(apply_weight)   /* out = weight * in; then weight = 1 */ \
+    X(set_weight)     /* weight = in_0 */ \
+    X(add_rest)       /* out += (1 - the sum of the weights) * in */ \
+    X(softmax)        /* out = softmax(in / c_0) */ \
+    X(sqrt_softplus)  /* out = sqrt(softplus(in)) */ \
+    X(choose)         /* the k largest of in [n]; all choices also check the logits, out */ \
+    X(choose_above)   /* those above c [n]; factor 1: or the largest; factor2 1: by falling logits */ \
+    X(choose_sum)     /* the largest until they sum to more than c_0 */ \
+    X(choose_listed)  /* the row of c [index,k] of the token */ \
+    X(weigh)          /* weights = in of the chosen */ \
+    X(weigh_sum)      /* weights / their sum */ \
+    X(weigh_softmax)  /* their softmax */ \
+    X(weigh_scale)    /* weights * c [n] of the chosen */
+#define MOEI_FLOAT_OP(name) MOEI_API void moei_float_op_##name(const moei_int_op *op, moei_int_run *run);
+#define MOEI_FLOAT_ACT(value, name, act, backward) MOEI_FLOAT_OP(value)
+MOEI_FLOAT_OPS(MOEI_FLOAT_OP)
+MOE_ACTS(MOEI_FLOAT_ACT)
+#undef MOEI_FLOAT_OP
+#undef MOEI_FLOAT_ACT
+#endif
+
 #ifdef __cplusplus
 }
 #endif
@@ -9050,6 +9123,167 @@ static size_t moei_int_top_k(size_t n, const int32_t *key, size_t k, int16_t *in
     }
     return taken;
 }
+
+#if !defined(MOE_NO_FLOAT) && !MOE_REAL_IS_DOUBLE
+/* ---- operations of float models ---- */
+
+MOEI_TOOL float *moei_float_weights(int16_t *choices, int most) {
+    return (float *)(void *)(choices + (most + 2) / 2 * 2);
+}
+
+/* What an operation works on. */
+typedef struct moei_float_view {
+    const float *x, *z, *c;
+    float *y, *w; /* w: weights of the choices */
+    int16_t *choices;
+    int n, k;
+} moei_float_view;
+
+MOEI_INLINE moei_float_view moei_float_see(const moei_int_op *op, const moei_int_run *run) {
+    moei_float_view v;
+    v.x = (const float *)(const void *)(run->vectors + op->in);
+    v.c = (const float *)(const void *)(run->base + op->at);
+    v.choices = run->vectors + op->other;
+    v.z = (const float *)(const void *)v.choices;
+    v.w = moei_float_weights(v.choices, op->shape.low);
+    v.y = (float *)(void *)(run->vectors + op->out);
+    v.n = op->shape.n;
+    v.k = op->shape.k;
+    return v;
+}
+
+/* y = W x + b, or y += *share (W x + b). Four rows read x together. */
+static void moei_float_product(const moei_int_op *op, const moei_int_run *run, const float *share) {
+    const moei_float_view v = moei_float_see(op, run);
+    const float *const end = v.x + v.k;
+    const float *b = v.c, *w = v.c + v.n;
+    float *y = v.y, sum[4];
+    int n, rows, i;
+    for (n = v.n; n > 0; n -= rows) {
+        const float *x = v.x, *w1 = w + v.k;
+        sum[0] = b[0];
+        rows = n < 4 ? 1 : 4;
+        if (rows == 4) {
+            const float *w2 = w1 + v.k, *w3 = w2 + v.k;
+            float s0 = b[0], s1 = b[1];
+            float s2 = b[2], s3 = b[3];
+            while (x != end) {
+                const float a = *x++;
+                s0 += *w++ * a;
+                s1 += *w1++ * a;
+                s2 += *w2++ * a;
+                s3 += *w3++ * a;
+            }
+            sum[0] = s0;
+            sum[1] = s1;
+            sum[2] = s2;
+            sum[3] = s3;
+            w = w3;
+        } else
+            while (x != end) sum[0] += *w++ * *x++;
+        for (i = 0; i < rows; i++, b++, y++) *y = share != NULL ? *y + *share * sum[i] : sum[i];
+    }
+}
+
+void moei_float_op_product(const moei_int_op *op, moei_int_run *run) { moei_float_product(op, run, NULL); }
+void moei_float_op_product_add(const moei_int_op *op, moei_int_run *run) { moei_float_product(op, run, &run->share); }
+
+static void moei_float_each(const moei_int_op *op, moei_int_run *run, float (*f)(float x)) {
+    const moei_float_view v = moei_float_see(op, run);
+    int i;
+    for (i = 0; i < v.n; i++) v.y[i] = f(v.x[i]);
+}
+
+#define MOEI_FLOAT_ACT(value, name, act, backward) \
+    void moei_float_op_##value(const moei_int_op *op, moei_int_run *run) { moei_float_each(op, run, act); }
+MOE_ACTS(MOEI_FLOAT_ACT)
+#undef MOEI_FLOAT_ACT
+
+static float moei_sqrt_softplus(float x) { return MOEI_F(sqrt)(moei_softplus(x)); }
+void moei_float_op_sqrt_softplus(const moei_int_op *op, moei_int_run *run) {
+    moei_float_each(op, run, moei_sqrt_softplus);
+}
+
+void moei_float_op_multiply(const moei_int_op *op, moei_int_run *run) {
+    const moei_float_view v = moei_float_see(op, run);
+    int i;
+    for (i = 0; i < v.n; i++) v.y[i] = v.x[i] * v.z[i];
+}
+
+void moei_float_op_add(const moei_int_op *op, moei_int_run *run) {
+    const moei_float_view v = moei_float_see(op, run);
+    int i;
+    for (i = 0; i < v.n; i++) v.y[i] = v.x[i] + v.z[i];
+}
+
+void moei_float_op_layer_norm(const moei_int_op *op, moei_int_run *run) {
+    const moei_float_view v = moei_float_see(op, run);
+    moe_layer_norm((size_t)v.n, v.x, v.c + 1, v.c + 1 + v.n, v.c[0], v.y, NULL, NULL);
+}
+
+void moei_float_op_rms_norm(const moei_int_op *op, moei_int_run *run) {
+    const moei_float_view v = moei_float_see(op, run);
+    float scale = 0;
+    int i;
+    for (i = 0; i < v.n; i++) scale += v.x[i] * v.x[i];
+    scale = 1 / MOEI_F(sqrt)(scale / (float)v.n + v.c[0]);
+    for (i = 0; i < v.n; i++) v.y[i] = v.x[i] * scale * v.c[1 + i] + v.c[1 + v.n + i];
+}
+
+void moei_float_op_row(const moei_int_op *op, moei_int_run *run) {
+    const moei_float_view v = moei_float_see(op, run);
+    const uint32_t r = op->index == 0 ? (uint32_t)run->token : op->index == 1 ? run->place : 0;
+    if (r >= op->shape.k) run->status = MOE_ERR_ARGUMENT;
+    else memcpy(v.y, v.c + (size_t)r * op->shape.n, op->shape.n * sizeof(float));
+}
+
+void moei_float_op_apply_weight(const moei_int_op *op, moei_int_run *run) {
+    const moei_float_view v = moei_float_see(op, run);
+    int i;
+    for (i = 0; i < v.n; i++) v.y[i] = run->share * v.x[i];
+    run->share = 1;
+}
+
+void moei_float_op_set_weight(const moei_int_op *op, moei_int_run *run) { run->share = *moei_float_see(op, run).x; }
+
+void moei_float_op_add_rest(const moei_int_op *op, moei_int_run *run) {
+    const moei_float_view v = moei_float_see(op, run);
+    float rest = 1;
+    int i;
+    for (i = 0; i < v.choices[0]; i++) rest -= v.w[i];
+    for (i = 0; i < v.n; i++) v.y[i] += rest * v.x[i];
+}
+
+void moei_float_op_softmax(const moei_int_op *op, moei_int_run *run) {
+    const moei_float_view v = moei_float_see(op, run);
+    moei_softmax_c((size_t)v.n, v.x, v.c[0], v.y);
+}
+
+void moei_float_op_weigh(const moei_int_op *op, moei_int_run *run) {
+    const moei_float_view v = moei_float_see(op, run);
+    int i;
+    for (i = 0; i < v.choices[0]; i++) v.w[i] = v.x[v.choices[1 + i]];
+}
+
+void moei_float_op_weigh_sum(const moei_int_op *op, moei_int_run *run) {
+    const moei_float_view v = moei_float_see(op, run);
+    float sum = 0;
+    int i;
+    for (i = 0; i < v.choices[0]; i++) sum += v.w[i];
+    for (i = 0; i < v.choices[0]; i++) v.w[i] = sum < 0 || sum > 0 ? v.w[i] / sum : 0;
+}
+
+void moei_float_op_weigh_softmax(const moei_int_op *op, moei_int_run *run) {
+    const moei_float_view v = moei_float_see(op, run);
+    moei_softmax_c((size_t)v.choices[0], v.w, 1, v.w);
+}
+
+void moei_float_op_weigh_scale(const moei_int_op *op, moei_int_run *run) {
+    const moei_float_view v = moei_float_see(op, run);
+    int i;
+    for (i = 0; i < v.choices[0]; i++) v.w[i] *= v.c[v.choices[1 + i]];
+}
+#endif
 
 #ifdef __cplusplus
 }

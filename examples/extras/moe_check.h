@@ -121,8 +121,8 @@ extern "C" {
    workspace, and all zeros afterwards. loader as for moe_infer. Errors; error (may be NULL) names
    the operation and its field:
      MOE_ERR_ARGUMENT     model or scratch is NULL
-     MOE_ERR_UNSUPPORTED  another version; experts that need a loader; a float model in a build with
-                          MOE_REAL=double or MOE_NO_FLOAT
+     MOE_ERR_UNSUPPORTED  another version; experts that need a loader; a float model that is a list
+                          of operations, or in a build with MOE_REAL=double or MOE_NO_FLOAT
      MOE_ERR_SPACE        scratch_size is smaller than the model's
      MOE_ERR_FORMAT       an offset, size, index, shift or function is not valid
      MOE_ERR_OVERFLOW     a sum can leave its integer
@@ -1216,6 +1216,11 @@ static moe_status moei_check_model(moei_check *c, void *scratch, size_t scratch_
 #ifdef MOE_NO_FLOAT
     return moei_check_refuse(c, MOE_ERR_UNSUPPORTED, "weights_are", "this build has no floating point");
 #else
+#if !MOE_REAL_IS_DOUBLE
+    if (m->run == moei_float_ops_run)
+        return moei_check_refuse(c, MOE_ERR_UNSUPPORTED, "run",
+                                 "float operations are not checked: make the model with same_bits = 1");
+#endif
     MOEI_CHECK_NEED(m->run == moei_float_model_run && m->choices == moei_float_model_choices, "run",
                     "not that of its weights");
     return moei_check_float(c);

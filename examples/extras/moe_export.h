@@ -129,6 +129,13 @@
      65 points, gates are powers of two in fixed point. Where a linker drops unused functions
      (--gc-sections), only those that the model names stay.
 
+     Float models.   Most are lists of operations, as integer models are: a few kilobytes of code,
+     and the results of the network but for rounding. What has no list is computed by the network's
+     own code (moe_net_forward, moe_net_decode), twenty times as much, and gives its bits; the
+     header says so, and why: attention, scores other than linear, random and mlp, selections in
+     groups, latent or shaped experts, MOE_NO_QUANT, and most of what integers have no form for.
+     same_bits = 1 asks for that.
+
      Calibration.   The network runs on the calibration data in float. The largest magnitude of each
      vector sets its scale; values beyond it saturate (16-bit codes have room for four times as
      much). Use data like that in the field, without outliers. If an int8 model loses accuracy, try
@@ -148,8 +155,9 @@
      chosen experts into scratch: the second argument of moe_infer. moe_blocks.h keeps the blocks
      used last.
 
-     Memory.   A built model owns its memory, from config.allocator. An integer model keeps nothing
-     of the network; a float model points to the network's parameters, which must outlive it.
+     Memory.   A built model owns its memory, from config.allocator. A list of operations keeps
+     nothing of the network; another float model points to the network's parameters, which must
+     outlive it.
      Threads.   There are no globals. Reading one model from several threads is safe, with scratch
      memory for each.
      Errors, NULL and promises are as in moe.h.
@@ -196,6 +204,7 @@ typedef struct moe_model_config {
     size_t length;               /* longest sequence, with attention or positions [128] */
     int loader;                  /* integers: 1: expert weights come through a moe_loader [0] */
     moe_allocator allocator;     /* {0}: the standard heap */
+    int same_bits;               /* float: 1: never a list of operations, see Float models [0] */
 } moe_model_config;
 
 /* A model and the memory that it owns. model points into this struct, so do not move or copy it.
@@ -207,12 +216,14 @@ typedef struct moe_built_model {
     moei_int_mixture *mixtures;
     moei_int_attention *attentions;
     int external; /* 1: experts come through a loader */
-    moe_net net;  /* float models: the network's modules with plain C kernels */
+    moe_net net;  /* float models without a list: the network's modules with plain C kernels */
+    const char *obstacle; /* why there is no list */
     moe_allocator allocator;
 } moe_built_model;
 
-/* Makes an inference model of a built network, which stays the caller's. A float model points to
-   the network's parameters; an integer model copies what it needs. config NULL: {0}.
+/* Makes an inference model of a built network, which stays the caller's. A float model without a
+   list of operations points to the network's parameters; all others copy what they need. config
+   NULL: {0}.
    Integers: each vector gets one scale, from the largest magnitude that calibration shows there;
    each matrix gets one scale per output (int4: and one factor per 32 inputs).
    Errors; error (may be NULL) names the module, setting or parameter:
@@ -3194,6 +3205,438 @@ static void moei_maker_finish(moei_maker *m) {
     model->scratch_size = MOEI_INT_ALIGN - 1 + model->state_size + most * sizeof(int16_t);
 }
 
+#endif /* MOE_NO_QUANT */
+
+/* ---- >>lists: float models as lists of operations ---- */
+
+#if !MOE_REAL_IS_DOUBLE && !defined(MOE_NO_QUANT)
+typedef void moei_op_function(const moei_int_op *op, moei_int_run *run);
+
+#define MOEI_FLOAT_ACT(value, name, act, backward) moei_float_op_##value,
+static moei_op_function *const moei_list_acts[] = {MOE_ACTS(MOEI_FLOAT_ACT)};
+#undef MOEI_FLOAT_ACT
+
+/* The mixture that operations are being made for, and its router's configuration now. */
+typedef struct moei_list_router {
+    const moe_layer *layer;
+    moe_router_config now;
+    moei_int_mixture mixture;
+    size_t index;
+} moei_list_router;
+
+static const char *moei_list_weight_obstacle(const moe_router_config *c) {
+    const int weight = moei_ir_weight_of(c);
+    const int by_logits = c->select == MOE_SELECT_SINKHORN || c->select == MOE_SELECT_BALANCED;
+    if (weight == MOE_WEIGHT_SPARSEMIXER) return "weight = sparsemixer";
+    if (weight == MOE_WEIGHT_P_NORM) return "weight_p";
+    if (c->renormalize == MOE_RENORMALIZE_AFTER && c->expert_scale) return "renormalize with expert_scale";
+    if (c->selection_bias &&
+        c->select != MOE_SELECT_TOP_K && c->select != MOE_SELECT_DENSE && c->select != MOE_SELECT_HASH)
+        return "selection_bias with this selection";
+    if (by_logits && c->gate == MOE_GATE_RELU) return "the selection with this gate";
+    if (c->weight_over != MOE_WEIGHT_OVER_ALL) return "weight_over";
+    return NULL;
+}
+
+static const char *moei_list_router_obstacle(const moe_router_config *c, int frozen) {
+    static const int selects[] = {MOE_SELECT_TOP_K,    MOE_SELECT_DENSE, MOE_SELECT_THRESHOLD, MOE_SELECT_POSITIVE,
+                                  MOE_SELECT_TOP_P,    MOE_SELECT_HASH,  MOE_SELECT_SAMPLE,    MOE_SELECT_SINKHORN,
+                                  MOE_SELECT_BALANCED, -1};
+    size_t i = 0;
+    while (selects[i] >= 0 && selects[i] != c->select) i++;
+    if (selects[i] < 0) return "select";
+    if (c->select == MOE_SELECT_SAMPLE && c->sample_at == MOE_SAMPLE_ALWAYS) return "sample_at = always";
+    if (c->select == MOE_SELECT_HASH && c->table_size > UINT16_MAX) return "table_size";
+    if (c->score != MOE_SCORE_LINEAR && c->score != MOE_SCORE_RANDOM && c->score != MOE_SCORE_MLP) return "score";
+    if (moei_ir_gate_of(c->gate)->gate == NULL) return "gate";
+    if (c->input == MOE_INPUT_ADAPTIVE_CLUSTERING) return "input";
+    if (c->refine != MOE_REFINE_NONE) return "refine";
+    if (c->predictor) return "predictor";
+    if (c->student && frozen) return "student";
+    if (c->logit_cap > MOEI_R(0.0)) return "logit_cap";
+    if (c->router_residual) return "router_residual";
+    if (c->n_zero + c->n_copy + c->n_constant > 0) return "experts without matrices";
+    return moei_list_weight_obstacle(c);
+}
+
+static const char *moei_list_layer_obstacle(const moe_module *module) {
+    const moei_expert_run run = moei_expert_run_begin(&module->layer, module->layer.config.expert, 0);
+    moe_router_config now;
+    int frozen;
+    if (run.shaped) return "a shaped gate";
+    if (run.in_file) return "weights in a file";
+    if (module->kind == MOE_MODULE_FEED_FORWARD) return NULL;
+    if (module->layer.config.d_latent > 0) return "d_latent";
+    now = moei_router_now(&module->layer, &frozen);
+    if (now.n_experts > INT16_MAX) return "n_experts";
+    return moei_list_router_obstacle(&now, frozen);
+}
+#endif
+
+/* Why a float model is no list of operations; NULL if it is one. */
+static const char *moei_list_obstacle(const moe_net *net, size_t length) {
+#if !MOE_REAL_IS_DOUBLE && !defined(MOE_NO_QUANT)
+    size_t i, works = 0;
+    if (length > UINT16_MAX) return "the length";
+    if (net->external) return "weights in a file";
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_module *m = &net->modules[i];
+        const char *obstacle = moei_is_layer(m) ? moei_list_layer_obstacle(m) : NULL;
+        if (obstacle != NULL) return obstacle;
+        if (m->d_in > UINT16_MAX || m->d_out > UINT16_MAX || m->n_rows > UINT16_MAX) return "a width above 65535";
+        if (m->kind != MOE_MODULE_DROPOUT) works = 1;
+        if (m->kind == MOE_MODULE_ATTENTION) return "attention";
+        if (m->kind > MOE_MODULE_TIED) return moei_module_names[m->kind];
+    }
+    return works ? NULL : "there is nothing to compute";
+#else
+    (void)net;
+    (void)length;
+    return "MOE_NO_QUANT";
+#endif
+}
+
+#if !MOE_REAL_IS_DOUBLE && !defined(MOE_NO_QUANT)
+/* Constants of the model; values NULL: zeros. */
+static uint32_t moei_list_constants(moei_maker *m, moe_buffer *to, const moe_real *values, size_t count) {
+    const moe_real zero = MOEI_R(0.0);
+    const uint32_t at = (uint32_t)to->size;
+    if (values != NULL) (void)moei_constants(m, to, values, count * sizeof *values);
+    for (; values == NULL && count > 0 && m->status == MOE_OK; count--)
+        (void)moei_constants(m, to, &zero, sizeof zero);
+    return at;
+}
+
+/* Appends an operation with a result of its own; in MOEI_INT_NONE: it reads no vector. */
+static uint32_t moei_list_op(moei_maker *m, moei_op_function *run, size_t n, size_t k, uint32_t at, uint32_t in,
+                             uint32_t other) {
+    const uint32_t out = moei_vector_int32(m, n);
+    moei_int_op op = moei_op(run, n, k, 0, 0, 0);
+    op.at = at;
+    moei_op_append(m, op, in == MOEI_INT_NONE ? out : in, in == MOEI_INT_NONE ? out : other, out);
+    return out;
+}
+
+/* A row of the constants at `at`; which: see moei_float_op_row. */
+static uint32_t moei_list_row(moei_maker *m, size_t n, size_t k, uint32_t at, int which) {
+    const uint32_t out = moei_list_op(m, moei_float_op_row, n, k, at, MOEI_INT_NONE, 0);
+    if (m->status == MOE_OK) m->last_op->index = (uint16_t)which;
+    return out;
+}
+
+/* W in + b of `count` experts, or of one; sum: what it adds to, MOEI_INT_NONE: a new vector. */
+static uint32_t moei_list_product(moei_maker *m, const moe_real *w, const moe_real *bias, size_t count, size_t n,
+                                  size_t k, uint32_t in, uint32_t sum) {
+    moe_buffer *to = m->in_block ? &m->pieces : &m->made.weights;
+    uint32_t at = (uint32_t)to->size;
+    moei_int_op op;
+    size_t e, i;
+    for (e = 0; e < count; e++) {
+        (void)moei_list_constants(m, to, bias == NULL ? NULL : bias + e * n, n);
+        (void)moei_list_constants(m, to, w + e * n * k, n * k);
+    }
+    if (m->in_block) {
+        for (i = 0, at = 0; i < m->n_pieces; i++) at += (uint32_t)m->piece[i];
+        m->piece[m->n_pieces++] = n * (k + 1) * sizeof *w;
+    }
+    m->counted += n * k;
+    if (sum == MOEI_INT_NONE) return moei_list_op(m, moei_float_op_product, n, k, at, in, in);
+    op = moei_op(moei_float_op_product_add, n, k, 0, 0, 0);
+    op.at = at;
+    moei_op_append(m, op, in, in, sum);
+    return sum;
+}
+
+/* A vector of equal constants. */
+static uint32_t moei_list_equal(moei_maker *m, moe_real value, size_t n) {
+    const uint32_t at = (uint32_t)m->made.weights.size;
+    size_t i;
+    for (i = 0; i < n; i++) (void)moei_list_constants(m, &m->made.weights, &value, 1);
+    return moei_list_row(m, n, 1, at, 2);
+}
+
+static uint32_t moei_list_norm(moei_maker *m, moei_op_function *run, const moe_real *gain, const moe_real *bias,
+                               moe_real eps, size_t n, uint32_t in) {
+    const uint32_t at = moei_list_constants(m, &m->made.weights, &eps, 1);
+    (void)moei_list_constants(m, &m->made.weights, gain, n);
+    (void)moei_list_constants(m, &m->made.weights, bias, n);
+    return moei_list_op(m, run, n, n, at, in, in);
+}
+
+/* The steps of experts, or of one; the last product adds to sum, or makes a vector. */
+static uint32_t moei_list_expert(moei_maker *m, const moei_expert_run *run, size_t count, uint32_t x, uint32_t sum) {
+    uint32_t node[MOE_NODE_COUNT], made = x;
+    int i;
+    for (i = 0; i < run->kind->n_steps; i++) {
+        const moei_step *step = &run->kind->steps[i];
+        const uint32_t from = step->from == MOEI_X ? x : node[step->from];
+        const size_t n = run->width[step->to];
+        if (!(run->needed >> step->to & 1u)) continue;
+        if (step->op == MOEI_STEP_MATMUL)
+            made = moei_list_product(m, run->layer->tensors[step->weight],
+                                     step->bias < 0 ? NULL : run->layer->tensors[step->bias], count, n,
+                                     run->width[step->from], from, i + 1 < run->kind->n_steps ? MOEI_INT_NONE : sum);
+        else made = moei_list_op(m, moei_list_acts[run->act], n, n, 0, from, from);
+        if (step->op == MOEI_STEP_GATED)
+            made = moei_list_op(m, moei_float_op_multiply, n, n, 0, made, node[step->second]);
+        node[step->to] = made;
+    }
+    return made;
+}
+
+/* u, then z. */
+static uint32_t moei_list_logits(moei_maker *m, const moei_list_router *r, uint32_t u) {
+    const size_t n = (size_t)r->now.n_experts, d = (size_t)r->now.d_model;
+    const size_t h = moei_router_hidden(&r->now);
+    const moe_real *const *t = r->layer->tensors;
+    const moe_real shrink = MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)d);
+    if (r->now.input == MOE_INPUT_SCALED_RMS) {
+        u = moei_list_norm(m, moei_float_op_rms_norm, t[MOE_ROUTER_INPUT_SCALE], NULL, MOEI_R(1e-6), d, u);
+        u = moei_list_op(m, moei_float_op_multiply, d, d, 0, u, moei_list_equal(m, shrink, d));
+    }
+    if (r->now.score != MOE_SCORE_MLP)
+        return moei_list_product(m, t[MOE_ROUTER_WEIGHT], t[MOE_ROUTER_BIAS], 1, n, d, u, MOEI_INT_NONE);
+    u = moei_list_product(m, t[MOE_ROUTER_FC1_WEIGHT], t[MOE_ROUTER_FC1_BIAS], 1, h, d, u, MOEI_INT_NONE);
+    u = moei_list_op(m, moei_list_acts[r->now.router_act], h, h, 0, u, u);
+    return moei_list_product(m, t[MOE_ROUTER_FC2_WEIGHT], t[MOE_ROUTER_FC2_BIAS], 1, n, h, u, MOEI_INT_NONE);
+}
+
+/* p of z. */
+static uint32_t moei_list_gate(moei_maker *m, const moei_list_router *r, uint32_t z) {
+    const size_t n = (size_t)r->now.n_experts;
+    const moe_real t = r->now.gate_temperature;
+    if (r->now.gate == MOE_GATE_SOFTMAX)
+        return moei_list_op(m, moei_float_op_softmax, n, n, moei_list_constants(m, &m->made.weights, &t, 1), z, z);
+    if (r->now.gate == MOE_GATE_SQRT_SOFTPLUS) return moei_list_op(m, moei_float_op_sqrt_softplus, n, n, 0, z, z);
+    if (r->now.gate == MOE_GATE_RELU) return moei_list_op(m, moei_list_acts[MOE_ACT_RELU], n, n, 0, z, z);
+    if (r->now.gate == MOE_GATE_IDENTITY) return z;
+    if (!moei_ir_is(t, 1.0))
+        z = moei_list_op(m, moei_float_op_multiply, n, n, 0, z, moei_list_equal(m, MOEI_R(1.0) / t, n));
+    return moei_list_op(m, moei_list_acts[MOE_ACT_SIGMOID], n, n, 0, z, z);
+}
+
+/* An operation on the choices. */
+static void moei_list_choices(moei_maker *m, const moei_list_router *r, moei_op_function *run, size_t k, uint32_t at,
+                              uint32_t in, uint32_t z) {
+    moei_int_op op = moei_op(run, (size_t)r->now.n_experts, k, r->mixture.router.most, 0, 0);
+    op.at = at;
+    moei_op_append(m, op, in, r->mixture.choices, z);
+}
+
+/* The thresholds of all experts, and what is taken if none is passed. */
+static void moei_list_above(moei_maker *m, const moei_list_router *r, uint32_t p, uint32_t z) {
+    const uint32_t at = (uint32_t)m->made.weights.size;
+    moe_router router;
+    moei_pass pass;
+    size_t e;
+    moei_layer_router(r->layer, &router);
+    memset(&pass, 0, sizeof pass);
+    pass.router = &router;
+    pass.c = &r->now;
+    for (e = 0; e < (size_t)r->now.n_experts; e++) {
+        const moe_real theta = moei_threshold(&pass, e);
+        (void)moei_list_constants(m, &m->made.weights, &theta, 1);
+    }
+    moei_list_choices(m, r, moei_float_op_choose_above, 0, at, p, z);
+    if (m->status != MOE_OK) return;
+    m->last_op->factor = r->now.select == MOE_SELECT_THRESHOLD && r->now.threshold_fallback != MOE_FALLBACK_NEVER;
+    m->last_op->factor2 = (moei_gate_flags[r->now.gate] & MOEI_GATE_RISES) != 0;
+}
+
+static void moei_list_select(moei_maker *m, const moei_list_router *r, uint32_t p, uint32_t z) {
+    const moe_router_config *c = &r->now;
+    const size_t n = (size_t)c->n_experts;
+    const int rises = (moei_gate_flags[c->gate] & MOEI_GATE_RISES) != 0;
+    uint32_t key = rises ? z : p, at;
+    if (c->select == MOE_SELECT_TOP_P) {
+        at = moei_list_constants(m, &m->made.weights, &c->top_p, 1);
+        moei_list_choices(m, r, moei_float_op_choose_sum, n, at, p, z);
+        return;
+    }
+    if (c->select == MOE_SELECT_THRESHOLD || c->select == MOE_SELECT_POSITIVE) {
+        moei_list_above(m, r, p, z);
+        return;
+    }
+    if (c->selection_bias) {
+        at = moei_list_constants(m, &m->made.weights, r->layer->tensors[MOE_ROUTER_SELECTION_BIAS], n);
+        key = moei_list_op(m, moei_float_op_add, n, n, 0, p, moei_list_row(m, n, 1, at, 2));
+    }
+    if (c->select == MOE_SELECT_HASH) {
+        at = moei_list_constants(m, &m->made.weights, r->layer->tensors[MOE_ROUTER_TABLE],
+                                 (size_t)c->table_size * (size_t)c->top_k);
+        moei_list_choices(m, r, moei_float_op_choose_listed, (size_t)c->top_k, at, key, z);
+        if (m->status == MOE_OK) m->last_op->index = (uint16_t)c->table_size;
+    } else moei_list_choices(m, r, moei_float_op_choose,
+                           c->select == MOE_SELECT_DENSE ? n : (size_t)c->top_k, 0, key, z);
+}
+
+static void moei_list_weights(moei_maker *m, const moei_list_router *r, uint32_t p, uint32_t z) {
+    const moe_router_config *c = &r->now;
+    const moe_real *own = c->expert_scale ? r->layer->tensors[MOE_ROUTER_EXPERT_SCALE] : NULL;
+    const int weight = moei_ir_weight_of(c);
+    const int ones = weight == MOE_WEIGHT_UNIFORM || weight == MOE_WEIGHT_ONE;
+    const size_t n = (size_t)c->n_experts;
+    const uint32_t from = ones ? moei_list_equal(m, MOEI_R(1.0), n) : weight == MOE_WEIGHT_SOFTMAX ? z : p;
+    uint32_t at;
+    size_t e;
+    moei_list_choices(m, r, moei_float_op_weigh, 0, 0, from, z);
+    if (weight == MOE_WEIGHT_SUM || weight == MOE_WEIGHT_UNIFORM)
+        moei_list_choices(m, r, moei_float_op_weigh_sum, 0, 0, from, z);
+    if (weight == MOE_WEIGHT_SOFTMAX) moei_list_choices(m, r, moei_float_op_weigh_softmax, 0, 0, from, z);
+    if (own == NULL && moei_ir_is(c->scale, 1.0)) return;
+    at = (uint32_t)m->made.weights.size;
+    for (e = 0; e < n; e++) {
+        const moe_real factor = c->scale * (own != NULL ? own[e] : MOEI_R(1.0));
+        (void)moei_list_constants(m, &m->made.weights, &factor, 1);
+    }
+    moei_list_choices(m, r, moei_float_op_weigh_scale, 0, at, from, z);
+}
+
+/* What a layer adds to its experts. */
+static void moei_list_rest(moei_maker *m, const moei_list_router *r, uint32_t x, uint32_t y) {
+    const moe_layer *layer = r->layer;
+    const moei_expert_run run = moei_expert_run_begin(layer, MOEI_SHARED, 0);
+    const size_t d = (size_t)layer->config.router.d_model;
+    uint32_t share;
+    moei_int_op op;
+    if (layer->config.add_input) {
+        op = moei_op(moei_float_op_add_rest, d, 0, r->mixture.router.most, 0, 0);
+        moei_op_append(m, op, x, r->mixture.choices, y);
+    }
+    if (layer->config.n_shared == 0) return;
+    if (layer->config.shared_sigmoid) {
+        share = moei_list_product(m, layer->tensors[MOE_SHARED_SIGMOID], NULL, 1, 1, d, x, MOEI_INT_NONE);
+        share = moei_list_op(m, moei_list_acts[MOE_ACT_SIGMOID], 1, 1, 0, share, share);
+        moei_op_append(m, moei_op(moei_float_op_set_weight, 1, 0, 0, 0, 0), share, share, share);
+    }
+    (void)moei_list_expert(m, &run, 1, x, y);
+}
+
+static void moei_list_router_ops(moei_maker *m, moei_list_router *r, uint32_t u) {
+    moei_int_mixture *x = &r->mixture;
+    const size_t n = (size_t)r->now.n_experts;
+    const size_t most = moei_ir_select_of(r->now.select)->takes_all ? n : (size_t)r->now.top_k;
+    uint32_t z, p;
+    x->router.n_experts = (uint16_t)n;
+    x->router.most = (uint16_t)most;
+    x->router.bias = x->router.thresholds = x->router.scales = x->router.table = MOEI_INT_NONE;
+    x->choices = moei_vector_new(m, (most + 2) / 2 * 2 + 2 * most, MOEI_WIDE, 1, 0);
+    if (m->status == MOE_OK) m->vectors[x->choices].last_use = UINT32_MAX;
+    x->score = moei_ops_count(m);
+    z = moei_list_logits(m, r, u);
+    p = moei_list_gate(m, r, z);
+    moei_list_select(m, r, p, z);
+    moei_list_weights(m, r, p, z);
+    x->n_score = moei_ops_count(m) - x->score;
+    x->z = z;
+    x->p = p;
+}
+
+static uint32_t moei_list_mixture(moei_maker *m, const moe_module *module) {
+    const moe_layer_config *c = &module->layer.config;
+    const moei_expert_run run = moei_expert_run_begin(&module->layer, c->expert, 0);
+    const size_t experts = (size_t)c->router.n_experts;
+    const uint32_t x = m->entering[m->module], u = m->entering[moei_first_norm(m->net, m->module)];
+    const uint32_t y = moei_vector_int32(m, (size_t)c->d_out);
+    moei_list_router r;
+    moei_int_op op;
+    size_t before;
+    uint32_t in = x;
+    memset(&r, 0, sizeof r);
+    r.layer = &module->layer;
+    r.now = moei_router_now(r.layer, NULL);
+    m->inner = 1;
+    moei_list_router_ops(m, &r, u);
+    r.mixture.expert = moei_ops_count(m);
+    before = m->counted;
+    m->in_block = 1;
+    if (c->router.apply_to == MOE_APPLY_INPUT)
+        in = moei_list_op(m, moei_float_op_apply_weight, run.width[MOEI_X], 0, 0, x, x);
+    (void)moei_list_expert(m, &run, experts, in, y);
+    moei_mixture_blocks(m, &r.mixture, experts);
+    m->in_block = 0;
+    m->counted += (m->counted - before) * (size_t)(r.mixture.router.most - 1);
+    r.mixture.n_expert = moei_ops_count(m) - r.mixture.expert;
+    r.mixture.shared = moei_ops_count(m);
+    moei_list_rest(m, &r, x, y);
+    r.mixture.n_shared = moei_ops_count(m) - r.mixture.shared;
+    m->inner = 0;
+    r.mixture.sum = y;
+    r.mixture.block = MOEI_INT_NONE;
+    m->clock++;
+    moei_vector_use(m, u);
+    op = moei_op(moei_float_op_mixture, (size_t)c->d_out, 0, 0, 0, 0);
+    op.index = (uint16_t)moei_maker_push(m, &m->made.mixtures, &r.mixture, sizeof r.mixture);
+    moei_op_append(m, op, x, x, y); /* all are alive until here */
+    return y;
+}
+
+/* The rows of an embedding behind the biases of the module that is tied to them. */
+static uint32_t moei_list_embedding(moei_maker *m, const moe_module *module) {
+    const size_t n = (size_t)module->n_rows, k = (size_t)module->d_out;
+    const moe_real *bias = NULL;
+    size_t i;
+    for (i = m->net->n_modules; i-- > 0;)
+        if (m->net->modules[i].kind == MOE_MODULE_TIED) bias = m->net->modules[i].tensors[MOE_MODULE_BIAS];
+    m->rows = moei_list_constants(m, &m->made.weights, bias, n);
+    return moei_list_row(m, k, n,
+                         moei_list_constants(m, &m->made.weights, module->tensors[MOE_MODULE_WEIGHT], n * k), 0);
+}
+
+/* The first tied module uses the rows, others have copies. */
+static uint32_t moei_list_tied(moei_maker *m, const moe_module *module) {
+    const size_t n = (size_t)module->d_out, k = (size_t)module->d_in;
+    const uint32_t in = m->entering[m->module], at = m->rows;
+    m->rows = MOEI_INT_NONE;
+    if (at == MOEI_INT_NONE)
+        return moei_list_product(m, module->tensors[MOE_MODULE_WEIGHT], module->tensors[MOE_MODULE_BIAS], 1, n, k, in,
+                                 MOEI_INT_NONE);
+    m->counted += n * k;
+    return moei_list_op(m, moei_float_op_product, n, k, at, in, in);
+}
+
+static uint32_t moei_list_module(moei_maker *m, const moe_module *module) {
+    const size_t n = (size_t)module->d_out, k = (size_t)module->d_in;
+    const moe_real *w = module->tensors[MOE_MODULE_WEIGHT], *bias = module->tensors[MOE_MODULE_BIAS];
+    const uint32_t x = m->entering[m->module];
+    moei_expert_run run;
+    uint32_t y;
+    switch (module->kind) {
+    case MOE_MODULE_LINEAR: return moei_list_product(m, w, bias, 1, n, k, x, MOEI_INT_NONE);
+    case MOE_MODULE_ACTIVATION: return moei_list_op(m, moei_list_acts[module->act], n, n, 0, x, x);
+    case MOE_MODULE_LAYER_NORM:
+        return moei_list_norm(m, moei_float_op_layer_norm, w, bias, moei_eps_of(module->eps), n, x);
+    case MOE_MODULE_RMS_NORM:
+        return moei_list_norm(m, moei_float_op_rms_norm, w, module->bias ? bias : NULL, moei_eps_of(module->eps), n, x);
+    case MOE_MODULE_RESIDUAL:
+        return moei_list_op(m, moei_float_op_add, n, n, 0, x, m->entering[m->module - (size_t)module->span]);
+    case MOE_MODULE_MIXTURE: return moei_list_mixture(m, module);
+    case MOE_MODULE_FEED_FORWARD:
+        run = moei_expert_run_begin(&module->layer, module->layer.config.expert, 0);
+        return moei_list_expert(m, &run, 1, x, MOEI_INT_NONE);
+    case MOE_MODULE_EMBEDDING: return moei_list_embedding(m, module);
+    case MOE_MODULE_POSITIONS:
+        y = moei_list_row(m, n, (size_t)module->n_rows,
+                          moei_list_constants(m, &m->made.weights, w, (size_t)module->n_rows * n), 1);
+        return moei_list_op(m, moei_float_op_add, n, n, 0, x, y);
+    case MOE_MODULE_TIED: return moei_list_tied(m, module);
+    default: return x; /* dropout */
+    }
+}
+
+static void moei_list_modules(moei_maker *m) {
+    moe_model *model = &m->made.model;
+    model->run = moei_float_ops_run;
+    model->choices = moei_float_ops_choices;
+    model->input_scale = model->output_scale = 1;
+    m->rows = MOEI_INT_NONE;
+    if (m->status == MOE_OK && model->d_in > 0) m->entering[0] = moei_vector_int32(m, model->d_in);
+    for (m->module = 0; m->module < m->net->n_modules && m->status == MOE_OK; m->module++)
+        m->entering[m->module + 1] = moei_list_module(m, &m->net->modules[m->module]);
+}
+#endif
+
+#ifndef MOE_NO_QUANT
 /* ---- >>models: integer models ---- */
 
 /* Refuses routers without an integer form before calibration runs. */
@@ -3281,17 +3724,13 @@ static void moei_maker_modules(moei_maker *m) {
     }
 }
 
-/* Makes an integer model; temporary memory is always freed. */
-static void moei_maker_run(moei_maker *m) {
-    const moe_allocator *a = &m->made.allocator;
+/* The operations of an integer model. */
+static void moei_maker_integers(moei_maker *m) {
     const size_t n = m->net->n_modules;
     moe_model *model = &m->made.model;
     moei_range input;
     uint32_t last = 0;
     size_t i;
-    m->ranges = (moei_ranges *)moei_alloc(a, n, sizeof *m->ranges);
-    m->entering = (uint32_t *)moei_alloc(a, n + 1, sizeof *m->entering);
-    if (m->ranges == NULL || m->entering == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
     moei_maker_check(m);
     if (m->status == MOE_OK) {
         memset(m->ranges, 0, n * sizeof *m->ranges);
@@ -3319,9 +3758,22 @@ static void moei_maker_run(moei_maker *m) {
             !moe_is_finite((moe_real)model->output_scale))
             moei_maker_fail(m, MOE_ERR_OVERFLOW); /* the scale exceeds float */
     }
+}
+
+/* Makes a list of operations; temporary memory is always freed. */
+static void moei_maker_run(moei_maker *m) {
+    const moe_allocator *a = &m->made.allocator;
+    const size_t n = m->net->n_modules;
+    m->ranges = (moei_ranges *)moei_alloc(a, n, sizeof *m->ranges);
+    m->entering = (uint32_t *)moei_alloc(a, n + 1, sizeof *m->entering);
+    if (m->ranges == NULL || m->entering == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
+#if !MOE_REAL_IS_DOUBLE
+    if (m->config->weights == MOE_WEIGHTS_FLOAT) moei_list_modules(m);
+    else
+#endif
+        moei_maker_integers(m);
     if (m->status == MOE_OK) {
-        m->multiplications += m->counted;
-        model->multiplications = m->multiplications;
+        m->made.model.multiplications = m->multiplications + m->counted;
         moei_maker_finish(m);
     }
     moei_free(a, m->ranges, n * sizeof *m->ranges);
@@ -3397,9 +3849,8 @@ static size_t moei_model_length(const moe_net *net, size_t wanted) {
 /* Copies the modules, with plain C kernels as in an exported model. */
 static moe_status moei_float_model(moe_built_model *made, const moe_net *net, moe_error *error) {
     moe_model *model = &made->model;
-    moe_status status = moei_float_check(net, error);
+    moe_status status;
     size_t i;
-    if (status != MOE_OK) return status;
     made->net = *net;
     made->net.modules = (moe_module *)moei_alloc(&made->allocator, net->n_modules, sizeof *net->modules);
     if (made->net.modules == NULL) {
@@ -3453,6 +3904,8 @@ static moe_status moei_model_config_check(const moe_net *net, const moe_model_co
         return moei_error(error, MOE_ERR_CONFIG, "weights = %d: must be one of MOE_WEIGHTS_", config->weights);
     if (config->loader != 0 && config->loader != 1)
         return moei_error(error, MOE_ERR_CONFIG, "loader = %d: must be 0 or 1", config->loader);
+    if (config->same_bits != 0 && config->same_bits != 1)
+        return moei_error(error, MOE_ERR_CONFIG, "same_bits = %d: must be 0 or 1", config->same_bits);
     if (config->loader && config->weights == MOE_WEIGHTS_FLOAT)
         return moei_error(error, MOE_ERR_UNSUPPORTED, "loader = 1: only integer models fetch experts");
     if (!moei_can_allocate(&config->allocator))
@@ -3469,7 +3922,7 @@ static moe_status moei_model_config_check(const moe_net *net, const moe_model_co
 
 /* Sets the pointers of the model into the struct that owns it. */
 static void moei_model_link(moe_built_model *b) {
-    if (b->model.weights_are == MOE_WEIGHTS_FLOAT) {
+    if (b->ops == NULL) {
         b->model.net = &b->net;
         return;
     }
@@ -3482,9 +3935,33 @@ static void moei_model_link(moe_built_model *b) {
     b->model.attentions = b->attentions;
 }
 
+/* Makes a model that is a list of operations. */
+static moe_status moei_listed(moe_built_model *made, const moe_net *net, const moe_model_config *config,
+                              moe_error *error) {
+#ifndef MOE_NO_QUANT
+    moei_maker m;
+    memset(&m, 0, sizeof m);
+    made->model.run = moei_int_model_run;
+    made->model.choices = moei_int_model_choices;
+    made->model.state_size = made->model.length > 0 ? sizeof(uint32_t) : 0;
+    m.made = *made;
+    m.net = net;
+    m.config = config;
+    m.error = error;
+    m.pieces.allocator = config->allocator;
+    moei_maker_run(&m);
+    *made = m.made;
+    return m.status;
+#else
+    (void)made;
+    (void)net;
+    return moei_error(error, MOE_ERR_UNSUPPORTED, "weights = %d: the build has MOE_NO_QUANT", config->weights);
+#endif
+}
+
 moe_status moe_model_create(moe_built_model *built, const moe_net *net, const moe_model_config *config,
                             moe_error *error) {
-    const moe_model_config none = {MOE_WEIGHTS_FLOAT, NULL, 0, 0, {NULL, NULL}};
+    const moe_model_config none = {MOE_WEIGHTS_FLOAT, NULL, 0, 0, {NULL, NULL}, 0};
     moe_built_model made;
     moe_status status;
     if (built == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "built must not be NULL");
@@ -3499,26 +3976,12 @@ moe_status moe_model_create(moe_built_model *built, const moe_net *net, const mo
     made.model.d_out = (size_t)net->d_out;
     made.model.length = moei_model_length(net, config->length);
     made.external = config->loader;
-    if (config->weights == MOE_WEIGHTS_FLOAT) status = moei_float_model(&made, net, error);
-    else {
-#ifndef MOE_NO_QUANT
-        moei_maker m;
-        memset(&m, 0, sizeof m);
-        made.model.run = moei_int_model_run;
-        made.model.choices = moei_int_model_choices;
-        made.model.state_size = made.model.length > 0 ? sizeof(uint32_t) : 0;
-        m.made = made;
-        m.net = net;
-        m.config = config;
-        m.error = error;
-        m.pieces.allocator = config->allocator;
-        moei_maker_run(&m);
-        made = m.made;
-        status = m.status;
-#else
-        status = moei_error(error, MOE_ERR_UNSUPPORTED, "weights = %d: the build has MOE_NO_QUANT", config->weights);
-#endif
-    }
+    if (config->weights == MOE_WEIGHTS_FLOAT) {
+        status = moei_float_check(net, error);
+        made.obstacle = config->same_bits ? "same_bits = 1" : moei_list_obstacle(net, made.model.length);
+        if (status == MOE_OK && made.obstacle == NULL) status = moei_listed(&made, net, config, error);
+        else if (status == MOE_OK) status = moei_float_model(&made, net, error);
+    } else status = moei_listed(&made, net, config, error);
     if (status != MOE_OK) {
         moe_model_free(&made);
         return status;
@@ -3589,14 +4052,41 @@ static void moei_print_item(moei_printer *p, const char *format, ...) {
     if (p->column > 110) moei_print_line_end(p);
 }
 
-/* ---- integer models ---- */
+/* 9 digits distinguish all floats. */
+static void moei_print_real(moei_printer *p, moe_real value, const char *end) {
+    char digits[40];
+    moei_text t;
+    size_t i;
+    int is_integer = 1;
+    t.out = digits;
+    t.room = sizeof digits;
+    t.length = 0;
+    if (moei_real_bits(value) == MOEI_SIGN_BIT) moei_put(&t, "-0", 2);
+    else moei_put_digits(&t, (double)value, 9);
+    for (i = 0; i < t.length; i++) is_integer = is_integer && digits[i] != '.' && digits[i] != 'e';
+    moei_print_item(p, "%s%sf%s", digits, is_integer ? "." : "", end);
+}
 
-static void moei_print_bytes(moei_printer *p, const char *what, const unsigned char *bytes, size_t n) {
+/* ---- models that are lists of operations ---- */
+
+/* The bytes of constants; of a float model the floats. */
+static void moei_print_bytes(moei_printer *p, const moe_model *model, const char *what, const unsigned char *bytes,
+                             size_t n) {
+    const int is_float = model->weights_are == MOE_WEIGHTS_FLOAT;
+    const size_t size = is_float ? sizeof(moe_real) : 1;
     size_t i;
     if (n == 0) return;
-    moei_print(p, "static const unsigned char %s_%s[%z] MOE_FLASH%s = {", p->name, what, n,
-               strcmp(what, "experts") == 0 ? "_EXPERTS" : "");
-    for (i = 0; i < n; i++) moei_print(p, i % 24 == 0 ? "\n    %d%s" : "%d%s", (int)bytes[i], i + 1 < n ? "," : "");
+    moei_print(p, "static const %s %s_%s[%z] MOE_FLASH%s = {", is_float ? "float" : "unsigned char", p->name, what,
+               n / size, strcmp(what, "experts") == 0 ? "_EXPERTS" : "");
+    if (is_float) moei_print_line_end(p);
+    for (i = 0; i < n; i += size) {
+        moe_real value;
+        const char *end = i + size < n ? "," : "";
+        if (is_float) {
+            memcpy(&value, bytes + i, sizeof value);
+            moei_print_real(p, value, end);
+        } else moei_print(p, i % 24 == 0 ? "\n    %d%s" : "%d%s", (int)bytes[i], end);
+    }
     moei_print(p, "};\n\n");
 }
 
@@ -3614,6 +4104,13 @@ static const struct moei_function_name {
 } moei_function_names[] = {
 #define MOEI_FUNCTION_NAME(function) {(moei_any_function)(function), #function},
 #define MOEI_OP_NAME(name) MOEI_FUNCTION_NAME(moei_int_op_##name)
+#if !MOE_REAL_IS_DOUBLE
+#define MOEI_FLOAT_NAME(name) MOEI_FUNCTION_NAME(moei_float_op_##name)
+#define MOEI_FLOAT_ACT(value, name, act, backward) MOEI_FLOAT_NAME(value)
+    MOEI_FLOAT_OPS(MOEI_FLOAT_NAME) MOE_ACTS(MOEI_FLOAT_ACT)
+#undef MOEI_FLOAT_NAME
+#undef MOEI_FLOAT_ACT
+#endif
     MOEI_INT_OPS(MOEI_OP_NAME) MOEI_FUNCTION_NAME(moei_int_gate_logits) MOEI_FUNCTION_NAME(moei_int_gate_relu)
     MOEI_FUNCTION_NAME(moei_int_gate_predicted)
         MOEI_FUNCTION_NAME(moei_int_gate_softmax) MOEI_FUNCTION_NAME(moei_int_gate_sigmoid)
@@ -3720,21 +4217,29 @@ static void moei_print_array(moei_printer *p, const char *part, int is_there) {
     else moei_print(p, "NULL, ");
 }
 
-static void moei_print_int_model(moei_printer *p, const moe_model *model) {
-    moei_print_bytes(p, "weights", model->weights, model->weights_size);
-    if (model->experts != NULL) moei_print_bytes(p, "experts", model->experts, model->experts_size);
+static void moei_print_constants(moei_printer *p, const moe_model *model, const char *part, int is_there) {
+    if (is_there && model->weights_are == MOE_WEIGHTS_FLOAT)
+        moei_print(p, "(const unsigned char *)(const void *)");
+    moei_print_array(p, part, is_there);
+}
+
+static void moei_print_list_model(moei_printer *p, const moe_model *model) {
+    static const char *const kinds[MOE_WEIGHTS_COUNT] = {
+        "FLOAT, moei_float_ops_run, moei_float_ops_choices", "INT8, moei_int_model_run, moei_int_model_choices",
+        "INT4, moei_int_model_run, moei_int_model_choices"};
+    moei_print_bytes(p, model, "weights", model->weights, model->weights_size);
+    if (model->experts != NULL) moei_print_bytes(p, model, "experts", model->experts, model->experts_size);
     moei_print_ops(p, model);
     moei_print_mixtures(p, model);
     moei_print_attentions(p, model);
     moei_print(p,
-               "static const moe_model %s = {MOE_MODEL_VERSION, %s, moei_int_model_run, moei_int_model_choices,\n"
+               "static const moe_model %s = {MOE_MODEL_VERSION, MOE_WEIGHTS_%s,\n"
                "    %z, %z, %z, %z, %z, (float)%g, (float)%g,\n    ",
-               p->name, model->weights_are == MOE_WEIGHTS_INT8 ? "MOE_WEIGHTS_INT8" : "MOE_WEIGHTS_INT4", model->d_in,
-               model->d_out, model->length, model->scratch_size, model->state_size, (double)model->input_scale,
-               (double)model->output_scale);
-    moei_print_array(p, "weights", 1);
-    moei_print(p, "%z, ", model->weights_size);
-    moei_print_array(p, "experts", model->experts != NULL);
+               p->name, kinds[model->weights_are], model->d_in, model->d_out, model->length, model->scratch_size,
+               model->state_size, (double)model->input_scale, (double)model->output_scale);
+    moei_print_constants(p, model, "weights", model->weights_size > 0);
+    moei_print(p, model->weights_are == MOE_WEIGHTS_FLOAT ? "%z,\n    " : "%z, ", model->weights_size);
+    moei_print_constants(p, model, "experts", model->experts != NULL && model->experts_size > 0);
     moei_print(p, "%z, ", model->experts_size);
     moei_print_array(p, "ops", 1);
     moei_print(p, "%z, %z,\n    ", (size_t)model->n_ops, (size_t)model->n_main);
@@ -3758,21 +4263,6 @@ static void moei_print_name(moei_printer *p, const char *part, size_t module) {
     for (i = from; i < p->text.length; i++)
         if (p->room[i] == '.') p->room[i] = '_';
     p->column = 0; /* a list of names has one name per line, or a few */
-}
-
-/* 9 digits distinguish all floats. */
-static void moei_print_real(moei_printer *p, moe_real value, const char *end) {
-    char digits[40];
-    moei_text t;
-    size_t i;
-    int is_integer = 1;
-    t.out = digits;
-    t.room = sizeof digits;
-    t.length = 0;
-    if (moei_real_bits(value) == MOEI_SIGN_BIT) moei_put(&t, "-0", 2);
-    else moei_put_digits(&t, (double)value, 9);
-    for (i = 0; i < t.length; i++) is_integer = is_integer && digits[i] != '.' && digits[i] != 'e';
-    moei_print_item(p, "%s%sf%s", digits, is_integer ? "." : "", end);
 }
 
 static void moei_print_bits(moei_printer *p, uint64_t bits) {
@@ -3916,12 +4406,16 @@ static void moei_print_net(moei_printer *p, const moe_net *net) {
     moei_print_line_end(p);
 }
 
-static void moei_print_float_model(moei_printer *p, const moe_model *model) {
+static void moei_print_float_check(moei_printer *p) {
     moei_print(p,
-               "#ifdef __AVR__\n"
-               "#error \"%s: float models need a machine that reads constants in flash like memory\"\n"
+               "#if defined(__AVR__) || MOE_REAL_IS_DOUBLE\n"
+               "#error \"%s: float models need MOE_REAL = float and a machine that reads constants in flash like "
+               "memory\"\n"
                "#endif\n\n",
                p->name);
+}
+
+static void moei_print_float_model(moei_printer *p, const moe_model *model) {
     moei_print_net(p, model->net);
     moei_print(p,
                "static const moe_model %s = {MOE_MODEL_VERSION, MOE_WEIGHTS_FLOAT, moei_float_model_run, "
@@ -4081,16 +4575,18 @@ static void moei_print_call(moei_printer *p, const moe_model *model) {
                loads ? "&loader" : "NULL");
 }
 
-static void moei_print_comment(moei_printer *p, const moe_model *model) {
+static void moei_print_comment(moei_printer *p, const moe_model *model, const char *obstacle) {
     const int is_float = model->weights_are == MOE_WEIGHTS_FLOAT;
     const char *kind = is_float ? "float" : model->weights_are == MOE_WEIGHTS_INT8 ? "int8" : "int4";
     moei_print(p, "/* %s: an inference model for moe_infer, printed by moe_export_c of moe %s. Weights: %s.\n\n",
                p->name, moe_version(), kind);
+    if (model->net != NULL)
+        moei_print(p, "     code        the network's own, as it is no list of operations: %s\n", obstacle);
     moei_print(p, "     constants   %z bytes of weights", model->weights_size + model->experts_size);
     if (model->experts_size > 0)
         moei_print(p, ", of which %z are experts'%s", model->experts_size,
                    moei_has_loader(model) ? " and come through a loader" : "");
-    if (!is_float)
+    if (model->net == NULL)
         moei_print(p, "\n     tables      %z more bytes of flash, where pointers have 4 bytes", moei_tables_32(model));
     moei_print(p, "\n     scratch     %z bytes\n     work        %z multiplications per call at most\n",
                model->scratch_size, model->multiplications);
@@ -4166,7 +4662,7 @@ moe_status moe_export_c(const moe_built_model *built, const char *name, moe_stre
     if (status != MOE_OK) return status;
     copy = *built;
     moei_model_link(&copy);
-    moei_print_comment(&p, model);
+    moei_print_comment(&p, model, copy.obstacle);
     moei_print(&p, "#ifndef %s_MODEL_H\n#define %s_MODEL_H\n\n", p.capitals, p.capitals);
     if (model->net != NULL) moei_print_masks(&p, model->net, 0);
     moei_print(&p,
@@ -4180,8 +4676,9 @@ moe_status moe_export_c(const moe_built_model *built, const char *name, moe_stre
                (int)MOE_MODEL_VERSION, name);
     moei_print_macros(&p, model);
     if (model->net != NULL) moei_print_masks(&p, model->net, 1);
+    if (model->weights_are == MOE_WEIGHTS_FLOAT) moei_print_float_check(&p);
     if (model->net != NULL) moei_print_float_model(&p, model);
-    else moei_print_int_model(&p, model);
+    else moei_print_list_model(&p, model);
     moei_print(&p, "#endif\n");
     moei_print_flush(&p);
     return moei_stream_error(error, p.status);

@@ -227,9 +227,10 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
     M(s, n_mixtures) M(s, candidate) M(s, best) M(s, drawn) M(s, changed) M(s, sequences) M(s, net_work) \
     M(s, net_size)
 #define MOEI_OF_moe_modular_step_result(M, s) M(s, log_likelihood) M(s, changed) M(s, last)
-#define MOEI_OF_moe_model_config(M, s) M(s, weights) M(s, calibration) M(s, length) M(s, loader) M(s, allocator)
+#define MOEI_OF_moe_model_config(M, s) M(s, weights) M(s, calibration) M(s, length) M(s, loader) M(s, allocator) \
+    M(s, same_bits)
 #define MOEI_OF_moe_built_model(M, s) M(s, model) M(s, weights) M(s, experts) M(s, ops) M(s, mixtures) \
-    M(s, attentions) M(s, external) M(s, net) M(s, allocator)
+    M(s, attentions) M(s, external) M(s, net) M(s, obstacle) M(s, allocator)
 #define MOEI_OF_moe_import_source(M, s) M(s, name) M(s, size) M(s, ctx) M(s, read_at)
 #define MOEI_OF_moe_import_options(M, s) M(s, exact) M(s, context) M(s, top_k) M(s, kernels) M(s, cache_type) \
     M(s, memory)

@@ -236,6 +236,7 @@ int main(int argc, char **argv) {
     memset(&config, 0, sizeof config);
     memset(&built, 0, sizeof built);
     config.weights = MOE_WEIGHTS_FLOAT;
+    config.same_bits = 1;
     config.length = TOKENS;
     out.ctx = stdout;
     for (i = argc > 2 ? (size_t)atoi(argv[2]) : 0; i < (argc > 2 ? (size_t)atoi(argv[2]) + 1 : most); i++) {
@@ -459,6 +460,7 @@ static void compare_memory(const moe_model *model, const moe_net *b, const char 
     void *scratch = take(model->scratch_size);
     memset(&config, 0, sizeof config);
     config.length = TOKENS;
+    config.same_bits = 1;
     if (!CHECK(moe_model_create(&built, b, &config, NULL) == MOE_OK && built.model.scratch_size == model->scratch_size,
                net))
         return;

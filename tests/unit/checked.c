@@ -130,6 +130,7 @@ static int made_begin(made *m, size_t recipe, int weights, int loader) {
     else data.x = x;
     if (r->attention > 0) data.length = 12;
     config.weights = weights;
+    config.same_bits = weights == MOE_WEIGHTS_FLOAT;
     config.loader = loader;
     config.length = LENGTH;
     config.calibration = &data;
@@ -954,6 +955,7 @@ static void test_float_length(void) {
     size_t i;
     memset(&config, 0, sizeof config);
     config.weights = MOE_WEIGHTS_FLOAT;
+    config.same_bits = 1;
     moe_net_init(&net, 1, MOE_KERNELS_C, NULL);
     for (i = 0; i < MOE_NET_MAX_MODULES; i++) moe_net_activation(&net, MOE_ACT_RELU);
     CHECK_STATUS(moe_net_build(&net, 0, 1, &error), MOE_OK);

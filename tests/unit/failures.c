@@ -1446,7 +1446,7 @@ static const row rows[] = {
     {"moe_fit", FILES, NET, 0, PLAIN, DISK_NOTHING, 3, AROUND | LEARNS, BOTH(run_fit)},
     {"moe_hme_create", OP_MEMORY, 0, HME, 0, 0, 0, 0, TRAINING(run_hme)},
     {"moe_hme_create", OP_MEMORY, 0, HME, 0, 0, 1, 0, TRAINING(run_hme)},
-    {"moe_model_create", OP_MEMORY, NET, MODEL, PLAIN, 0, MOE_WEIGHTS_FLOAT, 0, FLOATS(make_model)},
+    {"moe_model_create", OP_MEMORY, NET, MODEL, PLAIN, 0, MOE_WEIGHTS_FLOAT, AROUND, FLOATS(make_model)},
     {"moe_model_create", OP_MEMORY, NET, MODEL, PLAIN, 0, MOE_WEIGHTS_INT8, AROUND, INTEGERS(make_model)},
     {"moe_model_create", OP_MEMORY, NET, MODEL, PLAIN, 0, MOE_WEIGHTS_INT4, AROUND, INTEGERS(make_model)},
     {"moe_model_create", OP_MEMORY, NET, MODEL, SEQUENCES, 0, 10 + MOE_WEIGHTS_INT8, AROUND, INTEGERS(make_model)},

@@ -1488,6 +1488,7 @@ static void test_float_comment(void) {
     memset(&c, 0, sizeof c);
     memset(&text, 0, sizeof text);
     config.weights = MOE_WEIGHTS_FLOAT;
+    config.same_bits = 1;
     c.router.n_experts = 4;
     c.router.top_k = 2;
     c.d_ff = 5;
@@ -1536,6 +1537,7 @@ static void test_refused_functions(void) {
         memset(&config, 0, sizeof config);
         memset(&c, 0, sizeof c);
         config.weights = MOE_WEIGHTS_FLOAT;
+        config.same_bits = 1;
         c.router.n_experts = 4;
         c.router.top_k = 2;
         c.d_ff = 5;
@@ -1975,6 +1977,7 @@ static void test_kept_capacity(void) {
         memset(&c, 0, sizeof c);
         memset(&text, 0, sizeof text);
         config.weights = MOE_WEIGHTS_FLOAT;
+        config.same_bits = 1;
         c.router.n_experts = 4;
         c.d_ff = 3;
         CHECK(moe_fields_apply(moe_layer_fields(), &c, settings[i], &error) == MOE_OK, settings[i]);
@@ -2003,6 +2006,7 @@ static void test_attention_missing(void) {
     memset(&config, 0, sizeof config);
     memset(&c, 0, sizeof c);
     config.weights = MOE_WEIGHTS_FLOAT;
+    config.same_bits = 1;
     CHECK(moe_fields_apply(moe_layer_fields(), &c, "n_experts=4 refine=attention attention_heads=fixed causal=1 d_ff=3",
                            &error) == MOE_OK);
     (void)moe_net_init(&net, 0, MOE_KERNELS_C, NULL);

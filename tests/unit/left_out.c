@@ -158,7 +158,7 @@ static void test_no_heap(void) {
     moe_buffer buffer;
     moe_stream stream;
     moe_built_model built;
-    const moe_model_config model = {MOE_WEIGHTS_FLOAT, NULL, 0, 0, {NULL, NULL}};
+    const moe_model_config model = {MOE_WEIGHTS_FLOAT, NULL, 0, 0, {NULL, NULL}, 0};
     moe_arena arena = {memory.bytes, sizeof memory.bytes, 0};
     const moe_allocator allocator = moe_arena_allocator(&arena);
     memset(&c, 0, sizeof c);

@@ -1,0 +1,342 @@
+/* Float models that are lists of operations against moe_net_forward and moe_net_decode: random
+   networks of every module and setting that has a list, tokens, choices and their weights, errors;
+   and what has none says why and gives the network's bits.
+       cc -std=c99 -O1 -DMOE_NO_SIMD -I. tests/unit/float_lists.c -o float_lists -lm
+   "float_lists seed N" takes other networks. */
+
+#define MOE_IMPLEMENTATION
+#include "../all.h"
+#include "../test.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { NETS = 400, TOKENS = 6, WIDEST = 64, VOCABULARY = 20 };
+
+static moe_rng rng;
+
+static size_t pick(size_t n) { return (size_t)(moe_rng_uniform(&rng) * (moe_real)n) % n; }
+
+/* ---- random configurations, as text ---- */
+
+typedef struct text {
+    char all[4000];
+    size_t begin; /* of the last configuration */
+} text;
+
+static void put(text *t, const char *words) {
+    strcat(t->all, words);
+    strcat(t->all, " ");
+}
+
+static const char *one_of(const char *const *list) {
+    size_t n = 0;
+    while (list[n] != NULL) n++;
+    return list[pick(n)];
+}
+
+static const char *const experts[] = {"",
+                                      "expert=mlp act=gelu",
+                                      "expert=mlp act=relu no_expert_bias=1",
+                                      "expert=mlp act=tanh",
+                                      "expert=linear",
+                                      "expert=factorised d_low=3",
+                                      "expert=glu act=gelu_tanh",
+                                      "expert_bias=1",
+                                      NULL};
+static const char *const scores[] = {"", "", "router_bias=1", "score=random",
+                                     "score=mlp router_hidden=5 router_act=tanh", "input=scaled_rms", NULL};
+static const char *const gates[] = {"", "gate=sigmoid", "gate=sigmoid gate_temperature=0.7", "gate=sqrt_softplus",
+                                    "gate=relu", "gate=identity", "gate_temperature=2.5", NULL};
+static const char *const selects[] = {"", "top_k=1", "top_k=3", "selection_bias=1", "select=dense", "select=sinkhorn",
+                                      "select=balanced", "select=sample", "select=threshold threshold=0.2",
+                                      "select=threshold threshold=0.9 threshold_fallback=always",
+                                      "select=threshold threshold_learned=1", "select=positive",
+                                      "select=top_p top_p=0.6", NULL};
+static const char *const weights[] = {"", "weight=softmax", "weight=raw", "weight=uniform", "weight=one",
+                                      "weight=p_norm weight_p=1", "weight=raw renormalize=after", "expert_scale=1",
+                                      "scale=2.5", NULL};
+static const char *const extras[] = {"", "", "n_shared=1 d_shared=3", "n_shared=2 d_shared=3 shared_sigmoid=1",
+                                     "add_input=1", "apply_to=input", "schedule_steps=100 k_end=1 top_k=3", NULL};
+
+static void random_mixture(text *t, int hash) {
+    char sizes[64];
+    t->all[t->begin] = '\0';
+    sprintf(sizes, "n_experts=%d d_ff=%d", (int)(3 + pick(6)), (int)(1 + pick(9)));
+    put(t, sizes);
+    put(t, one_of(experts));
+    put(t, one_of(scores));
+    put(t, one_of(gates));
+    put(t, hash ? "select=hash table_size=20" : one_of(selects));
+    put(t, one_of(weights));
+    put(t, one_of(extras));
+}
+
+/* ---- random networks ---- */
+
+/* What does not fit is left out. */
+static void add_mixture(moe_net *net, int hash, int dense, text *t) {
+    moe_layer_config c;
+    moe_error error;
+    int tries;
+    t->begin = strlen(t->all);
+    for (tries = 0; tries < 50; tries++) {
+        memset(&c, 0, sizeof c);
+        random_mixture(t, hash);
+        if (dense) {
+            t->all[t->begin] = '\0';
+            put(t, "d_ff=7");
+            put(t, one_of(experts));
+        }
+        if (moe_fields_apply(moe_layer_fields(), &c, t->all + t->begin, &error) != MOE_OK) continue;
+        if ((dense ? moe_net_feed_forward(net, &c) : moe_net_mixture(net, &c)) == MOE_OK) return;
+        net->error.code = MOE_OK;
+    }
+}
+
+static void add_module(moe_net *net, int ids, text *t) {
+    const size_t kind = pick(9);
+    const moe_module *last = net->n_modules > 0 ? &net->modules[net->n_modules - 1] : NULL;
+    if (kind == 0) moe_net_linear(net, 1 + (int)pick(20));
+    else if (kind == 1) moe_net_activation(net, (int)pick(MOE_ACT_COUNT));
+    else if (kind == 2) moe_net_layer_norm(net);
+    else if (kind == 3) moe_net_rms_norm(net);
+    else if (kind == 4) moe_net_dropout(net, (moe_real)0.25);
+    else if (kind == 5) add_mixture(net, 0, 1, t);
+    else if (kind > 6) add_mixture(net, ids && pick(3) == 0, 0, t);
+    else if (last != NULL && last->d_in == last->d_out && last->kind != MOE_MODULE_EMBEDDING) moe_net_residual(net, 1);
+}
+
+static moe_status random_net(moe_net *net, uint64_t seed, text *t, moe_error *error) {
+    const int ids = pick(3) == 0;
+    size_t count = 1 + pick(5), i;
+    moe_status status;
+    moe_net_init(net, ids ? 0 : 1 + (int)pick(20), MOE_KERNELS_C, NULL);
+    if (ids) moe_net_embedding(net, VOCABULARY, 8);
+    if (ids && pick(2) == 0) moe_net_positions(net, TOKENS + 1);
+    for (i = 0; i < count; i++) add_module(net, ids, t);
+    if (ids && net->modules[net->n_modules - 1].d_out == 8) moe_net_tied(net);
+    if (net->n_modules == 0) moe_net_linear(net, 4);
+    status = moe_net_build(net, 0, seed, error);
+    for (i = 0; status == MOE_OK && i < net->n_tensors; i++) {
+        const moe_tensor *tensor = &net->tensors[i];
+        size_t j;
+        if (strstr(tensor->name, "router.table") != NULL || strstr(tensor->name, "router.step") != NULL) continue;
+        for (j = 0; j < tensor->count; j++) tensor->data[j] += (moe_real)0.3 * moe_rng_normal(&rng);
+    }
+    return status;
+}
+
+/* ---- both ways ---- */
+
+typedef struct both {
+    void *scratch, *work, *cache_memory;
+    moe_cache cache;
+    size_t work_size;
+} both;
+
+static void begin(both *b, const moe_net *net, const moe_model *m) {
+    size_t cache_size = 0;
+    memset(b, 0, sizeof *b);
+    b->scratch = calloc(m->scratch_size, 1);
+    if (m->length > 0) {
+        CHECK(moe_net_decode_size(net, m->length, 1, &cache_size, NULL, NULL) == MOE_OK);
+        CHECK(moe_net_decode_size(net, m->length, 1, NULL, &b->work_size, NULL) == MOE_OK);
+        b->cache_memory = calloc(cache_size, 1);
+        CHECK(moe_net_cache_init(&b->cache, net, m->length, b->cache_memory, cache_size, NULL) == MOE_OK);
+    } else CHECK(moe_net_work_size(net, 1, 0, &b->work_size) == MOE_OK);
+    b->work = calloc(b->work_size, 1);
+}
+
+static void end(both *b) {
+    free(b->scratch);
+    free(b->work);
+    free(b->cache_memory);
+}
+
+static void same_choices(const moe_net *net, const moe_net_pass *pass, const moe_model *m, const void *scratch) {
+    moe_choice choices[64];
+    size_t i, j, at = 0, count;
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_routing *r = moe_net_routing(net, pass, i);
+        if (r == NULL) continue;
+        if (!CHECK(moe_infer_choices(m, at++, scratch, choices, 64, &count) == MOE_OK) ||
+            !CHECK(count == (size_t)r->n_choices[0]))
+            continue;
+        for (j = 0; j < count; j++) {
+            const double w = (double)r->weights[r->choices[j]];
+            CHECK(choices[j].expert == r->choices[j] &&
+                  fabs((double)choices[j].weight / 32768.0 - w) < 4e-5 + 1e-4 * fabs(w));
+        }
+    }
+    CHECK(moe_infer_choices(m, at, scratch, choices, 64, &count) == MOE_ERR_NOT_FOUND);
+}
+
+static void compare(const moe_net *net, const moe_model *m) {
+    moe_real x[WIDEST], y[WIDEST], most;
+    moe_call call;
+    moe_net_pass pass;
+    both b;
+    size_t t, i;
+    begin(&b, net, m);
+    memset(&call, 0, sizeof call);
+    call.n_tokens = 1;
+    for (t = 0; t < TOKENS; t++) {
+        const int32_t id = (int32_t)(t * 7 % VOCABULARY);
+        const void *input = net->d_in > 0 ? (const void *)x : (const void *)&id;
+        for (i = 0; i < (size_t)net->d_in; i++) x[i] = moe_rng_normal(&rng);
+        call.x = net->d_in > 0 ? x : NULL;
+        call.token_ids = net->d_in > 0 ? NULL : &id;
+        if (!CHECK(moe_infer(m, NULL, input, y, b.scratch, m->scratch_size) == MOE_OK)) break;
+        if (m->length > 0) CHECK(moe_net_decode(net, &b.cache, &call, b.work, b.work_size, &pass) == MOE_OK);
+        else CHECK(moe_net_forward(net, &call, b.work, b.work_size, &pass) == MOE_OK);
+        for (i = 0, most = 1; i < (size_t)net->d_out; i++)
+            if (MOEI_F(fabs)(pass.y[i]) > most) most = MOEI_F(fabs)(pass.y[i]);
+        for (i = 0; i < (size_t)net->d_out; i++)
+            if (!CHECKF(MOEI_F(fabs)(pass.y[i] - y[i]) <= (moe_real)2e-5 * most, "%g is not %g", (double)y[i],
+                        (double)pass.y[i]))
+                break;
+        same_choices(net, &pass, m, b.scratch);
+    }
+    end(&b);
+}
+
+static void describe(const moe_net *net, const text *t, char *about) {
+    size_t i;
+    about[0] = '\0';
+    for (i = 0; i < net->n_modules; i++)
+        sprintf(about + strlen(about), "%s; ", moei_module_names[net->modules[i].kind]);
+    strcat(about, t->all);
+}
+
+static void test_random(uint64_t first) {
+    size_t i, lists = 0, mixtures = 0;
+    for (i = 0; i < NETS; i++) {
+        static char about[5000];
+        text t = {"", 0};
+        moe_net net;
+        moe_built_model built;
+        moe_error error;
+        moe_rng_seed(&rng, first + i);
+        test_about = about;
+        if (random_net(&net, first + i, &t, &error) == MOE_OK) {
+            describe(&net, &t, about);
+            if (CHECKF(moe_model_create(&built, &net, NULL, &error) == MOE_OK, "%s", error.message)) {
+                lists += built.model.net == NULL;
+                mixtures += built.model.n_mixtures;
+                CHECKF(built.model.net == NULL || strcmp(built.obstacle, "there is nothing to compute") == 0 ||
+                           strcmp(built.obstacle, "the selection with this gate") == 0,
+                       "no list: %s", built.obstacle);
+                compare(&net, &built.model);
+                moe_model_free(&built);
+            }
+        }
+        moe_net_free(&net);
+    }
+    test_about = "";
+    CHECKF(lists > NETS / 2 && mixtures > NETS / 2, "%d lists, %d mixtures", (int)lists, (int)mixtures);
+    printf("%d lists with %d mixtures\n", (int)lists, (int)mixtures);
+}
+
+/* ---- what has no list, and errors ---- */
+
+static const char *const unlisted[][2] = {{"score=cosine", "score"},
+                                          {"select=grouped_top_k groups=2 groups_kept=1 n_experts=4", "select"},
+                                          {"weight=sparsemixer", "weight = sparsemixer"},
+                                          {"weight=p_norm weight_p=2.5", "weight_p"},
+                                          {"logit_cap=30", "logit_cap"},
+                                          {"d_latent=3", "d_latent"},
+                                          {"swiglu_limit=7", "a shaped gate"},
+                                          {"select=sinkhorn gate=relu", "the selection with this gate"},
+                                          {"n_copy=1", "experts without matrices"},
+                                          {"refine=similarity causal=1", "refine"}};
+
+static void test_unlisted(void) {
+    size_t i;
+    for (i = 0; i < sizeof unlisted / sizeof *unlisted; i++) {
+        moe_layer_config c;
+        moe_net net;
+        moe_built_model built;
+        moe_error error;
+        moe_buffer header;
+        moe_stream stream;
+        memset(&c, 0, sizeof c);
+        memset(&header, 0, sizeof header);
+        stream = moe_buffer_stream(&header);
+        test_about = unlisted[i][0];
+        moe_net_init(&net, 6, MOE_KERNELS_C, NULL);
+        if (CHECKF(moe_fields_apply(moe_layer_fields(), &c, unlisted[i][0], &error) == MOE_OK, "%s", error.message) &&
+            CHECK(moe_net_mixture(&net, &c) == MOE_OK) &&
+            CHECKF(moe_net_build(&net, 0, 3, &error) == MOE_OK, "%s", error.message) &&
+            CHECKF(moe_model_create(&built, &net, NULL, &error) == MOE_OK, "%s", error.message)) {
+            CHECKF(built.model.net != NULL && strcmp(built.obstacle, unlisted[i][1]) == 0, "%s",
+                   built.obstacle != NULL ? built.obstacle : "a list");
+            compare(&net, &built.model);
+            CHECK(moe_export_c(&built, "unlisted", &stream, &error) == MOE_OK &&
+                  stream.write(stream.ctx, "", 1) == MOE_OK && strstr((char *)header.data, unlisted[i][1]) != NULL);
+            moe_model_free(&built);
+        }
+        moe_buffer_free(&header);
+        moe_net_free(&net);
+    }
+    test_about = "";
+}
+
+static void test_errors(void) {
+    moe_layer_config c;
+    moe_model_config config;
+    moe_net net;
+    moe_built_model built;
+    moe_error error;
+    moe_real y[4];
+    int32_t id = VOCABULARY;
+    unsigned char scratch[4096];
+    size_t i;
+    memset(&c, 0, sizeof c);
+    memset(&config, 0, sizeof config);
+    memset(scratch, 0, sizeof scratch);
+    CHECK(moe_fields_apply(moe_layer_fields(), &c, "select=hash table_size=15 d_out=4", &error) == MOE_OK);
+    moe_net_init(&net, 0, MOE_KERNELS_C, NULL);
+    moe_net_embedding(&net, VOCABULARY, 6);
+    moe_net_positions(&net, 2);
+    moe_net_mixture(&net, &c);
+    CHECKF(moe_net_build(&net, 0, 3, &error) == MOE_OK, "%s", error.message);
+    config.same_bits = 2;
+    CHECK(moe_model_create(&built, &net, &config, &error) == MOE_ERR_CONFIG);
+    config.same_bits = 1;
+    if (CHECK(moe_model_create(&built, &net, &config, &error) == MOE_OK))
+        CHECK(built.model.net != NULL && strcmp(built.obstacle, "same_bits = 1") == 0);
+    moe_model_free(&built);
+    if (CHECK(moe_model_create(&built, &net, NULL, &error) == MOE_OK) && CHECK(built.model.net == NULL)) {
+        const moe_model *m = &built.model;
+        CHECK(moe_infer(m, NULL, &id, y, scratch, m->scratch_size) == MOE_ERR_ARGUMENT); /* beyond the rows */
+        id = 15;
+        CHECK(moe_infer(m, NULL, &id, y, scratch, m->scratch_size) == MOE_ERR_ARGUMENT); /* beyond the table */
+        id = 14;
+        for (i = 0; i < 2; i++) CHECK(moe_infer(m, NULL, &id, y, scratch, m->scratch_size) == MOE_OK);
+        CHECK(moe_infer(m, NULL, &id, y, scratch, m->scratch_size) == MOE_ERR_STATE);
+    }
+    moe_model_free(&built);
+    moe_net_free(&net);
+    /* a logit that is not finite */
+    memset(&c, 0, sizeof c);
+    moe_net_init(&net, 4, MOE_KERNELS_C, NULL);
+    moe_net_mixture(&net, &c);
+    CHECK(moe_net_build(&net, 0, 3, &error) == MOE_OK && moe_model_create(&built, &net, NULL, &error) == MOE_OK);
+    for (i = 0; i < 4; i++) y[i] = 1;
+    CHECK(moe_infer(&built.model, NULL, y, y, scratch, built.model.scratch_size) == MOE_OK);
+    y[2] = MOEI_INFINITY;
+    CHECK(moe_infer(&built.model, NULL, y, y, scratch, built.model.scratch_size) == MOE_ERR_NONFINITE);
+    moe_model_free(&built);
+    moe_net_free(&net);
+}
+
+int main(int n, char **words) {
+    const uint64_t seed = n > 2 ? (uint64_t)atoi(words[2]) : 1;
+    CASE(test_random(1000 * seed));
+    CASE(test_unlisted());
+    CASE(test_errors());
+    return test_end();
+}
