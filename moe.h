@@ -12335,7 +12335,7 @@ static int moei_int_next(const int16_t *experts, int count, int last) {
 }
 
 /* The operations of a chosen expert. */
-static void moei_int_expert(const moei_int_mixture *m, moei_int_run *run, int e) {
+static void moei_int_expert(const moei_int_mixture *m, moei_int_run *run, unsigned e) {
     if (e < m->zeros) {
         run->base = moei_int_block(m, run, (uint32_t)e, m->stride);
         moei_int_ops(run, m->expert, m->n_expert);
@@ -12363,7 +12363,7 @@ void moei_int_op_mixture(const moei_int_op *op, moei_int_run *run) {
     while (run->status == MOE_OK && (i = moei_int_next(experts, (int)count, last)) >= 0) {
         last = experts[i];
         run->weight = weights[i];
-        moei_int_expert(m, run, last);
+        moei_int_expert(m, run, (unsigned)last);
     }
     run->base = base;
     run->weight = 32767;

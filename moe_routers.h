@@ -8811,7 +8811,9 @@ void moei_int_weight_norm(MOEI_INT_WEIGHT_ARGUMENTS) {
     }
 }
 
-static int moei_ir_keeps(const moei_int_router *r, int16_t e) { return e >= r->kept_from && e < r->kept_end; }
+static int moei_ir_keeps(const moei_int_router *r, int16_t e) {
+    return (uint16_t)e >= r->kept_from && (uint16_t)e < r->kept_end;
+}
 
 void moei_int_weight_over(MOEI_INT_WEIGHT_ARGUMENTS) {
     size_t n = 0, i;
