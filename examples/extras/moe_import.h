@@ -1566,7 +1566,9 @@ MOEI_ZIP moei_float_lanes moei_lanes_from_f16(moei_lanes v) {
     return _mm256_cvtph_ps(_mm256_castsi256_si128(packed));
 }
 
-MOEI_ZIP void moei_prefetch_far(uintptr_t at) { _mm_prefetch((const char *)at, _MM_HINT_T1); }
+/* Into the nearest cache: two panels ahead is little, and a hint for the next one makes 4-bit types
+   slower by a twentieth. */
+MOEI_ZIP void moei_zip_prefetch(uintptr_t at) { _mm_prefetch((const char *)at, _MM_HINT_T0); }
 #endif
 
 #ifdef MOEI_HAVE_ZIPS
@@ -1604,15 +1606,15 @@ MOEI_ZIP moei_quads moei_zip_quads(moei_zip_step *s, size_t at) {
     q.q1 = moei_lanes_join_high(ab, cd);
     q.q2 = moei_lanes_join_low(ab2, cd2);
     q.q3 = moei_lanes_join_high(ab2, cd2);
-    moei_prefetch_far(s->ahead);
-    moei_prefetch_far(s->ahead + 64);
+    moei_zip_prefetch(s->ahead);
+    moei_zip_prefetch(s->ahead + 64);
     s->ahead += 16 * MOEI_ZIP_LANES;
     return q;
 }
 
 /* The first four bytes of each row. */
 MOEI_ZIP moei_lanes moei_zip_load_4(moei_zip_step *s, size_t at) {
-    moei_prefetch_far(s->ahead);
+    moei_zip_prefetch(s->ahead);
     s->ahead += 2 * MOEI_ZIP_LANES;
     return moei_lanes_load_4(s->data + at, s->row);
 }
