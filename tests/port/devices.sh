@@ -102,6 +102,7 @@ plan() {
     echo 'by_clang m4 int8'
     echo 'by_clang m0 int8'
     echo 'by_cpp m4 int8'
+    for check in by_clang by_cpp traps aligned; do echo "$check m4 float"; done
     echo "windows $things"
     for host in $(hosts | awk '{ print $1 }'); do
         for thing in $things; do echo "hosted $host $thing"; done
@@ -434,6 +435,7 @@ figures() { # device model
     device "$1"
     firmware "$2" -Os $(strict_of_model) && run_firmware && same_lines "$2" lines || return 1
     empty 'not for firmware:' "$("${cross}nm" firmware.elf | grep -wE "$forbidden")" || return 1
+    empty 'double arithmetic:' "$("${cross}nm" firmware.elf | grep -wE '__aeabi_(d|f2d|i2d|ui2d).*')" || return 1
     measure "$1" "$2" >figures || {
         cat figures
         return 1
