@@ -40,6 +40,7 @@ plan() {
     cat <<'TEXT'
 learns
 without_matrices
+presets
 forms semicolons s/,/;/g
 forms tabs s/,/\t/g
 forms carriage s/$/\r/
@@ -102,6 +103,14 @@ learns() {
 without_matrices() {
     run "$prepared/csv" "$prepared/plain.csv" --router adamoe --experts 18 --top-k 3 --epochs 1 >said &&
         grep -q '(a line goes to 3, of which [0-2][.0-9]* have matrices):$' said
+}
+
+# Presets that tell how many experts have no matrices, or form how many groups, with four experts.
+presets() {
+    for preset in adamoe moe_pp longcat_flash moge deepseek_v3 base; do
+        run "$prepared/csv" "$prepared/plain.csv" --router "$preset" --epochs 1 >said || return 1
+        grep -q '^held-out' said || return 1
+    done
 }
 
 # sed's scripts write a table in another form; what is learned stays the same to the last digit.
