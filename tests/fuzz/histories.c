@@ -530,8 +530,8 @@ static void decode(history *h) {
     free(work);
 }
 
-/* The outputs of a model for the first sequence, and its text. Plain C kernels compute what a float
-   model does. */
+/* The outputs of a model for the first sequence, and its text. With plain C kernels a
+   float model computes the network's bits. */
 static uint64_t use_model(history *h, const moe_built_model *built) {
     const moe_model *model = &built->model;
     const int exact = model->weights_are == MOE_WEIGHTS_FLOAT && h->kernels == MOE_KERNELS_C;
@@ -578,6 +578,7 @@ static moe_model_config model_config(const history *h, const moe_data *data, int
     c.calibration = data;
     c.length = LENGTH;
     c.allocator = h->allocator;
+    c.same_bits = h->kernels == MOE_KERNELS_C;
     return c;
 }
 

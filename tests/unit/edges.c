@@ -891,11 +891,7 @@ static const refused_net refused_nets[] = {
     {"select=hash table_size=9 top_k=2", MOE_WEIGHTS_INT8, MOE_ERR_UNSUPPORTED, "select = hash"},
     {"score=dselect top_k=2", MOE_WEIGHTS_INT8, MOE_ERR_UNSUPPORTED, "score = dselect"},
     {"d_latent=3 top_k=2", MOE_WEIGHTS_INT8, MOE_ERR_UNSUPPORTED, "d_latent = 3 has no integer form"},
-    {"logit_cap=3 top_k=2", MOE_WEIGHTS_INT8, MOE_ERR_UNSUPPORTED, "logit_cap = 3"},
-    {"router_residual=1 top_k=2", MOE_WEIGHTS_INT8, MOE_ERR_UNSUPPORTED, "router_residual = 1"},
-    {"n_experts=4 n_zero=1 top_k=2", MOE_WEIGHTS_INT4, MOE_ERR_UNSUPPORTED, "n_zero = 1"},
-    {"n_experts=4 n_copy=2 top_k=2", MOE_WEIGHTS_INT8, MOE_ERR_UNSUPPORTED, "n_copy = 2"},
-    {"n_experts=4 n_constant=1 top_k=2", MOE_WEIGHTS_INT8, MOE_ERR_UNSUPPORTED, "n_constant = 1"},
+    {"score=competition logit_cap=3 top_k=2", MOE_WEIGHTS_INT8, MOE_ERR_UNSUPPORTED, "logit_cap with score = comp"},
     {"refine=similarity causal=1 top_k=2", MOE_WEIGHTS_INT8, MOE_ERR_UNSUPPORTED, "refine = similarity"},
 };
 
