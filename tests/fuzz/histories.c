@@ -534,7 +534,8 @@ static void decode(history *h) {
    float model computes the network's bits. */
 static uint64_t use_model(history *h, const moe_built_model *built) {
     const moe_model *model = &built->model;
-    const int exact = model->weights_are == MOE_WEIGHTS_FLOAT && h->kernels == MOE_KERNELS_C;
+    const int exact =
+        model->weights_are == MOE_WEIGHTS_FLOAT && h->kernels == MOE_KERNELS_C && !predicts(&h->net);
     const size_t width = model->d_out * (model->weights_are == MOE_WEIGHTS_FLOAT ? sizeof(moe_real) : sizeof(int16_t));
     unsigned char *scratch = (unsigned char *)grab(model->scratch_size, 1);
     unsigned char *output = (unsigned char *)grab(width, 1);
