@@ -1359,13 +1359,15 @@ static void compare_own(const stage *g, const scene *s, int step) {
 static void compare_gradients(const stage *g, const scene *s, int step) {
     const player *one = &g->whole;
     const int scored = is_scored(s);
+    /* A cosine of one dimension is a sign: its gradient is what rounding leaves of numbers near 1. */
+    const double noise = s->config.router.score == MOE_SCORE_COSINE && s->config.router.cosine_dim == 1 ? 1.0 : 0.0;
     size_t at[RANKS_MOST] = {0}, all = 0, i, k;
     moe_tensor t, own;
     int r;
     for (i = 0; moe_layer_tensor(&one->layer, i, &t) == MOE_OK; all += t.count, i++) {
         const moe_real *want = one->results[step].gradients + all;
         moe_real *sum = zeros(t.count);
-        double size = 0.0;
+        double size = noise;
         int good = 1;
         for (r = 0; r < s->ranks; r++) {
             const moe_real *part = g->parts[r].results[step].gradients + at[r];
