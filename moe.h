@@ -12309,6 +12309,11 @@ void moei_int_op_attention(const moei_int_op *op, moei_int_run *run) {
     moei_int_put_zeros(width, moei_int_vector(run, op->out));
 }
 
+/* The constants outside of experts; without any, an address from which nothing is read. */
+static const unsigned char *moei_int_constants(const moe_model *model) {
+    return model->weights != NULL ? model->weights : (const unsigned char *)model;
+}
+
 static void moei_int_ops(moei_int_run *run, uint32_t first, uint32_t n) {
     const moei_int_op *op = run->model->ops + first, *end = op + n;
     for (; op < end && run->status == MOE_OK; op++) op->run(op, run);
@@ -12341,7 +12346,7 @@ static void moei_int_expert(const moei_int_mixture *m, moei_int_run *run, unsign
         moei_int_ops(run, m->expert, m->n_expert);
         return;
     }
-    run->base = run->model->weights;
+    run->base = moei_int_constants(run->model);
     if (e >= m->constants) moei_int_ops(run, m->constant + (uint32_t)(e - m->constants) * m->n_constant, m->n_constant);
     else if (e >= m->copies) moei_int_ops(run, m->copy, m->n_copy);
 }
@@ -12577,7 +12582,7 @@ static moe_status moei_int_begin(const moe_model *model, const moe_loader *loade
     unsigned char *memory = moei_int_scratch(scratch);
     run->model = model;
     run->loader = loader;
-    run->base = model->weights;
+    run->base = moei_int_constants(model);
     run->state = memory;
     run->vectors = (int16_t *)(void *)(memory + model->state_size);
     run->place = 0;
@@ -12782,10 +12787,11 @@ moe_status moei_float_ops_run(const moe_model *model, const moe_loader *loader, 
 
 moe_status moei_float_ops_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices,
                                   size_t room, size_t *count) {
-    const moei_int_mixture *m = model->mixtures + mixture;
+    const moei_int_mixture *m;
     int16_t *made;
     size_t i;
     if (mixture >= model->n_mixtures) return MOE_ERR_NOT_FOUND;
+    m = model->mixtures + mixture;
     made = (int16_t *)(void *)(moei_int_scratch((void *)(uintptr_t)scratch) + model->state_size) + m->choices;
     *count = (size_t)made[0];
     for (i = 0; i < *count && i < room; i++)

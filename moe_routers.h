@@ -8824,8 +8824,10 @@ void moei_int_weight_over(MOEI_INT_WEIGHT_ARGUMENTS) {
         r->over(r, z, p, n, experts, weights);
     }
     if (n < count) r->kept(r, r->n_experts, z, p);
-    for (i = count; i-- > 0;)
-        weights[i] = moei_ir_keeps(r, experts[i]) ? moei_ir_clip((p[experts[i]] + 16) >> 5) : weights[--n];
+    for (i = count; i-- > 0;) {
+        if (moei_ir_keeps(r, experts[i])) weights[i] = moei_ir_clip((p[experts[i]] + 16) >> 5);
+        else weights[i] = weights[--n];
+    }
 }
 
 /* If the gate is the same softmax, p already holds it, unless a bias was added. */

@@ -1076,6 +1076,7 @@ static void test_model_calls(int weights) {
     full.write = no_bytes;
     config.weights = weights;
     config.calibration = &data;
+    config.same_bits = 1; /* a float model of a network asks for its memory */
     if (!CHECK(moe_model_create(&built, &net, &config, &error) == MOE_OK)) {
         printf("    %s\n", error.message);
         moe_net_free(&net);
