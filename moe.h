@@ -12310,7 +12310,7 @@ void moei_int_op_attention(const moei_int_op *op, moei_int_run *run) {
 }
 
 /* The constants outside of experts; without any, an address from which nothing is read. */
-static const unsigned char *moei_int_constants(const moe_model *model) {
+MOEI_INLINE const unsigned char *moei_int_constants(const moe_model *model) {
     return model->weights != NULL ? model->weights : (const unsigned char *)model;
 }
 
@@ -12332,7 +12332,7 @@ static const unsigned char *moei_int_block(const moei_int_mixture *m, moei_int_r
 }
 
 /* The choice with the lowest expert of those above `last`; -1: none. */
-static int moei_int_next(const int16_t *experts, int count, int last) {
+MOEI_INLINE int moei_int_next(const int16_t *experts, int count, int last) {
     int i, next = -1;
     for (i = 0; i < count; i++)
         if (experts[i] > last && (next < 0 || experts[i] < experts[next])) next = i;
@@ -12577,8 +12577,8 @@ static void moei_int_enter(int16_t *x, const signed char *input, size_t n) {
 }
 
 /* A run before its input. */
-static moe_status moei_int_begin(const moe_model *model, const moe_loader *loader, const void *input, void *scratch,
-                                 moei_int_run *run) {
+MOEI_INLINE moe_status moei_int_begin(const moe_model *model, const moe_loader *loader, const void *input,
+                                      void *scratch, moei_int_run *run) {
     unsigned char *memory = moei_int_scratch(scratch);
     run->model = model;
     run->loader = loader;
@@ -12595,7 +12595,7 @@ static moe_status moei_int_begin(const moe_model *model, const moe_loader *loade
 }
 
 /* Its operations, and the bytes of its output. */
-static moe_status moei_int_end(moei_int_run *run, void *output, size_t size) {
+MOEI_INLINE moe_status moei_int_end(moei_int_run *run, void *output, size_t size) {
     const moe_model *model = run->model;
     moei_int_ops(run, 0, model->n_main);
     if (run->status != MOE_OK) return run->status;
