@@ -1674,6 +1674,19 @@ typedef struct moe_model {
 MOEI_INT_OPS(MOEI_INT_OP)
 #undef MOEI_INT_OP
 
+#if !defined(MOE_NO_FLOAT) && !MOE_REAL_IS_DOUBLE
+/* Private: the operations of float models that need a model; the rest are MOEI_FLOAT_OPS. */
+#define MOEI_MODEL_OPS(X) \
+    X(mixture)        /* out = the output of an MoE layer */ \
+    X(choose)         /* the k largest of in [n]; all choices also check the logits, out */ \
+    X(choose_above)   /* those above c [n]; factor 1: or the largest; factor2 1: by falling logits */ \
+    X(choose_sum)     /* the largest until they sum to more than c_0 */ \
+    X(choose_listed)  /* the row of c [index,k] of the token */
+#define MOEI_FLOAT_OP(name) MOEI_API void moei_float_op_##name(const moei_int_op *op, moei_int_run *run);
+MOEI_MODEL_OPS(MOEI_FLOAT_OP)
+#undef MOEI_FLOAT_OP
+#endif
+
 /* The values of moe_model.run and moe_model.choices, for integer and float models. moe_infer and
    moe_infer_choices call them; errors are theirs. Pointers are not checked here. */
 MOEI_API moe_status moei_int_model_run(const moe_model *model, const moe_loader *loader, const void *input,

@@ -912,16 +912,11 @@ typedef struct moei_int_run {
     X(layer_norm)     /* c: eps, gain [n], bias [n] */ \
     X(rms_norm)       /* the same */ \
     X(row)            /* out = a row of c [k,n]: of the token; index 1: of its position, 2: the first */ \
-    X(mixture)        /* out = the output of an MoE layer */ \
     X(apply_weight)   /* out = weight * in; then weight = 1 */ \
     X(set_weight)     /* weight = in_0 */ \
     X(add_rest)       /* out += (1 - the sum of the weights) * in */ \
     X(softmax)        /* out = softmax(in / c_0) */ \
     X(sqrt_softplus)  /* out = sqrt(softplus(in)) */ \
-    X(choose)         /* the k largest of in [n]; all choices also check the logits, out */ \
-    X(choose_above)   /* those above c [n]; factor 1: or the largest; factor2 1: by falling logits */ \
-    X(choose_sum)     /* the largest until they sum to more than c_0 */ \
-    X(choose_listed)  /* the row of c [index,k] of the token */ \
     X(weigh)          /* weights = in of the chosen */ \
     X(weigh_sum)      /* weights / their sum */ \
     X(weigh_softmax)  /* their softmax */ \

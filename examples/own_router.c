@@ -1,5 +1,4 @@
-/* A router of one's own: trained in a network, saved, loaded, compared with the linear score.
-     cc -std=c99 -O2 -I. examples/own_router.c -o own_router -lm && ./own_router
+/* A router of one's own: cc -std=c99 -O2 -I. examples/own_router.c -o own_router -lm && ./own_router
    z_e = -|u - c_e|^2, c [E,D] trained, dz_e/dc_e = 2 (u - c_e); chosen is what has p above ctx. */
 #define MOE_IMPLEMENTATION
 #include "moe.h"
@@ -31,17 +30,18 @@ static moe_status select_probable(void *ctx, const moe_router *router, const moe
     return router != NULL && z != NULL ? MOE_OK : MOE_ERR_ARGUMENT;
 }
 
-int main(void) {
+int main(int argc, char *argv[]) {
     static moe_real x[N * D], y[N * D], least = (moe_real)0.2;
     static const char path[] = "own_router.safetensors", *const settings[] = {
         "n_experts=4 expert=linear", "n_experts=4 expert=linear score=custom select=custom custom_parameters=8"};
     const moe_custom own = {&least, score, score_backward, select_probable, E * D};
-    const moe_train_config training = {.criterion = MOE_CRITERION_SQUARED_ERROR, .rate = (moe_real)0.02, .epochs = 200};
+    const moe_train_config training = {.criterion = MOE_CRITERION_SQUARED_ERROR, .epochs = 200, .rate = (moe_real)0.02};
     const moe_data data = {.n = N, .x = x, .targets = y};
     moe_net net[3] = {{0}};
     moe_evaluation found[3];
     moe_error error;
     int failed = 0;
+    if (argc > 1) return puts("trains a router of one's own, saves, loads, compares") < 0 || strcmp(argv[1], "-h") != 0;
     for (int i = 0; i < N * D; i++) x[i] = (moe_real)(i * 37 % 101) / 25 - 2;
     for (int i = 0; i < N * D; i++) y[i] = x[i] < 0 ? -x[i] : x[i]; /* linear in each quadrant */
     for (int i = 0; i < 3 && !failed; i++) { /* the linear score; the own router; the same, loaded */

@@ -4107,7 +4107,7 @@ static const struct moei_function_name {
 #if !MOE_REAL_IS_DOUBLE
 #define MOEI_FLOAT_NAME(name) MOEI_FUNCTION_NAME(moei_float_op_##name)
 #define MOEI_FLOAT_ACT(value, name, act, backward) MOEI_FLOAT_NAME(value)
-    MOEI_FLOAT_OPS(MOEI_FLOAT_NAME) MOE_ACTS(MOEI_FLOAT_ACT)
+    MOEI_FLOAT_OPS(MOEI_FLOAT_NAME) MOEI_MODEL_OPS(MOEI_FLOAT_NAME) MOE_ACTS(MOEI_FLOAT_ACT)
 #undef MOEI_FLOAT_NAME
 #undef MOEI_FLOAT_ACT
 #endif

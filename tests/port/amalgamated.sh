@@ -191,7 +191,7 @@ macros() { # compiler
         printf '#if defined(__x86_64__) || defined(__i386__)\n#include <cpuid.h>\n#endif\n'
         printf '#if defined(__unix__) || defined(__APPLE__)\n'
         printf '#include <%s>\n' fcntl.h sys/file.h sys/stat.h sys/types.h unistd.h
-        printf '#endif\n'
+        printf '#endif\n#ifdef __linux__\n#include <sys/mman.h>\n#endif\n'
     } >a.c
     printf '#define MOE_IMPLEMENTATION\n#include "moe.h"\n' >b.c
     for file in a b; do

@@ -408,7 +408,7 @@ exported() { # compiler real
     printf '#include "moe.h"\n' >b.c
     run "$1" -std=c99 $(real_option "$2") -I"$root" -E -P b.c -o b.i || return 1
     {
-        tr '\n;' ' \n' <b.i | sed -n 's/.*extern [^(]*[ *]\(moei\{0,1\}_[a-z0-9_]*\)(.*/\1/p'
+        tr '\n;' ' \n' <b.i | sed -n 's/.*extern [^(]*[ *]\(moei\{0,1\}_[A-Za-z0-9_]*\)(.*/\1/p'
         # a list of functions of one type
         tr '\n;' ' \n' <b.i | sed -n 's/.*extern moei_[a-z_]* \(moei_[a-z0-9_, ]*\)$/\1/p' | tr -d ' ' | tr , '\n'
         sed -n 's/^#define MOE_VERSION "\(.*\)"$/moe_headers_are_of_version_\1/p' "$root/moe_kernels.h" | tr . _ |
