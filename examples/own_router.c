@@ -1,4 +1,4 @@
-/* A router of one's own: cc -std=c99 -O2 -I. examples/own_router.c -o own_router -lm && ./own_router
+/* A router of your own: cc -std=c99 -O2 -I. examples/own_router.c -o own_router -lm
    z_e = -|u - c_e|^2, c [E,D] trained, dz_e/dc_e = 2 (u - c_e); chosen is what has p above ctx. */
 #define MOE_IMPLEMENTATION
 #include "moe.h"

@@ -1648,29 +1648,38 @@ static moe_status moei_ir_put_scales(moei_ir_planner *s, double unit) {
     return MOE_OK;
 }
 
+/* Whether the count entries of a table of rows of k are experts, each at most once in a row. */
+static moe_status moei_check_table(const moe_real *table, size_t count, size_t k, int n_experts, moe_error *error) {
+    size_t i, other;
+    for (i = 0; i < count; i++) {
+        int good = table[i] >= MOEI_R(0.0) && table[i] < (moe_real)n_experts &&
+                   moei_ir_is(table[i], floor((double)table[i]));
+        for (other = i - i % k; other < i && good; other++) good = !moei_ir_is(table[i], (double)table[other]);
+        if (!good)
+            return moei_error(error, MOE_ERR_ARGUMENT, "router.table[%z] = %g: not an expert, or a duplicate", i,
+                              (double)table[i]);
+    }
+    return MOE_OK;
+}
+
 static moe_status moei_ir_put_hash(moei_ir_planner *s) {
     const moe_router_config *c = s->c;
     const moe_real *table = s->tensors[MOE_ROUTER_TABLE];
     const size_t k = (size_t)c->top_k;
     unsigned char *to;
-    size_t i, other, count = 0;
+    moe_status status;
+    size_t i, count = 0;
     if (c->select != MOE_SELECT_HASH) return MOE_OK;
     if (!moei_mul((size_t)c->table_size, k, &count) || count > INT32_MAX / 2)
         return moei_error(s->error, MOE_ERR_OVERFLOW,
                           "table_size = %d: a table of %d experts for each token id is too large", c->table_size,
                           c->top_k);
     if (!moei_ir_has(s, MOE_ROUTER_TABLE, count)) return moei_ir_missing(s, "router.table");
+    status = moei_check_table(table, count, k, c->n_experts, s->error);
+    if (status != MOE_OK) return status;
     s->made.router.tokens = c->table_size;
     to = moei_ir_piece(s, count, &s->made.router.table);
-    for (i = 0; i < count; i++) {
-        int good = table[i] >= MOEI_R(0.0) && table[i] < (moe_real)c->n_experts &&
-                   moei_ir_is(table[i], floor((double)table[i]));
-        for (other = i - i % k; other < i && good; other++) good = !moei_ir_is(table[i], (double)table[other]);
-        if (!good)
-            return moei_error(s->error, MOE_ERR_ARGUMENT, "router.table[%z] = %g: not an expert, or a duplicate", i,
-                              (double)table[i]);
-        if (to != NULL) (void)moei_int_put(to + i, (uint32_t)table[i], 1);
-    }
+    for (i = 0; i < count && to != NULL; i++) (void)moei_int_put(to + i, (uint32_t)table[i], 1);
     return MOE_OK;
 }
 
@@ -3462,8 +3471,10 @@ static void moei_list_select(moei_maker *m, const moei_list_router *r, uint32_t 
         key = moei_list_op(m, moei_float_op_add, n, n, 0, p, moei_list_row(m, n, 1, at, 2));
     }
     if (c->select == MOE_SELECT_HASH) {
-        at = moei_list_constants(m, &m->made.weights, r->layer->tensors[MOE_ROUTER_TABLE],
-                                 (size_t)c->table_size * (size_t)c->top_k);
+        const moe_real *table = r->layer->tensors[MOE_ROUTER_TABLE];
+        const size_t count = (size_t)c->table_size * (size_t)c->top_k;
+        if (m->status == MOE_OK) m->status = moei_check_table(table, count, (size_t)c->top_k, c->n_experts, m->error);
+        at = moei_list_constants(m, &m->made.weights, table, count);
         moei_list_choices(m, r, moei_float_op_choose_listed, (size_t)c->top_k, at, key, z);
         if (m->status == MOE_OK) m->last_op->index = (uint16_t)c->table_size;
     } else moei_list_choices(m, r, moei_float_op_choose,

@@ -319,6 +319,14 @@ static void test_errors(void) {
         CHECK(moe_infer(m, NULL, &id, y, scratch, m->scratch_size) == MOE_ERR_STATE);
     }
     moe_model_free(&built);
+    for (i = 0; i < 4; i++) {
+        moe_real *entry = (moe_real *)(uintptr_t)net.modules[2].layer.tensors[MOE_ROUTER_TABLE] + 14;
+        const moe_real was = *entry, wrong[] = {2147483648.0f, -1, 8, 0.5f};
+        *entry = wrong[i];
+        CHECK(moe_model_create(&built, &net, NULL, &error) == MOE_ERR_ARGUMENT &&
+              strstr(error.message, "router.table[14]") != NULL);
+        *entry = was;
+    }
     moe_net_free(&net);
     /* a logit that is not finite */
     memset(&c, 0, sizeof c);

@@ -1359,7 +1359,7 @@ static void compare_own(const stage *g, const scene *s, int step) {
 static void compare_gradients(const stage *g, const scene *s, int step) {
     const player *one = &g->whole;
     const int scored = is_scored(s);
-    /* A cosine of one dimension is a sign: its gradient is what rounding leaves of numbers near 1. */
+    /* A cosine of one dimension is a sign: its gradient is what rounding leaves near 1. */
     const double noise = s->config.router.score == MOE_SCORE_COSINE && s->config.router.cosine_dim == 1 ? 1.0 : 0.0;
     size_t at[RANKS_MOST] = {0}, all = 0, i, k;
     moe_tensor t, own;
