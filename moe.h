@@ -3573,19 +3573,23 @@ static const char *const moei_kernel_names[] = {"auto", "c", "avx2", "avx512", "
 
 #define MOEI_L moe_layer_config
 
+/* The rows of an expert; of a mixture, and of feed_forward. */
+#define MOEI_EXPERT_ROWS \
+    MOEI_CHOICE(MOEI_L, expert, MOE_EXPERT_COUNT, moei_expert_names, "kind of experts"), \
+    MOEI_INT(MOEI_L, d_ff, 1, MOE_MAX_WIDTH, "hidden width of an expert"), \
+    MOEI_INT(MOEI_L, d_low, 1, MOE_MAX_WIDTH, "rows of reduce in a factorised expert"), \
+    MOEI_CHOICE(MOEI_L, act, MOE_ACT_NAMED_RELU + 1, moei_expert_act_names, "activation of mlp and glu experts"), \
+    MOEI_FLAG(MOEI_L, no_expert_bias, "mlp and linear experts have no biases"), \
+    MOEI_REAL(MOEI_L, swiglu_alpha, 1e-6, 1e6, "alpha of swiglu experts"), \
+    MOEI_REAL(MOEI_L, swiglu_limit, 1e-6, 1e6, "limit of swiglu experts"), \
+    MOEI_REAL(MOEI_L, swiglu_offset, -1e6, 1e6, "offset of swiglu experts"), \
+    MOEI_FLAG(MOEI_L, expert_bias, "swiglu and glu experts have biases"),
+
 /* The router's rows come first: its configuration is at offset 0. */
 static const moe_field moei_layer_fields[] = {
     MOEI_ROUTER_ROWS
     MOEI_INT(MOEI_L, d_out, 1, MOE_MAX_WIDTH, "width of the output"),
-    MOEI_CHOICE(MOEI_L, expert, MOE_EXPERT_COUNT, moei_expert_names, "kind of experts"),
-    MOEI_INT(MOEI_L, d_ff, 1, MOE_MAX_WIDTH, "hidden width of an expert"),
-    MOEI_INT(MOEI_L, d_low, 1, MOE_MAX_WIDTH, "rows of reduce in a factorised expert"),
-    MOEI_CHOICE(MOEI_L, act, MOE_ACT_NAMED_RELU + 1, moei_expert_act_names, "activation of mlp and glu experts"),
-    MOEI_FLAG(MOEI_L, no_expert_bias, "mlp and linear experts have no biases"),
-    MOEI_REAL(MOEI_L, swiglu_alpha, 1e-6, 1e6, "alpha of swiglu experts"),
-    MOEI_REAL(MOEI_L, swiglu_limit, 1e-6, 1e6, "limit of swiglu experts"),
-    MOEI_REAL(MOEI_L, swiglu_offset, -1e6, 1e6, "offset of swiglu experts"),
-    MOEI_FLAG(MOEI_L, expert_bias, "swiglu and glu experts have biases"),
+    MOEI_EXPERT_ROWS
     MOEI_INT(MOEI_L, n_shared, 1, 4096, "number of shared experts"),
     MOEI_INT(MOEI_L, d_shared, 1, MOE_MAX_WIDTH, "width of one shared expert"),
     MOEI_CHOICE(MOEI_L, shared_act, MOE_ACT_NAMED_RELU + 1, moei_expert_act_names, "activation of shared experts"),
@@ -5943,7 +5947,6 @@ static const moe_field moei_convolution_fields[] = {
     MOEI_INT(MOEI_M, length, 1, MOEI_MAX_TAPS, "tokens that one output reads"), MOEI_FIELDS_END};
 static const moe_field moei_activation_fields[] = {
     MOEI_CHOICE(MOEI_M, act, MOE_ACT_COUNT, moei_act_names, "activation"), MOEI_FIELDS_END};
-static const moe_field moei_no_fields[] = {MOEI_FIELDS_END};
 static const moe_field moei_residual_fields[] = {
     MOEI_INT(MOEI_M, span, 1, MOE_NET_MAX_MODULES, "modules it goes around"), MOEI_FIELDS_END};
 /* Files name the rows of an embedding and of positions in words of their own. */
@@ -5990,41 +5993,29 @@ static const moe_field moei_attention_fields[] = {
     MOEI_FIELDS_END};
 static const moe_field moei_dropout_fields[] = {MOEI_REAL(MOEI_M, rate, 0, 1, "probability of a zero"),
                                                 MOEI_FIELDS_END};
-static const moe_field moei_feed_forward_fields[] = {
-    MOEI_CHOICE(MOEI_L, expert, MOE_EXPERT_COUNT, moei_expert_names, "kind of expert"),
-    MOEI_INT(MOEI_L, d_ff, 1, MOE_MAX_WIDTH, "hidden width"),
-    MOEI_INT(MOEI_L, d_low, 1, MOE_MAX_WIDTH, "rows of reduce in a factorised expert"),
-    MOEI_CHOICE(MOEI_L, act, MOE_ACT_NAMED_RELU + 1, moei_expert_act_names, "activation of an mlp or glu expert"),
-    MOEI_FLAG(MOEI_L, no_expert_bias, "mlp and linear experts have no biases"),
-    MOEI_REAL(MOEI_L, swiglu_alpha, 1e-6, 1e6, "alpha of a swiglu expert"),
-    MOEI_REAL(MOEI_L, swiglu_limit, 1e-6, 1e6, "limit of a swiglu expert"),
-    MOEI_REAL(MOEI_L, swiglu_offset, -1e6, 1e6, "offset of a swiglu expert"),
-    MOEI_FLAG(MOEI_L, expert_bias, "a swiglu or glu expert has biases"),
-    MOEI_FIELDS_END};
+static const moe_field moei_feed_forward_fields[] = {MOEI_EXPERT_ROWS MOEI_FIELDS_END};
 
-static const char *const moei_module_names[] = {"linear",       "activation", "layer_norm", "mixture",  "residual",
-                                                "embedding",    "positions",  "attention",  "rms_norm", "dropout",
-                                                "feed_forward", "tied",       "scale",      "convolution", NULL};
+/* The kinds, in the order of their numbers: value, name, whose code runs, whose fields. */
+#define MOEI_MODULE_KINDS(ROW) \
+    ROW(LINEAR, linear, linear, linear) \
+    ROW(ACTIVATION, activation, activation, activation) \
+    ROW(LAYER_NORM, layer_norm, layer_norm, layer_norm) \
+    ROW(MIXTURE, mixture, mixture, layer) \
+    ROW(RESIDUAL, residual, residual, residual) \
+    ROW(EMBEDDING, embedding, embedding, embedding) \
+    ROW(POSITIONS, positions, positions, positions) \
+    ROW(ATTENTION, attention, attention, attention) \
+    ROW(RMS_NORM, rms_norm, rms_norm, rms_norm) \
+    ROW(DROPOUT, dropout, dropout, dropout) \
+    ROW(FEED_FORWARD, feed_forward, feed_forward, feed_forward) \
+    ROW(TIED, tied, linear, tied) \
+    ROW(SCALE, scale, scale, scale) \
+    ROW(CONVOLUTION, convolution, convolution, convolution)
+#define MOEI_MODULE_NAME(value, name, code, fields) #name,
+#define MOEI_MODULE_FIELDS(value, name, code, fields) moei_##fields##_fields,
 
-static const moe_field *moei_module_fields(int kind) {
-    switch (kind) {
-    case MOE_MODULE_LINEAR: return moei_linear_fields;
-    case MOE_MODULE_ACTIVATION: return moei_activation_fields;
-    case MOE_MODULE_MIXTURE: return moe_layer_fields();
-    case MOE_MODULE_RESIDUAL: return moei_residual_fields;
-    case MOE_MODULE_EMBEDDING: return moei_embedding_fields;
-    case MOE_MODULE_POSITIONS: return moei_positions_fields;
-    case MOE_MODULE_ATTENTION: return moei_attention_fields;
-    case MOE_MODULE_DROPOUT: return moei_dropout_fields;
-    case MOE_MODULE_FEED_FORWARD: return moei_feed_forward_fields;
-    case MOE_MODULE_LAYER_NORM: return moei_layer_norm_fields;
-    case MOE_MODULE_RMS_NORM: return moei_rms_norm_fields;
-    case MOE_MODULE_TIED: return moei_tied_fields;
-    case MOE_MODULE_SCALE: return moei_scale_fields;
-    case MOE_MODULE_CONVOLUTION: return moei_convolution_fields;
-    default: return moei_no_fields;
-    }
-}
+static const char *const moei_module_names[] = {MOEI_MODULE_KINDS(MOEI_MODULE_NAME) NULL};
+static const moe_field *const moei_module_fields[] = {MOEI_MODULE_KINDS(MOEI_MODULE_FIELDS)};
 
 /* What moei_module_fields describes. */
 MOEI_TOOL void *moei_module_settings(const moe_module *m) {
@@ -6341,7 +6332,7 @@ static moe_status moei_module_complete(moe_net *net, moe_module *m, moe_error *e
 /* Takes the settings of *from and checks their ranges. Numbers of a module itself have no
    default. */
 static moe_status moei_module_take(moe_module *m, const moe_module *from, moe_error *error) {
-    const moe_field *fields = moei_module_fields(from->kind), *field;
+    const moe_field *fields = moei_module_fields[from->kind], *field;
     if (from->kind == MOE_MODULE_ATTENTION) m->attention = from->attention;
     if (moei_is_layer(from)) m->layer.config = from->layer.config;
     if (from->kind == MOE_MODULE_ATTENTION || moei_is_layer(from)) return MOE_OK; /* checked where they are completed */
@@ -8211,33 +8202,10 @@ typedef struct moei_module_kind {
     moe_status (*backward)(const moei_run *r);
 } moei_module_kind;
 
-static const moei_module_kind moei_module_kinds[MOE_MODULE_COUNT] = {
-    /* linear       */ {MOEI_KEEP(MODULES, MOE_MODULE_LINEAR, moei_linear_forward),
-                        MOEI_BACKWARD(moei_linear_backward)},
-    /* activation   */
-    {MOEI_KEEP(MODULES, MOE_MODULE_ACTIVATION, moei_activation_forward), MOEI_BACKWARD(moei_activation_backward)},
-    /* layer_norm   */
-    {MOEI_KEEP(MODULES, MOE_MODULE_LAYER_NORM, moei_layer_norm_forward), MOEI_BACKWARD(moei_layer_norm_backward)},
-    /* mixture      */
-    {MOEI_KEEP(MODULES, MOE_MODULE_MIXTURE, moei_mixture_forward), MOEI_BACKWARD(moei_mixture_backward)},
-    /* residual     */
-    {MOEI_KEEP(MODULES, MOE_MODULE_RESIDUAL, moei_residual_forward), MOEI_BACKWARD(moei_residual_backward)},
-    /* embedding    */
-    {MOEI_KEEP(MODULES, MOE_MODULE_EMBEDDING, moei_embedding_forward), MOEI_BACKWARD(moei_embedding_backward)},
-    /* positions    */
-    {MOEI_KEEP(MODULES, MOE_MODULE_POSITIONS, moei_positions_forward), MOEI_BACKWARD(moei_positions_backward)},
-    /* attention    */
-    {MOEI_KEEP(MODULES, MOE_MODULE_ATTENTION, moei_attention_forward), MOEI_BACKWARD(moei_attention_backward)},
-    /* rms_norm     */
-    {MOEI_KEEP(MODULES, MOE_MODULE_RMS_NORM, moei_rms_norm_forward), MOEI_BACKWARD(moei_rms_norm_backward)},
-    /* dropout      */
-    {MOEI_KEEP(MODULES, MOE_MODULE_DROPOUT, moei_dropout_forward), MOEI_BACKWARD(moei_dropout_backward)},
-    /* feed_forward */
-    {MOEI_KEEP(MODULES, MOE_MODULE_FEED_FORWARD, moei_feed_forward_forward), MOEI_BACKWARD(moei_feed_forward_backward)},
-    /* tied         */ {MOEI_KEEP(MODULES, MOE_MODULE_TIED, moei_linear_forward), MOEI_BACKWARD(moei_linear_backward)},
-    /* scale        */ {MOEI_KEEP(MODULES, MOE_MODULE_SCALE, moei_scale_forward), MOEI_BACKWARD(moei_scale_backward)},
-    /* convolution  */
-    {MOEI_KEEP(MODULES, MOE_MODULE_CONVOLUTION, moei_convolution_forward), MOEI_BACKWARD(moei_convolution_backward)}};
+#define MOEI_MODULE_CODE(value, name, code, fields) \
+    {MOEI_KEEP(MODULES, MOE_MODULE_##value, moei_##code##_forward), MOEI_BACKWARD(moei_##code##_backward)},
+
+static const moei_module_kind moei_module_kinds[] = {MOEI_MODULE_KINDS(MOEI_MODULE_CODE)};
 
 /* Whether the sequences are as moe_call requires. */
 static int moei_sequences_fit(const moe_call *call) {
@@ -10128,7 +10096,7 @@ static void moei_config_put_module(moei_config_text *c, const moe_module *m) {
     moei_config_put(c, "{\"module\":\"");
     moei_config_put(c, moei_module_names[m->kind]);
     moei_config_put(c, "\"");
-    moei_config_put_fields(c, moei_module_fields(m->kind), moei_module_settings(m),
+    moei_config_put_fields(c, moei_module_fields[m->kind], moei_module_settings(m),
                            m->kind == MOE_MODULE_ACTIVATION || m->kind == MOE_MODULE_DROPOUT, 1);
     moei_config_put(c, "}");
 }
@@ -10562,7 +10530,7 @@ static moe_status moei_config_module(moei_json *j, moe_net *net, int origin) {
     status = moei_config_kind(j, place, &m.kind);
     m.layer.config.router.preset = origin;
     if (status == MOE_OK)
-        status = moei_config_fields(j, place, moei_module_fields(m.kind), moei_module_settings(&m), 1);
+        status = moei_config_fields(j, place, moei_module_fields[m.kind], moei_module_settings(&m), 1);
     if (status != MOE_OK) return status;
     moei_config_act(&m.layer.config);
     status = moe_net_append(net, &m);

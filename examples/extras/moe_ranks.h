@@ -1696,7 +1696,7 @@ static moe_status moei_module_agree(const moe_net *net, size_t i, moe_error *err
     values[1] = (uint64_t)m->d_out;
     status = moei_compare_named(net->transport, 2, names, values, where, error);
     if (status != MOE_OK) return status;
-    return moei_compare_fields(net->transport, moei_module_fields(m->kind), moei_module_settings(m),
+    return moei_compare_fields(net->transport, moei_module_fields[m->kind], moei_module_settings(m),
                                moei_module_settings(&scratch), where, error);
 }
 
