@@ -5420,6 +5420,12 @@ static const moe_kernels moei_kernels_avx512_vnni =
 
 #ifdef MOEI_HAVE_V4
 
+/* One instruction as a function. */
+#define MOEI_V4_ONE(name, op) \
+    MOEI_INLINE moei_v4 moei_v4_##name(moei_v4 x) { return op(x); }
+#define MOEI_V4_TWO(name, op) \
+    MOEI_INLINE moei_v4 moei_v4_##name(moei_v4 a, moei_v4 b) { return op(a, b); }
+
 #if defined(__ARM_NEON)
 #define MOEI_V4_NAME "neon"
 #define MOEI_V4_ID MOE_KERNELS_NEON
@@ -5445,17 +5451,9 @@ MOEI_INLINE moei_v4 moei_v4_load_splat(const float *x) { return vld1q_dup_f32(x)
 
 MOEI_INLINE moei_v4 moei_v4_splat(float x) { return vdupq_n_f32(x); }
 
-MOEI_INLINE moei_v4 moei_v4_add(moei_v4 a, moei_v4 b) {
-    return vaddq_f32(a, b);
-}
-
-MOEI_INLINE moei_v4 moei_v4_sub(moei_v4 a, moei_v4 b) {
-    return vsubq_f32(a, b);
-}
-
-MOEI_INLINE moei_v4 moei_v4_mul(moei_v4 a, moei_v4 b) {
-    return vmulq_f32(a, b);
-}
+MOEI_V4_TWO(add, vaddq_f32)
+MOEI_V4_TWO(sub, vsubq_f32)
+MOEI_V4_TWO(mul, vmulq_f32)
 
 /* a b + c. */
 MOEI_INLINE moei_v4 moei_v4_mul_add(moei_v4 a, moei_v4 b, moei_v4 c) {
@@ -5466,9 +5464,9 @@ MOEI_INLINE moei_v4 moei_v4_mul_add(moei_v4 a, moei_v4 b, moei_v4 c) {
 #endif
 }
 
-MOEI_INLINE moei_v4 moei_v4_abs(moei_v4 x) {
-    return vabsq_f32(x);
-}
+MOEI_V4_ONE(abs, vabsq_f32)
+MOEI_V4_TWO(min, vminq_f32)
+MOEI_V4_TWO(max, vmaxq_f32)
 
 /* Transposes four steps of p in four rows of b: y[s] holds step s of rows 0 to 3. */
 MOEI_INLINE void moei_v4_transpose(const float *b, size_t ldb, moei_v4 y[4]) {
@@ -5481,26 +5479,8 @@ MOEI_INLINE void moei_v4_transpose(const float *b, size_t ldb, moei_v4 y[4]) {
 }
 
 #if defined(__aarch64__)
-MOEI_INLINE moei_v4 moei_v4_div(moei_v4 a, moei_v4 b) {
-    return vdivq_f32(a, b);
-}
-
-MOEI_INLINE moei_v4 moei_v4_sqrt(moei_v4 x) {
-    return vsqrtq_f32(x);
-}
-
-/* The larger or smaller of the two; NaN when x is. */
-MOEI_INLINE moei_v4 moei_v4_at_least(moei_v4 x, float limit) {
-    return vmaxq_f32(x, vdupq_n_f32(limit));
-}
-
-MOEI_INLINE moei_v4 moei_v4_at_most(moei_v4 x, float limit) {
-    return vminq_f32(x, vdupq_n_f32(limit));
-}
-
-MOEI_INLINE moei_v4 moei_v4_max(moei_v4 a, moei_v4 b) {
-    return vmaxq_f32(a, b);
-}
+MOEI_V4_TWO(div, vdivq_f32)
+MOEI_V4_ONE(sqrt, vsqrtq_f32)
 
 /* x <= 0; false for NaN. */
 MOEI_INLINE moei_v4_mask moei_v4_not_above_0(moei_v4 x) {
@@ -5553,25 +5533,20 @@ MOEI_INLINE moei_v4 moei_v4_load_splat(const float *x) { return wasm_v128_load32
 
 MOEI_INLINE moei_v4 moei_v4_splat(float x) { return wasm_f32x4_splat(x); }
 
-MOEI_INLINE moei_v4 moei_v4_add(moei_v4 a, moei_v4 b) {
-    return wasm_f32x4_add(a, b);
-}
-
-MOEI_INLINE moei_v4 moei_v4_sub(moei_v4 a, moei_v4 b) {
-    return wasm_f32x4_sub(a, b);
-}
-
-MOEI_INLINE moei_v4 moei_v4_mul(moei_v4 a, moei_v4 b) {
-    return wasm_f32x4_mul(a, b);
-}
+MOEI_V4_TWO(add, wasm_f32x4_add)
+MOEI_V4_TWO(sub, wasm_f32x4_sub)
+MOEI_V4_TWO(mul, wasm_f32x4_mul)
 
 MOEI_INLINE moei_v4 moei_v4_mul_add(moei_v4 a, moei_v4 b, moei_v4 c) {
     return wasm_f32x4_add(c, wasm_f32x4_mul(a, b));
 }
 
-MOEI_INLINE moei_v4 moei_v4_abs(moei_v4 x) {
-    return wasm_f32x4_abs(x);
-}
+MOEI_V4_ONE(abs, wasm_f32x4_abs)
+/* these return their first operand when either is NaN */
+MOEI_V4_TWO(min, wasm_f32x4_pmin)
+MOEI_V4_TWO(max, wasm_f32x4_pmax)
+MOEI_V4_TWO(div, wasm_f32x4_div)
+MOEI_V4_ONE(sqrt, wasm_f32x4_sqrt)
 
 MOEI_INLINE void moei_v4_transpose(const float *b, size_t ldb, moei_v4 y[4]) {
     const v128_t r0 = wasm_v128_load(b), r1 = wasm_v128_load(b + ldb);
@@ -5582,27 +5557,6 @@ MOEI_INLINE void moei_v4_transpose(const float *b, size_t ldb, moei_v4 y[4]) {
     y[1] = wasm_i32x4_shuffle(t0, t2, 2, 3, 6, 7);
     y[2] = wasm_i32x4_shuffle(t1, t3, 0, 1, 4, 5);
     y[3] = wasm_i32x4_shuffle(t1, t3, 2, 3, 6, 7);
-}
-
-MOEI_INLINE moei_v4 moei_v4_div(moei_v4 a, moei_v4 b) {
-    return wasm_f32x4_div(a, b);
-}
-
-MOEI_INLINE moei_v4 moei_v4_sqrt(moei_v4 x) {
-    return wasm_f32x4_sqrt(x);
-}
-
-/* pmax and pmin return their first operand when either is NaN. */
-MOEI_INLINE moei_v4 moei_v4_at_least(moei_v4 x, float limit) {
-    return wasm_f32x4_pmax(x, wasm_f32x4_splat(limit));
-}
-
-MOEI_INLINE moei_v4 moei_v4_at_most(moei_v4 x, float limit) {
-    return wasm_f32x4_pmin(x, wasm_f32x4_splat(limit));
-}
-
-MOEI_INLINE moei_v4 moei_v4_max(moei_v4 a, moei_v4 b) {
-    return wasm_f32x4_pmax(a, b);
 }
 
 MOEI_INLINE moei_v4_mask moei_v4_not_above_0(moei_v4 x) {
@@ -5633,6 +5587,14 @@ MOEI_INLINE moei_v4 moei_v4_power2(moei_v4_int n) {
     return wasm_i32x4_shl(wasm_i32x4_add(n, wasm_i32x4_splat(127)), 23);
 }
 #endif
+
+#undef MOEI_V4_ONE
+#undef MOEI_V4_TWO
+
+/* The larger or smaller of the two; NaN when x is. */
+MOEI_INLINE moei_v4 moei_v4_at_least(moei_v4 x, float limit) { return moei_v4_max(x, moei_v4_splat(limit)); }
+
+MOEI_INLINE moei_v4 moei_v4_at_most(moei_v4 x, float limit) { return moei_v4_min(x, moei_v4_splat(limit)); }
 
 /* Rows of a tile of 16 columns, rows of a tile of 8 columns, sums that fit in registers beside the
    operands. */
