@@ -2511,6 +2511,13 @@ static const char moei_name_c[] = "c";
 
 static const moe_kernels moei_kernels_c = MOEI_KERNEL_SET(moei_name_c, MOE_KERNELS_C, c, MOEI_ROW_C, c, c);
 
+/* An entry of a table that the instruction set's product of all forms computes. */
+#define MOEI_MATMUL_ENTRY(name, isa, op) \
+    static void moei_##name##_##isa(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, \
+                                    size_t ldb, float *c, size_t ldc, int accumulate) { \
+        moei_matmul_##isa(op, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate); \
+    }
+
 /* ==== AVX2 and FMA (float) =======================================================================
 
    Vectors run along the columns of C, one lane per element, so a lane accumulates over ascending p
@@ -3079,15 +3086,8 @@ static void moei_nt_avx2(size_t m, size_t n, size_t k, const float *a, size_t ld
         moei_matmul_avx2(MOE_MATMUL_NT, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
 }
 
-static void moei_nn_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c,
-                         size_t ldc, int accumulate) {
-    moei_matmul_avx2(MOE_MATMUL_NN, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
-}
-
-static void moei_tn_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c,
-                         size_t ldc, int accumulate) {
-    moei_matmul_avx2(MOE_MATMUL_TN, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
-}
+MOEI_MATMUL_ENTRY(nn, avx2, MOE_MATMUL_NN)
+MOEI_MATMUL_ENTRY(tn, avx2, MOE_MATMUL_TN)
 
 MOEI_AVX2 MOEI_INLINE float moei_lanes_sum_avx2(__m256 v) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
@@ -3848,15 +3848,8 @@ static void moei_nt_avx512(size_t m, size_t n, size_t k, const float *a, size_t 
         moei_matmul_avx512(MOE_MATMUL_NT, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
 }
 
-static void moei_nn_avx512(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb,
-                           float *c, size_t ldc, int accumulate) {
-    moei_matmul_avx512(MOE_MATMUL_NN, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
-}
-
-static void moei_tn_avx512(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb,
-                           float *c, size_t ldc, int accumulate) {
-    moei_matmul_avx512(MOE_MATMUL_TN, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
-}
+MOEI_MATMUL_ENTRY(nn, avx512, MOE_MATMUL_NN)
+MOEI_MATMUL_ENTRY(tn, avx512, MOE_MATMUL_TN)
 
 /* ---- silu and softmax in vectors of 16; other activations use AVX2 --------------------------- */
 
@@ -5908,20 +5901,9 @@ static void moei_matmul_v4(int op, size_t m, size_t n, size_t k, const float *a,
     }
 }
 
-static void moei_nt_v4(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c,
-                       size_t ldc, int accumulate) {
-    moei_matmul_v4(MOE_MATMUL_NT, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
-}
-
-static void moei_nn_v4(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c,
-                       size_t ldc, int accumulate) {
-    moei_matmul_v4(MOE_MATMUL_NN, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
-}
-
-static void moei_tn_v4(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c,
-                       size_t ldc, int accumulate) {
-    moei_matmul_v4(MOE_MATMUL_TN, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
-}
+MOEI_MATMUL_ENTRY(nt, v4, MOE_MATMUL_NT)
+MOEI_MATMUL_ENTRY(nn, v4, MOE_MATMUL_NN)
+MOEI_MATMUL_ENTRY(tn, v4, MOE_MATMUL_TN)
 
 static float moei_dot_v4(size_t n, const float *a, const float *b) {
     moei_v4 s0 = moei_v4_splat(0.0f), s1 = s0;
