@@ -4000,18 +4000,14 @@ void moe_layer_free(moe_layer *layer) {
     memset(layer, 0, sizeof *layer);
 }
 
-/* Describes the parameter of an index that exists. */
-static void moei_layer_describe(const moe_layer *layer, int index, const moe_parameter *slot, moe_tensor *out) {
+/* All of a tensor but its name and values. */
+static void moei_tensor_shape(const moe_parameter *slot, moe_tensor *out) {
     int i;
     memset(out, 0, sizeof *out);
-    memcpy(out->name, slot->name, moei_strlen(slot->name) + 1);
     out->n_dims = slot->n_dims;
     for (i = 0; i < MOE_MAX_DIMS; i++) out->shape[i] = slot->shape[i];
     out->count = slot->count;
     out->flags = slot->flags;
-    memcpy(&out->data, &layer->tensors[index],
-           sizeof out->data); /* a layer that owns its tensors lets them be changed */
-    out->gradient = layer->gradients[index];
 }
 
 moe_status moe_layer_tensor(const moe_layer *layer, size_t i, moe_tensor *out) {
@@ -4021,23 +4017,25 @@ moe_status moe_layer_tensor(const moe_layer *layer, size_t i, moe_tensor *out) {
     for (index = 0; index < MOE_LAYER_PARAMETER_COUNT; index++) {
         if (!(layer->present >> index & 1u) || i-- > 0) continue;
         if (moe_layer_parameter(&layer->config, index, &slot) != MOE_OK) return MOE_ERR_NOT_FOUND;
-        moei_layer_describe(layer, index, &slot, out);
+        moei_tensor_shape(&slot, out);
+        memcpy(out->name, slot.name, moei_strlen(slot.name) + 1);
+        /* a layer that owns its tensors lets them be changed */
+        memcpy(&out->data, &layer->tensors[index], sizeof out->data);
+        out->gradient = layer->gradients[index];
         return MOE_OK;
     }
     return MOE_ERR_NOT_FOUND;
 }
 
 moe_status moe_layer_find(const moe_layer *layer, const char *name, moe_tensor *out) {
-    moe_parameter slot;
-    int index;
+    moe_tensor tensor;
+    size_t i;
     if (layer == NULL || name == NULL || out == NULL) return MOE_ERR_ARGUMENT;
-    for (index = 0; index < MOE_LAYER_PARAMETER_COUNT; index++) {
-        if (!(layer->present >> index & 1u) || moe_layer_parameter(&layer->config, index, &slot) != MOE_OK ||
-            moei_strcmp(slot.name, name) != 0)
-            continue;
-        moei_layer_describe(layer, index, &slot, out);
-        return MOE_OK;
-    }
+    for (i = 0; moe_layer_tensor(layer, i, &tensor) == MOE_OK; i++)
+        if (moei_strcmp(tensor.name, name) == 0) {
+            *out = tensor;
+            return MOE_OK;
+        }
     return MOE_ERR_NOT_FOUND;
 }
 
@@ -5009,29 +5007,20 @@ static void moei_stage_of_task(const moei_task *task, const moei_expert_run *run
     moei_stage_columns(run, stage, task->mask, from, to);
 }
 
-/* The columns of a stage; those of the last one are added to y_t += w_te f_e(x_t). */
-static void moei_chosen_columns(const moei_task *task, const moei_expert_run *run, int stage, int index) {
+/* The columns of a stage; those of the last one are added to y_t, times the assignment's weight or
+   the shared expert's factor. */
+static void moei_added_columns(const moei_task *task, const moei_expert_run *run, int stage, int index) {
     size_t o = run->width[MOE_NODE_OUTPUT], ld = run->ld[MOE_NODE_OUTPUT], from, to, i;
+    const int shared = run->kind == &moei_experts[MOEI_SHARED], last = stage + 1 == run->kind->n_stages;
     moei_columns_of(run->stage_width[stage], index, task->n_tasks, &from, &to);
     if (to <= from) return;
     moei_stage_columns(run, stage, task->mask, from, to);
-    for (i = 0; stage + 1 == run->kind->n_stages && i < run->n_assignments; i++) {
-        const moe_assignment *entry = run->assignments + i;
-        const moe_real *output = run->activation[MOE_NODE_OUTPUT] + moei_row_of(task->p, entry, i) * ld + from;
-        moe_axpy(task->layer->kernels, to - from, entry->weight_out, output, task->y + (size_t)entry->token * o + from);
+    for (i = 0; last && i < (shared ? run->n : run->n_assignments); i++) {
+        const moe_assignment *entry = shared ? NULL : run->assignments + i;
+        const size_t row = shared ? i : moei_row_of(task->p, entry, i), t = shared ? i : (size_t)entry->token;
+        moe_axpy(task->layer->kernels, to - from, shared ? task->p->shared_factor[i] : entry->weight_out,
+                 run->activation[MOE_NODE_OUTPUT] + row * ld + from, task->y + t * o + from);
     }
-}
-
-/* The columns of a stage; those of the last one are added to y_t, times the shared expert's
-   factor. */
-static void moei_shared_columns(const moei_task *task, const moei_expert_run *run, int stage, int index) {
-    size_t o = run->width[MOE_NODE_OUTPUT], ld = run->ld[MOE_NODE_OUTPUT], from, to, t;
-    moei_columns_of(run->stage_width[stage], index, task->n_tasks, &from, &to);
-    if (to <= from) return;
-    moei_stage_columns(run, stage, task->mask, from, to);
-    for (t = 0; stage + 1 == run->kind->n_stages && t < run->n; t++)
-        moe_axpy(task->layer->kernels, to - from, task->p->shared_factor[t],
-                 run->activation[MOE_NODE_OUTPUT] + t * ld + from, task->y + t * o + from);
 }
 
 /* ---- the phases of a backward pass ----------------------------------------------------------- */
@@ -5151,11 +5140,11 @@ static const moei_phase moei_phases[] = {
     /*     scored                      chosen                      shared                  latent */
     {0, 0, {NULL,                       moei_gather,                NULL,                   NULL}},
     {0, 0, {moei_quantize_rows,         moei_quantize_rows,         moei_quantize_rows,     moei_quantize_rows}},
-    {0, 0, {moei_stage_of_task,         moei_chosen_columns,        moei_shared_columns,    moei_stage_of_task}},
+    {0, 0, {moei_stage_of_task,         moei_added_columns,         moei_added_columns,     moei_stage_of_task}},
     {0, 1, {moei_quantize_rows,         moei_quantize_rows,         moei_quantize_rows,     NULL}},
-    {0, 1, {moei_stage_of_task,         moei_chosen_columns,        moei_shared_columns,    NULL}},
+    {0, 1, {moei_stage_of_task,         moei_added_columns,         moei_added_columns,     NULL}},
     {0, 2, {moei_quantize_rows,         moei_quantize_rows,         moei_quantize_rows,     NULL}},
-    {0, 2, {moei_stage_of_task,         moei_chosen_columns,        moei_shared_columns,    NULL}},
+    {0, 2, {moei_stage_of_task,         moei_added_columns,         moei_added_columns,     NULL}},
 #ifndef MOE_NO_TRAIN
     {1, 0, {moei_scored_begin_backward, moei_chosen_begin_backward, NULL,                   NULL}},
     {1, 2, {moei_products_backward,     moei_chosen_backward,       moei_products_backward, NULL}},
@@ -6578,18 +6567,13 @@ static moe_status moei_net_count(const moe_net *net, size_t *tensors, size_t *nu
 
 static void moei_tensor_describe(size_t module, const moe_parameter *slot, moe_tensor *out) {
     moei_text t;
-    int i;
-    memset(out, 0, sizeof *out);
+    moei_tensor_shape(slot, out);
     t.out = out->name;
     t.room = sizeof out->name;
     t.length = 0;
     moei_put_integer(&t, (int64_t)module);
     moei_put(&t, ".", 1);
     moei_put(&t, slot->name, moei_strlen(slot->name));
-    out->n_dims = slot->n_dims;
-    for (i = 0; i < MOE_MAX_DIMS; i++) out->shape[i] = slot->shape[i];
-    out->count = slot->count;
-    out->flags = slot->flags;
 }
 
 /* Fills net->tensors with names and shapes; moei_net_allocate adds the values. */
@@ -10295,59 +10279,50 @@ static moe_status moei_write(const moe_net *net, const moe_trainer *trainer, con
     return begun ? moei_vote(t, status, error) : status;
 }
 
-moe_status moe_net_write(const moe_net *net, moe_stream *stream, moe_error *error) {
+/* Writes a network, or (layer not NULL) the list of a layer's tensors. */
+static moe_status moei_list_write(const moe_net *list, const moe_layer *layer, moe_stream *stream, moe_error *error) {
     moei_config_text c;
     moe_metadata metadata;
     moe_status status = MOE_OK;
-    if (net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net and stream must not be NULL");
     memset(&c, 0, sizeof c);
-    c.buffer.allocator = net->allocator;
-    if (stream == NULL && moei_writes(net->transport))
-        status = moei_error(error, MOE_ERR_ARGUMENT, "net and stream must not be NULL");
-    else if (!net->built || net->external)
+    c.buffer.allocator = list->allocator;
+    if (stream == NULL && moei_writes(list->transport))
+        status = moei_error(error, MOE_ERR_ARGUMENT, "%s and stream must not be NULL", layer != NULL ? "layer" : "net");
+    else if (layer == NULL && (!list->built || list->external))
         status = moei_error(error, MOE_ERR_STATE, "the network %s",
-                            net->built ? "has tensors of the caller (net.external = 1)" : "is not built");
-    else if (moei_writes(net->transport)) {
-        moei_config_put_net(&c, net);
+                            list->built ? "has tensors of the caller (net.external = 1)" : "is not built");
+    else if (moei_writes(list->transport)) {
+        if (layer != NULL) moei_config_put_layer(&c, &layer->config);
+        else moei_config_put_net(&c, list);
         status = moei_config_end(&c, error);
     }
     metadata.key = MOEI_CONFIG_KEY;
     metadata.value = (const char *)c.buffer.data;
-    status = moei_write(net, NULL, &metadata, 1, stream, status, error);
+    status = moei_write(list, NULL, &metadata, 1, stream, status, error);
     moe_buffer_free(&c.buffer);
     return status;
 }
 
+moe_status moe_net_write(const moe_net *net, moe_stream *stream, moe_error *error) {
+    if (net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net and stream must not be NULL");
+    return moei_list_write(net, NULL, stream, error);
+}
+
 moe_status moe_layer_write(const moe_layer *layer, moe_stream *stream, moe_error *error) {
-    moei_config_text c;
-    moe_metadata metadata;
     moe_tensor tensors[MOE_LAYER_PARAMETER_COUNT];
     moe_module module;
     moe_net list;
-    moe_status status = MOE_OK;
     if (layer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer and stream must not be NULL");
     list = moei_layer_list(layer, tensors, &module);
-    memset(&c, 0, sizeof c);
-    c.buffer.allocator = layer->allocator;
-    if (stream == NULL && moei_writes(list.transport))
-        status = moei_error(error, MOE_ERR_ARGUMENT, "layer and stream must not be NULL");
-    else if (moei_writes(list.transport)) {
-        moei_config_put_layer(&c, &layer->config);
-        status = moei_config_end(&c, error);
-    }
-    metadata.key = MOEI_CONFIG_KEY;
-    metadata.value = (const char *)c.buffer.data;
-    status = moei_write(&list, NULL, &metadata, 1, stream, status, error);
-    moe_buffer_free(&c.buffer);
-    return status;
+    return moei_list_write(&list, layer, stream, error);
 }
 
 #ifndef MOE_NO_STDIO
 
 /* What moe_file_replace hands to its callback. */
 typedef struct moei_saved {
-    const moe_net *net;
-    const moe_layer *layer;
+    moe_status (*write)(const void *object, moe_stream *stream, moe_error *error);
+    const void *object;
     moe_error *error;
     int begun;
 } moei_saved;
@@ -10355,38 +10330,41 @@ typedef struct moei_saved {
 static moe_status moei_save(void *ctx, moe_stream *stream) {
     moei_saved *s = (moei_saved *)ctx;
     s->begun = 1;
-    return s->net != NULL ? moe_net_write(s->net, stream, s->error) : moe_layer_write(s->layer, stream, s->error);
+    return s->write(s->object, stream, s->error);
 }
 
-/* moe_file_replace in the first process, while the others send it their tensors. write sets *begun
-   and then votes; if no file can be made, the vote is here. */
+/* moe_file_replace in the first process, while the others send it their tensors. write votes before
+   it ends; if no file can be made, that vote is here. */
 static moe_status moei_save_on(const struct moe_transport *t, const char *path,
-                               moe_status (*write)(void *ctx, moe_stream *stream), void *ctx, int *begun,
-                               moe_error *error) {
+                               moe_status (*write)(const void *object, moe_stream *stream, moe_error *error),
+                               const void *object, moe_error *error) {
+    moei_saved s;
     moe_status status;
-    if (t == NULL) return moe_file_replace(path, write, ctx, error);
-    *begun = 0;
-    status = moei_writes(t) ? moe_file_replace(path, write, ctx, error) : write(ctx, NULL);
-    if (!*begun) status = moei_vote(t, status, error);
+    s.write = write;
+    s.object = object;
+    s.error = error;
+    s.begun = 0;
+    status = moei_writes(t) ? moe_file_replace(path, moei_save, &s, error) : moei_save(&s, NULL);
+    if (!s.begun) status = moei_vote(t, status, error);
     return moei_vote(t, status, error);
 }
 
+static moe_status moei_net_save(const void *net, moe_stream *stream, moe_error *error) {
+    return moe_net_write((const moe_net *)net, stream, error);
+}
+
 moe_status moe_net_save(const moe_net *net, const char *path, moe_error *error) {
-    moei_saved s;
-    if (net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
-    s.net = net;
-    s.layer = NULL;
-    s.error = error;
-    return moei_save_on(net->transport, path, moei_save, &s, &s.begun, error);
+    return net != NULL ? moei_save_on(net->transport, path, moei_net_save, net, error)
+                       : moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
+}
+
+static moe_status moei_layer_save(const void *layer, moe_stream *stream, moe_error *error) {
+    return moe_layer_write((const moe_layer *)layer, stream, error);
 }
 
 moe_status moe_layer_save(const moe_layer *layer, const char *path, moe_error *error) {
-    moei_saved s;
-    if (layer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
-    s.net = NULL;
-    s.layer = layer;
-    s.error = error;
-    return moei_save_on(layer->config.transport, path, moei_save, &s, &s.begun, error);
+    return layer != NULL ? moei_save_on(layer->config.transport, path, moei_layer_save, layer, error)
+                         : moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
 }
 
 #endif
@@ -10567,11 +10545,12 @@ static moe_status moei_config_top(moei_json *j, const char *wanted, size_t *valu
     return MOE_OK;
 }
 
-/* The reader's context, besides its position. */
+/* How a network or a layer is read. */
 typedef struct moei_net_options {
     int kernels;
     const moe_allocator *allocator;
     const struct moe_transport *transport;
+    int trainable;
 } moei_net_options;
 
 static moe_status moei_config_net(moei_json *j, moe_net *net, const moei_net_options *options) {
@@ -10613,6 +10592,14 @@ static moe_status moei_config_layer(moei_json *j, moe_layer_config *config) {
     return status;
 }
 
+/* The length of a file's configuration. */
+static moe_status moei_config_length(const moe_file *file, size_t *length, moe_error *error) {
+    return moe_file_metadata(file, MOEI_CONFIG_KEY, NULL, 0, length) != MOE_ERR_NOT_FOUND
+               ? MOE_OK
+               : moei_error(error, MOE_ERR_FORMAT, "the file has no configuration: no metadata of the key '%s'",
+                            MOEI_CONFIG_KEY);
+}
+
 /* Reads the configuration of a file into net, or when that is NULL into layer. */
 static moe_status moei_config_read(const moe_file *file, const moei_net_options *options, moe_net *net,
                                    moe_layer_config *layer, moe_error *error) {
@@ -10620,10 +10607,8 @@ static moe_status moei_config_read(const moe_file *file, const moei_net_options 
     moe_error why;
     char *text;
     size_t length = 0;
-    moe_status status = moe_file_metadata(file, MOEI_CONFIG_KEY, NULL, 0, &length);
-    if (status == MOE_ERR_NOT_FOUND)
-        return moei_error(error, MOE_ERR_FORMAT, "the file has no configuration: no metadata of the key '%s'",
-                          MOEI_CONFIG_KEY);
+    moe_status status = moei_config_length(file, &length, error);
+    if (status != MOE_OK) return status;
     if (!moei_can_allocate(options->allocator))
         return moei_error(error, MOE_ERR_ARGUMENT, "allocator is required with MOE_NO_MALLOC");
     text = (char *)moei_alloc(options->allocator, length + 1, 1);
@@ -10976,116 +10961,90 @@ static moe_status moei_contents_agree(const struct moe_transport *t, const moei_
     return t != NULL ? moei_group(t)->hooks->file_agree(moei_group(t), c, trainable, kernels, error) : MOE_OK;
 }
 
-/* The network of an open file; status is the result of opening it. */
-static moe_status moei_net_take(moe_net *net, moei_contents *c, moe_status status, int trainable, int kernels,
-                                const struct moe_transport *transport, const moe_allocator *allocator,
-                                moe_error *error) {
-    moei_net_options options;
-    moe_net made;
-    memset(&made, 0, sizeof made);
-    options.kernels = kernels;
-    options.allocator = allocator;
-    options.transport = transport;
-    if (status == MOE_OK) status = moei_config_read(&c->file, &options, &made, NULL, error);
-    if (status == MOE_OK) status = moei_net_register(&made, error);
-    if (status == MOE_OK) status = moei_file_match(&made, &c->file, error);
-    if (status == MOE_OK) status = moei_contents_fetch(c, &made, error);
-    status = moei_vote(transport, status, error);
-    if (status == MOE_OK) status = moei_contents_agree(transport, c, trainable, made.kernels, error);
+/* The layer that a file describes, without tensors. */
+static moe_status moei_layer_open(moe_layer *made, const moe_file *file, const moei_net_options *o, moe_error *error) {
+    moe_layer_config config;
+    moe_status status = moei_config_read(file, o, NULL, &config, error);
+    if (status != MOE_OK) return status;
+    config.kernels = o->kernels;
+    config.transport = o->transport;
+    status = moe_layer_init(made, &config, error);
+    if (status == MOE_OK && o->allocator != NULL) made->allocator = *o->allocator;
+    return status;
+}
+
+static moe_status moei_net_open(moe_net *made, const moe_file *file, const moei_net_options *o, moe_error *error) {
+    const moe_status status = moei_config_read(file, o, made, NULL, error);
+    return status == MOE_OK ? moei_net_register(made, error) : status;
+}
+
+/* Reads what object is, a moe_layer or a moe_net; status is the result of opening the file. */
+static moe_status moei_object_read(int is_layer, void *object, moei_contents *c, moe_status status,
+                                   const moei_net_options *o, moe_error *error) {
+    moe_tensor tensors[MOE_LAYER_PARAMETER_COUNT];
+    moe_module module;
+    moe_layer layer;
+    moe_net net; /* or one that holds the layer's tensors */
+    if (object == NULL)
+        status = moei_error(error, MOE_ERR_ARGUMENT, "%s must not be NULL", is_layer ? "layer" : "net");
+    memset(&layer, 0, sizeof layer);
+    memset(&net, 0, sizeof net);
+    if (status == MOE_OK)
+        status = is_layer ? moei_layer_open(&layer, &c->file, o, error) : moei_net_open(&net, &c->file, o, error);
+    if (status == MOE_OK && is_layer) net = moei_layer_list(&layer, tensors, &module);
+    if (status == MOE_OK) status = moei_file_match(&net, &c->file, error);
+    if (status == MOE_OK) status = moei_contents_fetch(c, &net, error);
+    status = moei_vote(o->transport, status, error);
+    if (status == MOE_OK)
+        status = moei_contents_agree(o->transport, c, o->trainable, is_layer ? layer.kernels : net.kernels, error);
     if (status == MOE_OK) {
-        status = moei_net_allocate(&made, trainable, error);
-        if (status == MOE_OK) status = moei_contents_walk(c, MOEI_WALK_VALUES, &made, error);
-        status = moei_vote(transport, status, error);
+        status = is_layer ? moei_layer_allocate(&layer, o->trainable, error)
+                          : moei_net_allocate(&net, o->trainable, error);
+        if (status == MOE_OK && is_layer) net = moei_layer_list(&layer, tensors, &module);
+        if (status == MOE_OK) status = moei_contents_walk(c, MOEI_WALK_VALUES, &net, error);
+        status = moei_vote(o->transport, status, error);
     }
-    if (status == MOE_OK) *net = made;
-    else moe_net_free(&made);
+    if (status == MOE_OK && is_layer) *(moe_layer *)object = layer;
+    else if (status == MOE_OK) *(moe_net *)object = net;
+    else if (is_layer) moe_layer_free(&layer);
+    else moe_net_free(&net);
     return status;
 }
 
 moe_status moe_net_read(moe_net *net, const void *bytes, size_t size, int trainable, int kernels,
                         const moe_allocator *allocator, moe_error *error) {
+    const moei_net_options options = {kernels, allocator, NULL, trainable};
     moei_contents c;
-    moe_status status = net != NULL ? moei_contents_memory(&c, bytes, size, allocator, error)
-                                    : moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
-    return moei_net_take(net, &c, status, trainable, kernels, NULL, allocator, error);
-}
-
-/* The layer that a file describes, without tensors; matched with those of the file, which are read
-   where they are on the disk. */
-static moe_status moei_layer_open(moe_layer *made, moei_contents *c, const moei_net_options *options,
-                                  moe_error *error) {
-    moe_layer_config config;
-    moe_tensor tensors[MOE_LAYER_PARAMETER_COUNT];
-    moe_module module;
-    moe_net list;
-    moe_status status = moei_config_read(&c->file, options, NULL, &config, error);
-    if (status != MOE_OK) return status;
-    config.kernels = options->kernels;
-    config.transport = options->transport;
-    status = moe_layer_init(made, &config, error);
-    if (status != MOE_OK) return status;
-    if (options->allocator != NULL) made->allocator = *options->allocator;
-    list = moei_layer_list(made, tensors, &module);
-    status = moei_file_match(&list, &c->file, error);
-    return status == MOE_OK ? moei_contents_fetch(c, &list, error) : status;
-}
-
-/* Memory for it, and the values. */
-static moe_status moei_layer_fill_of(moe_layer *made, moei_contents *c, int trainable, moe_error *error) {
-    moe_tensor tensors[MOE_LAYER_PARAMETER_COUNT];
-    moe_module module;
-    moe_net list;
-    moe_status status = moei_layer_allocate(made, trainable, error);
-    if (status != MOE_OK) return status;
-    list = moei_layer_list(made, tensors, &module);
-    return moei_contents_walk(c, MOEI_WALK_VALUES, &list, error);
-}
-
-/* As moei_net_take. */
-static moe_status moei_layer_take(moe_layer *layer, moei_contents *c, moe_status status, int trainable, int kernels,
-                                  const struct moe_transport *transport, const moe_allocator *allocator,
-                                  moe_error *error) {
-    moei_net_options options;
-    moe_layer made;
-    memset(&made, 0, sizeof made);
-    options.kernels = kernels;
-    options.allocator = allocator;
-    options.transport = transport;
-    if (status == MOE_OK) status = moei_layer_open(&made, c, &options, error);
-    status = moei_vote(transport, status, error);
-    if (status == MOE_OK) status = moei_contents_agree(transport, c, trainable, made.kernels, error);
-    if (status == MOE_OK) status = moei_vote(transport, moei_layer_fill_of(&made, c, trainable, error), error);
-    if (status == MOE_OK) *layer = made;
-    else moe_layer_free(&made);
-    return status;
+    const moe_status status = moei_contents_memory(&c, bytes, size, allocator, error);
+    return moei_object_read(0, net, &c, status, &options, error);
 }
 
 moe_status moe_layer_read(moe_layer *layer, const void *bytes, size_t size, int trainable, int kernels,
                           const moe_allocator *allocator, moe_error *error) {
+    const moei_net_options options = {kernels, allocator, NULL, trainable};
     moei_contents c;
-    moe_status status = layer != NULL ? moei_contents_memory(&c, bytes, size, allocator, error)
-                                      : moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
-    return moei_layer_take(layer, &c, status, trainable, kernels, NULL, allocator, error);
+    const moe_status status = moei_contents_memory(&c, bytes, size, allocator, error);
+    return moei_object_read(1, layer, &c, status, &options, error);
 }
 
 #ifndef MOE_NO_STDIO
 
 moe_status moe_net_load(moe_net *net, const char *path, int trainable, int kernels, const moe_allocator *allocator,
                         moe_error *error) {
+    const moei_net_options options = {kernels, allocator, NULL, trainable};
     moei_contents c;
     moe_status status = moei_contents_file(&c, path, NULL, allocator, error);
-    if (net == NULL) status = moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
-    status = moei_net_take(net, &c, status, trainable, kernels, NULL, allocator, error);
+    status = moei_object_read(0, net, &c, status, &options, error);
     moei_contents_close(&c);
     return status;
 }
 
 moe_status moe_layer_load(moe_layer *layer, const char *path, int trainable, int kernels,
                           const moe_allocator *allocator, moe_error *error) {
+    const moei_net_options options = {kernels, allocator, NULL, trainable};
     moei_contents c;
     moe_status status = moei_contents_file(&c, path, NULL, allocator, error);
-    if (layer == NULL) status = moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
-    status = moei_layer_take(layer, &c, status, trainable, kernels, NULL, allocator, error);
+    status = moei_object_read(1, layer, &c, status, &options, error);
     moei_contents_close(&c);
     return status;
 }
@@ -11118,21 +11077,23 @@ typedef struct moei_checkpoint_row {
     int of_fit;    /* moe_fit resumes only with the same */
 } moei_checkpoint_row;
 
+#define MOEI_ROW(name, member, of_fit) {name, offsetof(moei_checkpoint, member), of_fit}
 static const moei_checkpoint_row moei_checkpoint_rows[] = {
-    {"format", offsetof(moei_checkpoint, format), 0},
-    {"optimizer", offsetof(moei_checkpoint, optimizer), 0},
-    {"steps", offsetof(moei_checkpoint, steps), 0},
-    {"rng", offsetof(moei_checkpoint, rng), 0},
-    {"rate", offsetof(moei_checkpoint, rate), 0}, /* the bits of a double */
-    {"position0", offsetof(moei_checkpoint, position), 0},
-    {"position1", offsetof(moei_checkpoint, position) + sizeof(uint64_t), 0},
-    {"position2", offsetof(moei_checkpoint, position) + 2 * sizeof(uint64_t), 0},
-    {"position3", offsetof(moei_checkpoint, position) + 3 * sizeof(uint64_t), 0},
-    {"batch", offsetof(moei_checkpoint, batch), 1},
-    {"accumulate", offsetof(moei_checkpoint, accumulate), 1},
-    {"seed", offsetof(moei_checkpoint, seed), 1},
-    {"n", offsetof(moei_checkpoint, n), 1},
-    {"length", offsetof(moei_checkpoint, length), 1}};
+    MOEI_ROW("format", format, 0),
+    MOEI_ROW("optimizer", optimizer, 0),
+    MOEI_ROW("steps", steps, 0),
+    MOEI_ROW("rng", rng, 0),
+    MOEI_ROW("rate", rate, 0), /* the bits of a double */
+    MOEI_ROW("position0", position[0], 0),
+    MOEI_ROW("position1", position[1], 0),
+    MOEI_ROW("position2", position[2], 0),
+    MOEI_ROW("position3", position[3], 0),
+    MOEI_ROW("batch", batch, 1),
+    MOEI_ROW("accumulate", accumulate, 1),
+    MOEI_ROW("seed", seed, 1),
+    MOEI_ROW("n", n, 1),
+    MOEI_ROW("length", length, 1)};
+#undef MOEI_ROW
 
 enum { MOEI_CHECKPOINT_ROWS = (int)(sizeof moei_checkpoint_rows / sizeof moei_checkpoint_rows[0]) };
 
@@ -11295,10 +11256,8 @@ static moe_status moei_checkpoint_same_net(const moe_net *net, const moe_file *f
     char *found;
     size_t length = 0;
     int same;
-    moe_status status = moe_file_metadata(file, MOEI_CONFIG_KEY, NULL, 0, &length);
-    if (status == MOE_ERR_NOT_FOUND)
-        return moei_error(error, MOE_ERR_FORMAT, "the file has no configuration: no metadata of the key '%s'",
-                          MOEI_CONFIG_KEY);
+    moe_status status = moei_config_length(file, &length, error);
+    if (status != MOE_OK) return status;
     status = moei_checkpoint_config(net, &text, error);
     if (status != MOE_OK) return status;
     same = length + 1 == text.buffer.size;
@@ -11437,28 +11396,15 @@ moe_status moe_trainer_read(moe_trainer *trainer, const void *bytes, size_t size
 
 #ifndef MOE_NO_STDIO
 
-/* What moe_file_replace hands to its callback. */
-typedef struct moei_trainer_saved {
-    const moe_trainer *trainer;
-    moe_error *error;
-    int begun;
-} moei_trainer_saved;
-
-static moe_status moei_trainer_save(void *ctx, moe_stream *stream) {
-    moei_trainer_saved *s = (moei_trainer_saved *)ctx;
-    s->begun = 1;
-    return moe_trainer_write(s->trainer, stream, s->error);
+static moe_status moei_trainer_save(const void *trainer, moe_stream *stream, moe_error *error) {
+    return moe_trainer_write((const moe_trainer *)trainer, stream, error);
 }
 
 moe_status moe_trainer_save(const moe_trainer *trainer, const char *path, moe_error *error) {
-    moei_trainer_saved s;
     moe_status status = moei_trainer_is_made(trainer, error);
     if (status != MOE_OK) return status;
     status = moei_vote(trainer->net->transport, moei_trainer_between_steps(trainer, error), error);
-    s.trainer = trainer;
-    s.error = error;
-    return status == MOE_OK ? moei_save_on(trainer->net->transport, path, moei_trainer_save, &s, &s.begun, error)
-                            : status;
+    return status == MOE_OK ? moei_save_on(trainer->net->transport, path, moei_trainer_save, trainer, error) : status;
 }
 
 static moe_status moei_checkpoint_load(moe_trainer *trainer, const char *path, const moei_training *training,
@@ -11731,31 +11677,20 @@ static moei_checkpoint moei_fit_numbers(const moei_fit *f) {
     return c;
 }
 
-/* What moe_file_replace hands to its callback. */
-typedef struct moei_fit_saved {
-    const moei_fit *fit;
-    moe_error *error;
-    int begun;
-} moei_fit_saved;
-
-static moe_status moei_fit_write(void *ctx, moe_stream *stream) {
-    moei_fit_saved *s = (moei_fit_saved *)ctx;
-    moei_checkpoint c = moei_fit_numbers(s->fit);
-    s->begun = 1;
-    return moei_checkpoint_write(&s->fit->trainer, &c, stream, MOE_OK, s->error);
+static moe_status moei_fit_save(const void *fit, moe_stream *stream, moe_error *error) {
+    const moei_fit *f = (const moei_fit *)fit;
+    moei_checkpoint c = moei_fit_numbers(f);
+    return moei_checkpoint_write(&f->trainer, &c, stream, MOE_OK, error);
 }
 
 /* Writes the checkpoint when it is due, or when training is about to stop. */
 static moe_status moei_fit_keep(moei_fit *f, int stopped, moe_error *error) {
     const moe_train_config *c = &f->trainer.config;
     const moe_progress *p = &f->progress;
-    moei_fit_saved s;
     int due = c->checkpoint_every > 0 ? p->total_step % (uint64_t)c->checkpoint_every == 0 : p->epoch_ended;
     moei_fit_position(f);
-    s.fit = f;
-    s.error = error;
     if (c->checkpoint == NULL || (!due && !stopped && p->total_step != p->total_steps)) return MOE_OK;
-    return moei_save_on(f->trainer.net->transport, c->checkpoint, moei_fit_write, &s, &s.begun, error);
+    return moei_save_on(f->trainer.net->transport, c->checkpoint, moei_fit_save, f, error);
 }
 
 #else

@@ -2018,40 +2018,38 @@ static moe_status moei_ranks_file_agree(const moe_batch *group, const moei_conte
 
 moe_status moe_layer_read_part(moe_layer *layer, const void *bytes, size_t size, int trainable, int kernels,
                                const moe_transport *transport, const moe_allocator *allocator, moe_error *error) {
+    const moei_net_options options = {kernels, allocator, transport, trainable};
     moei_contents c;
-    moe_status status;
-    if (layer != NULL) status = moei_contents_memory(&c, bytes, size, allocator, error);
-    else status = moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
-    return moei_layer_take(layer, &c, status, trainable, kernels, transport, allocator, error);
+    const moe_status status = moei_contents_memory(&c, bytes, size, allocator, error);
+    return moei_object_read(1, layer, &c, status, &options, error);
 }
 
 moe_status moe_net_read_part(moe_net *net, const void *bytes, size_t size, int trainable, int kernels,
                              const moe_transport *transport, const moe_allocator *allocator, moe_error *error) {
+    const moei_net_options options = {kernels, allocator, transport, trainable};
     moei_contents c;
-    moe_status status;
-    if (net != NULL) status = moei_contents_memory(&c, bytes, size, allocator, error);
-    else status = moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
-    return moei_net_take(net, &c, status, trainable, kernels, transport, allocator, error);
+    const moe_status status = moei_contents_memory(&c, bytes, size, allocator, error);
+    return moei_object_read(0, net, &c, status, &options, error);
 }
 
 #ifndef MOE_NO_STDIO
 
 moe_status moe_layer_load_part(moe_layer *layer, const char *path, int trainable, int kernels,
                                const moe_transport *transport, const moe_allocator *allocator, moe_error *error) {
+    const moei_net_options options = {kernels, allocator, transport, trainable};
     moei_contents c;
     moe_status status = moei_contents_file(&c, path, transport, allocator, error);
-    if (layer == NULL) status = moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
-    status = moei_layer_take(layer, &c, status, trainable, kernels, transport, allocator, error);
+    status = moei_object_read(1, layer, &c, status, &options, error);
     moei_contents_close(&c);
     return status;
 }
 
 moe_status moe_net_load_part(moe_net *net, const char *path, int trainable, int kernels,
                              const moe_transport *transport, const moe_allocator *allocator, moe_error *error) {
+    const moei_net_options options = {kernels, allocator, transport, trainable};
     moei_contents c;
     moe_status status = moei_contents_file(&c, path, transport, allocator, error);
-    if (net == NULL) status = moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
-    status = moei_net_take(net, &c, status, trainable, kernels, transport, allocator, error);
+    status = moei_object_read(0, net, &c, status, &options, error);
     moei_contents_close(&c);
     return status;
 }
