@@ -695,10 +695,10 @@ typedef struct moe_layer {
     /* by index, set by moe_layer_pack: what inference reads instead of the tensor */
     const void *packed[MOE_LAYER_PARAMETER_COUNT];
     int packed_type;                          /* MOE_TYPE_ of packed */
-    /* by index, set by the caller for experts' matrices that lie in another program's file and are
-       read there instead of the tensor: [E], one for each expert, else [1]. For inference without a
-       transport. A layer that has any reads no packed weights; ask for the size of the workspace
-       again */
+    /* by index, set by the caller for matrices and biases of experts that lie in another program's
+       file and are read there instead of the tensor: [E], one for each expert, else [1]; and for
+       router.weight. For inference without a transport. A layer that has any reads no packed
+       weights; ask for the size of the workspace again */
     const moe_external *external[MOE_LAYER_PARAMETER_COUNT];
     int is_packed;                            /* 1: moe_layer_pack was called */
     moe_real *memory;         /* owned by the layer if made by create, else NULL */
@@ -4365,6 +4365,7 @@ static void moei_matmul_columns(const moei_expert_run *run, const moei_step *ste
     size_t ld = run->ld[step->to], i;
     const moe_real *in = run->activation[step->from], *bias = moei_block(run, step->bias, to);
     const moe_external *external = run->layer->external[step->weight];
+    const moe_external *added = step->bias < 0 ? NULL : run->layer->external[step->bias];
     moe_real *out = run->activation[step->to] + j;
     if (external != NULL)
         moei_external_columns(k, external + run->expert, j, run->n, count, from, in, run->ld[step->from],
@@ -4374,6 +4375,7 @@ static void moei_matmul_columns(const moei_expert_run *run, const moei_step *ste
         moe_matmul(k, MOE_MATMUL_NT, MOE_TYPE_REAL, run->n, count, from, in, run->ld[step->from],
                    moei_block(run, step->weight, to * from) + j * from, from, out, ld, 0);
     for (i = 0; bias != NULL && i < run->n; i++) moe_axpy(k, count, MOEI_R(1.0), bias + j, out + i * ld);
+    if (added != NULL) moei_external_add(k, added + run->expert, j, run->n, count, out, ld);
 }
 
 /* A shaped gate as a plain one, silu(t) v: t = alpha min(g, L), v = factor (max(-L, min(u, L)) +
@@ -4397,7 +4399,7 @@ static void moei_shaped_columns(const moei_expert_run *run, const moei_step *ste
         for (p = j; p < j + count; p += n) {
             const moe_real *gate = run->activation[step->from] + i * run->ld[step->from] + p, *up = NULL;
             if (step->op == MOEI_STEP_GATED) up = run->activation[step->second] + i * run->ld[step->second] + p;
-            n = j + count - p < MOEI_STAGE_COLUMNS ? j + count - p : (size_t)MOEI_STAGE_COLUMNS;
+            n = moei_smaller(j + count - p, MOEI_STAGE_COLUMNS);
             moei_shape_gate(run, n, gate, up, MOEI_R(1.0) / run->alpha, t, v);
             moe_gated(run->layer->kernels, run->act, 1, n, t, n, v, n, run->activation[step->to] + i * ld + p, ld);
         }
@@ -4520,7 +4522,7 @@ static void moei_plain_backward(const moei_expert_run *run, const moei_step *ste
         return;
     }
     for (from = 0; from < n; from += count) {
-        count = n - from < MOEI_STAGE_COLUMNS ? n - from : (size_t)MOEI_STAGE_COLUMNS;
+        count = moei_smaller(n - from, MOEI_STAGE_COLUMNS);
         moe_activate_backward(k, run->act, count, in + from, d_out + from, part);
         moe_axpy(k, count, MOEI_R(1.0), part, d_in + from);
     }
@@ -4532,7 +4534,7 @@ static void moei_elementwise_backward(const moei_expert_run *run, const moei_ste
     for (i = 0; i < run->n; i++) {
         if (!MOEI_SHAPED(run)) moei_plain_backward(run, step, i, j, count);
         for (p = 0; p < count && MOEI_SHAPED(run); p += n) {
-            n = count - p < MOEI_STAGE_COLUMNS ? count - p : (size_t)MOEI_STAGE_COLUMNS;
+            n = moei_smaller(count - p, MOEI_STAGE_COLUMNS);
             moei_shaped_backward(run, step, i, j + p, n);
         }
     }
@@ -4637,10 +4639,10 @@ static void moei_take_scored(const moei_expert_run *run, moei_layout *l, size_t 
         if (run->for_score >> i & 1u) activations[i] = moei_take_reals(l, rows, run->width[i]);
 }
 
+#ifndef MOE_NO_QUANT
 /* Room for quantized rows of one group of experts and of all tokens for the shared expert or the
    score. */
 static void moei_take_quantized(const moe_layer *layer, moei_layout *l, size_t rows, size_t n, moe_layer_pass *p) {
-#ifndef MOE_NO_QUANT
     const moe_layer_config *c = &layer->config;
     int hidden = c->d_ff > c->d_low ? c->d_ff : c->d_low, all = c->n_shared * c->d_shared;
     int widest = c->router.d_model > c->d_latent ? c->router.d_model : c->d_latent;
@@ -4657,14 +4659,8 @@ static void moei_take_quantized(const moe_layer *layer, moei_layout *l, size_t r
     if (p->quantized_size[0] == 0 || p->quantized_size[1] == 0) l->overflow = 1;
     p->quantized[0] = (unsigned char *)moei_take(l, rows, p->quantized_size[0]);
     p->quantized[1] = (unsigned char *)moei_take(l, rows, p->quantized_size[1]);
-#else
-    (void)layer;
-    (void)l;
-    (void)rows;
-    (void)n;
-    (void)p;
-#endif
 }
+#endif
 
 /* Room for what d_latent adds. */
 static void moei_take_latent(const moe_layer_config *c, moei_layout *l, size_t n, int training, moe_layer_pass *p) {
@@ -4698,9 +4694,11 @@ static void moei_layer_layout(const moe_layer *layer, const moei_expert_run *run
         moei_take_activations(&shared, l, n, training, p->shared);
         p->shared_factor = moei_take_reals(l, n, 1);
     }
+#ifndef MOE_NO_QUANT
     /* calls that keep rows never quantize for packed weights */
     if ((!training && layer->is_packed) || run->in_file == 2 || (c->n_shared > 0 && shared.in_file == 2))
         moei_take_quantized(layer, l, rows, n, p);
+#endif
     if (!training) return;
     p->d_rows = moei_take_lines(layer, l, rows, stride);
     moei_take_activations(run, l, rows, 1, p->d_node);
@@ -4735,6 +4733,7 @@ static int moei_keeps(const moe_call *call) { return call->training || call->kee
 /* Sets *router to the layer's with the layer's tensors. */
 static void moei_layer_router(const moe_layer *layer, moe_router *router) {
     memcpy(router, &layer->router, offsetof(moe_router, tensors));
+    router->external = layer->external[MOE_ROUTER_WEIGHT];
     memcpy(router->tensors, layer->tensors, sizeof router->tensors);
 }
 
@@ -5771,7 +5770,7 @@ static void moei_measure_expert(const moei_task *task, size_t e, moe_real *exact
     int soft = p->routing.plan.rows > 0, visited, a;
     out->rows = soft ? n : moei_entry_count(p, e);
     visited = !soft && out->rows > 0;
-    run.n = visited ? out->rows : n < MOEI_PROBES ? n : (size_t)MOEI_PROBES;
+    run.n = visited ? out->rows : moei_smaller(n, MOEI_PROBES);
     if (run.n > room) run.n = room;
     run.expert = e;
     run.activation[MOEI_X] = p->rows;
@@ -7096,7 +7095,7 @@ static void moei_attention_room(const moe_net *net, const moe_module *m, const m
                                 moei_room *room) {
     const moe_attention_config *c = &m->attention;
     moei_heads s = moei_heads_of(m);
-    size_t n = e->n, rows = moei_larger(n < MOEI_ATTENTION_ROWS ? n : (size_t)MOEI_ATTENTION_ROWS, s.group);
+    size_t n = e->n, rows = moei_larger(moei_smaller(n, MOEI_ATTENTION_ROWS), s.group);
     size_t columns = moei_keys_seen(c, e->past + n) + (size_t)c->sinks, widest = moei_larger(s.q, s.k);
     room->a = moei_take_reals(l, rows, columns);
     if (e->decoding && net->cache_type != MOE_TYPE_REAL)
@@ -7196,8 +7195,10 @@ static size_t moei_place_of(const moe_net *net, size_t i, size_t bytes, moei_sha
 /* Where a layer's work begins, from the beginning of all. */
 static size_t moei_work_of(const moe_module *m, size_t n, size_t size, moei_shared *s) {
     size_t at = s->work, routing = 0;
-    if (m->kind == MOE_MODULE_MIXTURE && moei_route_bytes(&m->layer.router, n, n, 0, 0, &routing) == MOE_OK)
+    if (m->kind == MOE_MODULE_MIXTURE && moei_route_bytes(&m->layer.router, n, n, 0, 0, &routing) == MOE_OK) {
+        routing -= n * (size_t)m->d_in * sizeof(moe_real); /* u, which nothing reads later */
         s->work += (routing + 2 * MOEI_ALIGN - 1) / MOEI_ALIGN * MOEI_ALIGN;
+    }
     s->works = moei_larger(s->works, at + size);
     return at;
 }
@@ -7354,7 +7355,7 @@ static void moei_mla_product(const moei_run *r, size_t h, size_t i, size_t c, co
     }
     room = moei_run_room(r).unpacked;
     for (at = 0; at < i; at += count) {
-        count = i - at < MOEI_KEYS ? i - at : (size_t)MOEI_KEYS;
+        count = moei_smaller(i - at, MOEI_KEYS);
         for (j = 0; j < count; j++) w->type->unpack(k, w, first + at + j, 0, c, room + j * c);
         moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, r->n, c, count, in + at, ldi, room, c, out, ldo, at > 0);
     }
@@ -8767,7 +8768,7 @@ static moe_real moei_exp_others(const moe_kernels *kernels, size_t n, const moe_
     size_t from, count;
     for (from = 0; from < n; from += count) {
         moe_real *part = d != NULL ? d + from : room;
-        count = n - from < PART ? n - from : (size_t)PART;
+        count = moei_smaller(n - from, PART);
         memcpy(part, y + from, count * sizeof *part);
         if (best - from < count) part[best - from] = -MOEI_INFINITY;
         sum += moei_exp_sum(kernels, count, y[best], part);
@@ -9811,8 +9812,7 @@ static moe_status moei_trainer_squares(const moe_trainer *trainer, int parted, d
         const moe_tensor *t = &trainer->net->tensors[r.tensor];
         if ((moei_parted(trainer->net, t) > 0) != parted) continue;
         for (i = 0; i < r.count && status == MOE_OK; i += PART)
-            status = moei_add_squares(trainer->net->kernels, t, r.first + i,
-                                      r.count - i < PART ? r.count - i : (size_t)PART, sum);
+            status = moei_add_squares(trainer->net->kernels, t, r.first + i, moei_smaller(r.count - i, PART), sum);
     }
     return status == MOE_OK ? MOE_OK : moei_gradient_refuse(trainer, error);
 }

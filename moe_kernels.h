@@ -1009,6 +1009,8 @@ MOEI_TOOL const void *moei_memchr(const void *s, int c, size_t n) {
 #endif
 #endif
 
+MOEI_TOOL size_t moei_smaller(size_t a, size_t b) { return a < b ? a : b; }
+
 /* ---- sizes: checked products and sums of sizes from a caller or a file; 0 on overflow -------- */
 
 MOEI_TOOL int moei_mul(size_t a, size_t b, size_t *out) {
@@ -1975,7 +1977,7 @@ MOEI_INLINE void moei_matmul_c(size_t m, size_t n, size_t k, const moe_real *a, 
     if (m == 0 || n == 0) return; /* the operands may be NULL */
     if (!accumulate) moei_zero_rows(m, n, c, ldc);
     for (p = 0; p < k; p += MOEI_BLOCK_K) {
-        const size_t block = k - p < MOEI_BLOCK_K ? k - p : (size_t)MOEI_BLOCK_K;
+        const size_t block = moei_smaller(k - p, MOEI_BLOCK_K);
         moei_block_c(m, n, block, a + p * ca, ra, ca, b + p * rb, rb, cb, c, ldc);
     }
 }
@@ -2003,16 +2005,15 @@ static void moei_panels_c(size_t m, size_t n, size_t k, const moe_real *a, size_
     if (!accumulate) moei_zero_rows(m, n, c, ldc);
     for (j = 0; j < n; j += MOEI_PANEL, b += panel)
         for (p = 0; p < k; p += MOEI_BLOCK_K)
-            moei_block_c(m, n - j < MOEI_PANEL ? n - j : (size_t)MOEI_PANEL,
-                         k - p < MOEI_BLOCK_K ? k - p : (size_t)MOEI_BLOCK_K, a + p * ca, ra, ca, b + p * MOEI_PANEL,
-                         MOEI_PANEL, 1, c + j, ldc);
+            moei_block_c(m, moei_smaller(n - j, MOEI_PANEL), moei_smaller(k - p, MOEI_BLOCK_K), a + p * ca, ra, ca,
+                         b + p * MOEI_PANEL, MOEI_PANEL, 1, c + j, ldc);
 }
 
 static moe_real moei_dot_c(size_t n, const moe_real *a, const moe_real *b) {
     moe_real sum = 0;
     size_t p;
     for (p = 0; p < n; p += MOEI_BLOCK_K)
-        moei_tile_1x1_c(n - p < MOEI_BLOCK_K ? n - p : (size_t)MOEI_BLOCK_K, a + p, 1, b + p, 1, &sum);
+        moei_tile_1x1_c(moei_smaller(n - p, MOEI_BLOCK_K), a + p, 1, b + p, 1, &sum);
     return sum;
 }
 
@@ -2693,7 +2694,7 @@ MOEI_AVX2 static void moei_edge_avx2(size_t columns, size_t m, size_t k, const f
     float part[(int)MOEI_TILE * MOEI_PANEL] = {0};
     size_t i, done, rows;
     for (done = 0; done < m; done += rows) {
-        rows = m - done < MOEI_TILE ? m - done : (size_t)MOEI_TILE;
+        rows = moei_smaller(m - done, MOEI_TILE);
         for (i = 0; load && i < rows; i++) memcpy(part + i * MOEI_PANEL, c + (done + i) * ldc, columns * sizeof(float));
         moei_rows_avx2(columns > 8, rows, k, a + done * ra, ra, ca, panel, MOEI_PANEL, part, MOEI_PANEL, load, next);
         for (i = 0; i < rows; i++) memcpy(c + (done + i) * ldc, part + i * MOEI_PANEL, columns * sizeof(float));
@@ -2779,14 +2780,14 @@ MOEI_AVX2 static void moei_panels_avx2(size_t m, size_t n, size_t k, const float
     size_t i, j, p, from, rows, chunk, columns;
     if (k == 0 && !accumulate) moei_zero_rows(m, n, c, ldc);
     for (i = 0; i < m; i += rows) {
-        rows = m - i < MOEI_BLOCK_M ? m - i : (size_t)MOEI_BLOCK_M;
+        rows = moei_smaller(m - i, MOEI_BLOCK_M);
         for (from = 0; from < k; from += chunk) {
             chunk = moei_cached_steps(rows, k - from);
             for (j = 0; j < n; j += columns) {
                 const size_t wide = moei_wide_columns_avx2(rows, n - j);
-                columns = wide > 0 ? wide : n - j < MOEI_PANEL ? n - j : (size_t)MOEI_PANEL;
+                columns = wide > 0 ? wide : moei_smaller(n - j, MOEI_PANEL);
                 for (p = from; p < from + chunk; p += MOEI_BLOCK_K) {
-                    const size_t block = from + chunk - p < MOEI_BLOCK_K ? from + chunk - p : (size_t)MOEI_BLOCK_K;
+                    const size_t block = moei_smaller(from + chunk - p, MOEI_BLOCK_K);
                     const float *ap = a + i * ra + p * ca, *bp = b + j / MOEI_PANEL * panel + p * MOEI_PANEL;
                     float *cp = c + i * ldc + j;
                     /* also beyond n: the caller continues there */
@@ -3036,7 +3037,7 @@ MOEI_AVX2 static void moei_block_avx2(int op, size_t m, size_t n, size_t k, cons
     size_t j = 0;
     if (op == MOE_MATMUL_NT && m <= 4) j = moei_nt_unpacked_avx2(m, n, k, a, ra, b, ldb, c, ldc, load);
     for (; j < n; j += MOEI_PANEL) {
-        const size_t columns = n - j < MOEI_PANEL ? n - j : (size_t)MOEI_PANEL;
+        const size_t columns = moei_smaller(n - j, MOEI_PANEL);
         const float *bj = op == MOE_MATMUL_NT ? b + j * ldb : b + j;
         const size_t row = ldb * sizeof(float);
         const moei_prefetch next =
@@ -3062,9 +3063,9 @@ MOEI_AVX2 static void moei_matmul_avx2(int op, size_t m, size_t n, size_t k, con
     size_t i, p;
     if (k == 0 && !accumulate) moei_zero_rows(m, n, c, ldc);
     for (i = 0; i < m; i += MOEI_PACKING_M) {
-        const size_t rows = m - i < MOEI_PACKING_M ? m - i : (size_t)MOEI_PACKING_M;
+        const size_t rows = moei_smaller(m - i, MOEI_PACKING_M);
         for (p = 0; p < k; p += MOEI_BLOCK_K) {
-            const size_t block = k - p < MOEI_BLOCK_K ? k - p : (size_t)MOEI_BLOCK_K;
+            const size_t block = moei_smaller(k - p, MOEI_BLOCK_K);
             moei_block_avx2(op, rows, n, block, a + i * ra + p * ca, ra, ca, b + p * rb, ldb, c + i * ldc, ldc,
                             accumulate || p > 0, panel);
         }
@@ -3776,14 +3777,14 @@ MOEI_AVX512 static void moei_panels_avx512(size_t m, size_t n, size_t k, const f
     size_t i, j, p, from, rows, chunk, columns;
     if (k == 0 && !accumulate) moei_zero_rows(m, n, c, ldc);
     for (i = 0; i < m; i += rows) {
-        rows = m - i < MOEI_BLOCK_M ? m - i : (size_t)MOEI_BLOCK_M;
+        rows = moei_smaller(m - i, MOEI_BLOCK_M);
         for (from = 0; from < k; from += chunk) {
             chunk = moei_cached_steps(rows, k - from);
             for (j = 0; j < n; j += columns) {
                 const int wide = rows <= MOEI_TILE_WIDE_512 && n - j >= 64;
                 columns = wide ? 64 : n - j < 32 ? n - j : 32;
                 for (p = from; p < from + chunk; p += MOEI_BLOCK_K) {
-                    const size_t block = from + chunk - p < MOEI_BLOCK_K ? from + chunk - p : (size_t)MOEI_BLOCK_K;
+                    const size_t block = moei_smaller(from + chunk - p, MOEI_BLOCK_K);
                     const float *bp = b + j / MOEI_PANEL * panel + p * MOEI_PANEL;
                     const moei_prefetch next = moei_prefetch_begin((uintptr_t)bp + 2 * panel * sizeof(float),
                                                                    block * 64, block * 64, panel * sizeof(float));
@@ -3814,7 +3815,7 @@ MOEI_AVX512 static void moei_block_avx512(int op, size_t m, size_t n, size_t k, 
             continue;
         }
         for (half = 0; half < columns; half += MOEI_PANEL) {
-            const size_t count = columns - half < MOEI_PANEL ? columns - half : (size_t)MOEI_PANEL;
+            const size_t count = moei_smaller(columns - half, MOEI_PANEL);
             float *panel = room + half * MOEI_BLOCK_K;
             if (op == MOE_MATMUL_NT) moei_pack_transposed_avx2(count, k, bj + half * ldb, ldb, panel);
             else moei_pack_avx2(count, k, bj + half, ldb, panel);
@@ -3833,9 +3834,9 @@ MOEI_AVX512 static void moei_matmul_avx512(int op, size_t m, size_t n, size_t k,
     size_t i, p;
     if (k == 0 && !accumulate) moei_zero_rows(m, n, c, ldc);
     for (i = 0; i < m; i += MOEI_PACKING_M) {
-        const size_t rows = m - i < MOEI_PACKING_M ? m - i : (size_t)MOEI_PACKING_M;
+        const size_t rows = moei_smaller(m - i, MOEI_PACKING_M);
         for (p = 0; p < k; p += MOEI_BLOCK_K) {
-            const size_t block = k - p < MOEI_BLOCK_K ? k - p : (size_t)MOEI_BLOCK_K;
+            const size_t block = moei_smaller(k - p, MOEI_BLOCK_K);
             moei_block_avx512(op, rows, n, block, a + i * ra + p * ca, ra, ca, b + p * rb, ldb, c + i * ldc, ldc,
                               accumulate || p > 0, room);
         }
@@ -4205,7 +4206,7 @@ static void moei_clear_panel(int type, size_t inner, size_t size, unsigned char 
 
 /* The number of elements that share a scale. */
 static size_t moei_group_length(int type, size_t inner, size_t p) {
-    return type == MOE_TYPE_Q8 || inner - p < MOEI_GROUP ? inner - p : (size_t)MOEI_GROUP;
+    return type == MOE_TYPE_Q8 ? inner - p : moei_smaller(inner - p, MOEI_GROUP);
 }
 
 /* The scale of n weights, as it is stored: infinite if the type of the scale cannot represent
@@ -4313,7 +4314,7 @@ moe_status moe_pack(const moe_kernels *k, int type, size_t n, size_t inner, cons
 #endif
     (void)k;
     for (j = 0; j < n && status == MOE_OK; j += MOEI_PANEL, panel += step) {
-        const size_t outputs = n - j < MOEI_PANEL ? n - j : (size_t)MOEI_PANEL;
+        const size_t outputs = moei_smaller(n - j, MOEI_PANEL);
         if (!moei_is_quantized(type)) moei_fill_panel(type, outputs, inner, w + j * ldw, ldw, panel);
 #ifndef MOE_NO_QUANT
         else moei_quantize_panel(type, outputs, inner, w + j * ldw, ldw, step / stride, panel);
@@ -4703,7 +4704,7 @@ static void moei_half_tiles(size_t lanes, size_t most, moei_half_tile_fn *tile, 
         const size_t most_columns = (wide ? 8 : 4) * lanes;
         t.columns = n - j < most_columns ? n - j : most_columns;
         for (p = 0; p < inner; p += MOEI_BLOCK_K) {
-            t.k = inner - p < MOEI_BLOCK_K ? inner - p : (size_t)MOEI_BLOCK_K;
+            t.k = moei_smaller(inner - p, MOEI_BLOCK_K);
             t.load = p > 0;
             t.a = a + p;
             t.c = c + j;
@@ -5725,7 +5726,7 @@ static void moei_edge_v4(size_t columns, size_t m, size_t k, const float *a, siz
     float part[(int)MOEI_TILE_HALF_V4 * MOEI_PANEL] = {0};
     size_t i, done, rows;
     for (done = 0; done < m; done += rows) {
-        rows = m - done < MOEI_TILE_HALF_V4 ? m - done : (size_t)MOEI_TILE_HALF_V4;
+        rows = moei_smaller(m - done, MOEI_TILE_HALF_V4);
         for (i = 0; load && i < rows; i++) memcpy(part + i * MOEI_PANEL, c + (done + i) * ldc, columns * sizeof(float));
         moei_rows_v4(columns > 8, rows, k, a + done * ra, ra, ca, panel, MOEI_PANEL, part, MOEI_PANEL, load);
         for (i = 0; i < rows; i++) memcpy(c + (done + i) * ldc, part + i * MOEI_PANEL, columns * sizeof(float));
@@ -5799,7 +5800,7 @@ static size_t moei_wide_columns_v4(size_t m, size_t n) {
    panels, or with rb > 16 the operand itself, of which 8 columns, 16 or more are left. */
 static size_t moei_columns_v4(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, const float *b,
                               size_t rb, size_t panel, float *c, size_t ldc, int load) {
-    const size_t wide = moei_wide_columns_v4(m, n), columns = wide > 0 ? wide : n < MOEI_PANEL ? n : (size_t)MOEI_PANEL;
+    const size_t wide = moei_wide_columns_v4(m, n), columns = wide > 0 ? wide : moei_smaller(n, MOEI_PANEL);
     if (wide > 32) moei_wide_tile_v4(1, 4, k, a, ra, ca, b, rb, panel, c, ldc, load);
     else if (wide > 0 && m == 1) moei_wide_tile_v4(1, 2, k, a, ra, ca, b, rb, panel, c, ldc, load);
 #if defined(__aarch64__)
@@ -5824,13 +5825,12 @@ static void moei_panels_v4(size_t m, size_t n, size_t k, const float *a, size_t 
     size_t i, j, p, from, rows, chunk, columns;
     if (k == 0 && !accumulate) moei_zero_rows(m, n, c, ldc);
     for (i = 0; i < m; i += rows) {
-        rows = m - i < MOEI_BLOCK_M_V4 ? m - i : (size_t)MOEI_BLOCK_M_V4;
+        rows = moei_smaller(m - i, MOEI_BLOCK_M_V4);
         for (from = 0; from < k; from += chunk) {
             chunk = moei_cached_steps_v4(rows, k - from);
             for (j = 0, columns = 0; j < n; j += columns)
                 for (p = from; p < from + chunk; p += MOEI_BLOCK_K)
-                    columns = moei_columns_v4(rows, n - j,
-                                              from + chunk - p < MOEI_BLOCK_K ? from + chunk - p : (size_t)MOEI_BLOCK_K,
+                    columns = moei_columns_v4(rows, n - j, moei_smaller(from + chunk - p, MOEI_BLOCK_K),
                                               a + i * ra + p * ca, ra, ca, b + j / MOEI_PANEL * panel + p * MOEI_PANEL,
                                               MOEI_PANEL, panel, c + i * ldc + j, ldc, accumulate || p > 0);
         }
@@ -5878,7 +5878,7 @@ static void moei_block_v4(int op, size_t m, size_t n, size_t k, const float *a, 
             j += moei_columns_v4(m, n - j < MOEI_PANEL ? 8 : n - j, k, a, ra, ca, b + j, ldb, MOEI_PANEL, c + j, ldc,
                                  load);
     for (; j < n; j += columns) {
-        columns = n - j < MOEI_PANEL ? n - j : (size_t)MOEI_PANEL;
+        columns = moei_smaller(n - j, MOEI_PANEL);
         if (op == MOE_MATMUL_NT) moei_pack_transposed_v4(columns, k, b + j * ldb, ldb, panel);
         else moei_pack_v4(columns, k, b + j, ldb, panel);
         moei_columns_v4(m, columns, k, a, ra, ca, panel, MOEI_PANEL, 0, c + j, ldc, load);
@@ -5893,9 +5893,9 @@ static void moei_matmul_v4(int op, size_t m, size_t n, size_t k, const float *a,
     size_t i, p;
     if (k == 0 && !accumulate) moei_zero_rows(m, n, c, ldc);
     for (i = 0; i < m; i += MOEI_BLOCK_M_V4) {
-        const size_t rows = m - i < MOEI_BLOCK_M_V4 ? m - i : (size_t)MOEI_BLOCK_M_V4;
+        const size_t rows = moei_smaller(m - i, MOEI_BLOCK_M_V4);
         for (p = 0; p < k; p += MOEI_BLOCK_K) {
-            moei_block_v4(op, rows, n, k - p < MOEI_BLOCK_K ? k - p : (size_t)MOEI_BLOCK_K, a + i * ra + p * ca, ra, ca,
+            moei_block_v4(op, rows, n, moei_smaller(k - p, MOEI_BLOCK_K), a + i * ra + p * ca, ra, ca,
                           b + p * rb, ldb, c + i * ldc, ldc, accumulate || p > 0, panel);
         }
     }
@@ -6733,7 +6733,7 @@ void moe_matmul_quantized(const moe_kernels *k, int type, size_t m, size_t n, si
     product = moei_table(k)->quantized[type];
     if (whole > 0) product(m, whole, inner, rows, row_size, packed, step, c, ldc);
     for (i = 0; i < m && rest > 0; i += ROWS) {
-        const size_t count = m - i < ROWS ? m - i : (size_t)ROWS;
+        const size_t count = moei_smaller(m - i, ROWS);
         product(count, 1, inner, (const unsigned char *)rows + i * row_size, row_size,
                 (const unsigned char *)packed + whole * step, step, part, MOEI_PANEL);
         for (j = 0; j < count; j++)
@@ -6857,7 +6857,7 @@ MOEI_TOOL void moei_external_quantize(const moe_kernels *k, size_t m, size_t inn
     if (!moei_external_shape_row(inner, &r)) return;
     for (; m > 0; m--, x += ldx, rows += 2 * r.size)
         for (p = 0; p < inner; p += count) {
-            count = inner - p < MOEI_EXTERNAL_PIECE ? inner - p : (size_t)MOEI_EXTERNAL_PIECE;
+            count = moei_smaller(inner - p, MOEI_EXTERNAL_PIECE);
             memset(piece, 0, sizeof piece);
             memcpy(piece, x + p, count * sizeof *x);
             moei_external_quantize_piece(moei_table(k), &r, p, count, piece, rows);
@@ -6889,10 +6889,10 @@ static void moei_external_panels(const moe_kernels *k, const moe_external *w, si
         t.weight_scales[i] = scales + i * SCALES;
     }
     for (p = 0; p < inner; p += length) {
-        length = inner - p < MOEI_EXTERNAL_PIECE ? inner - p : (size_t)MOEI_EXTERNAL_PIECE;
+        length = moei_smaller(inner - p, MOEI_EXTERNAL_PIECE);
         for (i = 0; i < panels; i++) {
             const size_t left = outputs - i * MOEI_PANEL;
-            w->type->fill(k, w, first + i * MOEI_PANEL, left < MOEI_PANEL ? left : (size_t)MOEI_PANEL, p, length,
+            w->type->fill(k, w, first + i * MOEI_PANEL, moei_smaller(left, MOEI_PANEL), p, length,
                           codes + i * CODES, scales + i * SCALES, minima + i * SCALES);
         }
         t.groups = length / group;
@@ -6916,9 +6916,9 @@ MOEI_TOOL void moei_external_product(const moe_kernels *k, const moe_external *w
     moe_real part[2 * (int)MOEI_EXTERNAL_M * (int)WIDE];
     size_t i, j, p, at, count, outputs;
     for (j = 0; j < n; j += outputs) {
-        outputs = n - j < WIDE ? n - j : (size_t)WIDE;
+        outputs = moei_smaller(n - j, WIDE);
         for (i = 0; i < m; i += count) {
-            count = m - i < MOEI_EXTERNAL_M ? m - i : (size_t)MOEI_EXTERNAL_M;
+            count = moei_smaller(m - i, MOEI_EXTERNAL_M);
             moei_external_panels(moei_table(k), w, first + j, count, outputs, inner, rows + i * row_size, part);
             for (at = 0; at < count; at++)
                 for (p = 0; p < outputs; p++)
@@ -6936,9 +6936,9 @@ static void moei_external_exact(const moe_kernels *k, const moe_external *w, siz
     moe_real rows[(int)MOEI_EXTERNAL_ROWS * MOEI_EXTERNAL_COLUMNS];
     size_t j, p, i, count, length;
     for (j = 0; j < n; j += count) {
-        count = n - j < MOEI_EXTERNAL_ROWS ? n - j : (size_t)MOEI_EXTERNAL_ROWS;
+        count = moei_smaller(n - j, MOEI_EXTERNAL_ROWS);
         for (p = 0; p < inner; p += length) {
-            length = inner - p < MOEI_EXTERNAL_COLUMNS ? inner - p : (size_t)MOEI_EXTERNAL_COLUMNS;
+            length = moei_smaller(inner - p, MOEI_EXTERNAL_COLUMNS);
             for (i = 0; i < count; i++)
                 w->type->unpack(k, w, first + j + i, p, length, rows + i * MOEI_EXTERNAL_COLUMNS);
             k->matmul[MOE_MATMUL_NT][MOE_TYPE_REAL](m, count, length, x + p, ldx, rows, MOEI_EXTERNAL_COLUMNS, c + j,
@@ -6957,6 +6957,18 @@ MOEI_TOOL void moei_external_columns(const moe_kernels *k, const moe_external *w
 #endif
     else moei_external_exact(moei_table(k), w, first, m, n, inner, x, ldx, c, ldc);
     (void)rows;
+}
+
+/* Adds numbers first .. first + n - 1 of the first row of W to m rows of C. */
+MOEI_TOOL void moei_external_add(const moe_kernels *k, const moe_external *w, size_t first, size_t m, size_t n,
+                                 moe_real *c, size_t ldc) {
+    moe_real part[MOEI_EXTERNAL_COLUMNS];
+    size_t p, i, count;
+    for (p = 0; p < n; p += count) {
+        count = moei_smaller(n - p, MOEI_EXTERNAL_COLUMNS);
+        w->type->unpack(moei_table(k), w, 0, first + p, count, part);
+        for (i = 0; i < m; i++) moei_table(k)->axpy(count, MOEI_R(1.0), part, c + i * ldc + p);
+    }
 }
 
 void moe_matmul_external(const moe_kernels *k, const moe_external *w, size_t first, size_t m, size_t n, size_t inner,
@@ -7006,7 +7018,7 @@ static void moei_matmul_half(const moe_kernels *k, int type, size_t m, size_t n,
     for (j = 0; j < n; j += columns) {
         columns = n - j < 2 * MOEI_PANEL ? n - j : 2 * (size_t)MOEI_PANEL;
         for (p = 0; p < inner; p += block) {
-            block = inner - p < MOEI_HALF_K ? inner - p : (size_t)MOEI_HALF_K;
+            block = moei_smaller(inner - p, MOEI_HALF_K);
             for (half = 0; half < columns; half += MOEI_PANEL)
                 k->widen(type, block, packed + ((j + half) * inner + p * MOEI_PANEL) * 2, room + half * MOEI_HALF_K);
             k->panels(m, columns, block, a + p, lda, 1, room, (size_t)MOEI_HALF_K * MOEI_PANEL, c + j, ldc, p > 0);
@@ -7046,7 +7058,7 @@ static void moei_rms_norm_row_backward(const moe_kernels *k, size_t n, const moe
     size_t from, count;
     for (from = 0; from < n; from += count) {
         const moe_real *g = dy + from;
-        count = n - from < PART ? n - from : (size_t)PART;
+        count = moei_smaller(n - from, PART);
         if (gain != NULL) {
             moei_multiply(k, count, g, gain + from, room);
             g = room;

@@ -1267,6 +1267,9 @@ typedef struct moe_router {
     const moe_kernels *kernels;
     uint64_t present;          /* private: bit i is set if the configuration has parameter i */
     unsigned parts;           /* private: what calls need beyond the common case (MOEI_PART_) */
+    /* the caller's: router.weight in another program's file, exact, instead of the tensor. For
+       inference with score = linear. NULL: the tensor */
+    const moe_external *external;
     /* the caller's, by index; NULL where moe_router_parameter finds none */
     const moe_real *tensors[MOE_ROUTER_PARAMETER_COUNT];
 } moe_router;
@@ -3374,7 +3377,7 @@ static void moei_arrays_layout(const moe_router_config *c, size_t n, size_t all,
               balanced = training && moei_has_selection(c, MOE_SELECT_BALANCED);
     const int teaches = MOEI_TEACHES(c) || (training && c->compete_rate > MOEI_R(0.0));
     const int cutoffs = training && moei_has_selection(c, MOE_SELECT_EXPERT_THRESHOLD);
-    const size_t columns = soft ? choices : experts, block = n < MOEI_REFINE_ROWS ? n : (size_t)MOEI_REFINE_ROWS;
+    const size_t columns = soft ? choices : experts, block = moei_smaller(n, MOEI_REFINE_ROWS);
     size_t block_width = 0;
     if (!moei_mul(n, attention && c->attention_heads == MOE_HEADS_ALL ? (size_t)c->heads : 1, &block_width))
         l->overflow = 1;
@@ -3447,14 +3450,14 @@ static void moei_route_layout(const moe_router *router, size_t n, size_t all, in
     r->d_weight_in = r->d_weight_out = NULL;
     memset(r->loss, 0, sizeof r->loss);
     moei_common_layout(&router->config, all, l, r, m);
-    m->input = moei_take_reals(l, n, (size_t)router->config.d_model);
     m->clusters_of = NULL; /* read even if the other private arrays do not exist */
     m->cutoffs = NULL;
     m->batch_h = NULL;
     m->batch_x = NULL;
-    if (!training && !global && !(router->parts & MOEI_PART_MEMORY)) return;
-    moei_arrays_layout(&router->config, n, all, MOEI_KEPT(EXTRAS, MOE_EXTRA_BATCH) && global,
-                       MOEI_KEPT(EXTRAS, MOE_EXTRA_TRAINING) && training, l, r, m);
+    if (training || global || (router->parts & MOEI_PART_MEMORY))
+        moei_arrays_layout(&router->config, n, all, MOEI_KEPT(EXTRAS, MOE_EXTRA_BATCH) && global,
+                           MOEI_KEPT(EXTRAS, MOE_EXTRA_TRAINING) && training, l, r, m);
+    m->input = moei_take_reals(l, n, (size_t)router->config.d_model); /* last: decoding reuses it */
 }
 
 /* Whether a call routes globally: the tokens of all processes of its batch are routed as in one
@@ -3611,13 +3614,12 @@ static moe_real moei_inverse_length(const moe_kernels *k, const moe_real *v, siz
     return length < MOEI_R(1e-12) ? MOEI_R(0.0) : MOEI_R(1.0) / length;
 }
 
-/* out[n,m] = in[n,k] W[m,k]^T + bias */
+/* out[n,m] = in[n,k] W[m,k]^T + bias; w NULL: out has the product */
 static void moei_affine(const moe_kernels *k, size_t n, size_t m, size_t inner, const moe_real *in, const moe_real *w,
                         const moe_real *bias, moe_real *out) {
     size_t t;
-    moe_matmul(k, MOE_MATMUL_NT, MOE_TYPE_REAL, n, m, inner, in, inner, w, inner, out, m, 0);
-    if (bias == NULL) return;
-    for (t = 0; t < n; t++) moe_axpy(k, m, MOEI_R(1.0), bias, out + t * m);
+    if (w != NULL) moe_matmul(k, MOE_MATMUL_NT, MOE_TYPE_REAL, n, m, inner, in, inner, w, inner, out, m, 0);
+    for (t = 0; t < n && bias != NULL; t++) moe_axpy(k, m, MOEI_R(1.0), bias, out + t * m);
 }
 
 /* An array of a batch, starting at a row; or NULL. */
@@ -3807,32 +3809,23 @@ MOEI_TOOL int moei_parameter_is_set(int index, uint64_t present, const moe_real 
     return tensor != NULL || moei_is_training_state(index);
 }
 
-/* Whether exactly the parameters of the configuration are set, the optional ones aside. Three
-   counters shorten the chain of dependent additions. */
-static int moei_tensors_fit(const moe_router *router) {
-    const moe_real *const *tensors = router->tensors;
-    uint64_t left;
-    int index, wanted = 0, set[3] = {0, 0, 0};
-    for (index = 0; index + 3 <= MOE_ROUTER_PARAMETER_COUNT; index += 3) {
-        set[0] += tensors[index] != NULL;
-        set[1] += tensors[index + 1] != NULL;
-        set[2] += tensors[index + 2] != NULL;
+/* Whether exactly the parameters of the configuration are set, the optional ones aside. */
+static moe_status moei_tensors_check(const moe_router *router, const moe_call *call) {
+    const moe_external *w = router->external;
+    const int there = w != NULL && !moei_external_quantizes(w) && !call->training &&
+                      router->config.score == MOE_SCORE_LINEAR && router->config.capacity_bound == MOE_BOUND_NONE;
+    const uint64_t present = router->present & ~((uint64_t)there << MOE_ROUTER_WEIGHT);
+    uint64_t set = 0;
+    int i;
+    for (i = 0; i < MOE_ROUTER_PARAMETER_COUNT; i++) set |= (uint64_t)(router->tensors[i] != NULL) << i;
+    if (set == present) return MOE_OK; /* the common case, quickly */
+    for (i = 0; i < MOE_ROUTER_PARAMETER_COUNT; i++) {
+        if (moei_parameter_is_set(i, present, router->tensors[i])) continue;
+        if (present >> i & 1u)
+            return moei_error(call->error, MOE_ERR_ARGUMENT, "parameter %s is not set", moei_router_parameter_name(i));
+        return moei_error(call->error, MOE_ERR_ARGUMENT, "a parameter is set that the configuration does not have");
     }
-    for (; index < MOE_ROUTER_PARAMETER_COUNT; index++) set[0] += tensors[index] != NULL;
-    for (left = router->present, index = 0; left != 0; left >>= 1, index++) {
-        if (!moei_parameter_is_set(index, router->present, tensors[index])) return 0;
-        wanted += tensors[index] != NULL;
-    }
-    return set[0] + set[1] + set[2] == wanted;
-}
-
-/* The error that names the parameter that is missing or superfluous. */
-static moe_status moei_tensors_refuse(const moe_router *router, moe_error *error) {
-    int index;
-    for (index = 0; index < MOE_ROUTER_PARAMETER_COUNT; index++)
-        if ((router->present >> index & 1u) && !moei_parameter_is_set(index, router->present, router->tensors[index]))
-            return moei_error(error, MOE_ERR_ARGUMENT, "parameter %s is not set", moei_router_parameter_name(index));
-    return moei_error(error, MOE_ERR_ARGUMENT, "a parameter is set that the configuration does not have");
+    return MOE_OK;
 }
 
 /* Checks the functions of a custom score. */
@@ -3945,7 +3938,7 @@ static moe_status moei_call_check(const moe_router *router, const moe_call *call
     if (!MOEI_FITS_INT32(call->n_tokens))
         return moei_error(call->error, MOE_ERR_OVERFLOW, "call.n_tokens = %z: too many", call->n_tokens);
     if (call->n_tokens > 0 && call->x == NULL) return moei_error(call->error, MOE_ERR_ARGUMENT, "call.x is NULL");
-    if (!moei_tensors_fit(router)) return moei_tensors_refuse(router, call->error);
+    status = moei_tensors_check(router, call);
     if (status == MOE_OK && (call->sequences != NULL || call->n_past > 0)) status = moei_sequences_check(c, call);
     if (status != MOE_OK) return status;
     if (call->batch != NULL && moei_is_soft(c) && moei_crosses_sequences(c))
@@ -4309,6 +4302,9 @@ static void moei_route_input_backward(moei_pass *s, moe_real *dx) {
 /* ==== >>code_score: u -> z ==================================================================== */
 
 static void moei_score_linear(moei_pass *s) {
+    if (moei_tensor(s, MOE_ROUTER_WEIGHT) == NULL)
+        moe_matmul_external(s->router->kernels, s->router->external, 0, s->n, s->experts, s->d, s->r->u, s->d, NULL,
+                            s->r->logits, s->experts);
     moei_affine(s->router->kernels, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_WEIGHT),
                 moei_tensor(s, MOE_ROUTER_BIAS), s->r->logits);
 }
@@ -5096,7 +5092,7 @@ static void moei_refine_products(const moei_pass *s, size_t at, size_t rows, siz
     moe_matmul(s->router->kernels, MOE_MATMUL_NT, MOE_TYPE_REAL, rows, common, s->d, queries, s->d, keys + from * s->d,
                s->d, out, width, 0);
     for (i = 0; i < rows && s->c->causal; i += step) {
-        step = rows - i < MOEI_REFINE_STEP ? rows - i : (size_t)MOEI_REFINE_STEP;
+        step = moei_smaller(rows - i, MOEI_REFINE_STEP);
         moe_matmul(s->router->kernels, MOE_MATMUL_NT, MOE_TYPE_REAL, step, i + step, s->d, queries + i * s->d, s->d,
                    keys + at * s->d, s->d, out + i * width + common, width, 0);
     }
@@ -5158,7 +5154,7 @@ static void moei_refine_sequence(const moei_pass *s, size_t from, size_t to) {
     for (h = first; h < end; h++) moei_refine_key_terms(s, h, from, to);
     for (at = from + s->past; at < to; at += rows) {
         moe_real *p = s->r->probabilities + (at - s->past) * experts;
-        rows = to - at < MOEI_REFINE_ROWS ? to - at : (size_t)MOEI_REFINE_ROWS;
+        rows = moei_smaller(to - at, MOEI_REFINE_ROWS);
         span = moei_refine_span(s, at, rows, from, to);
         moei_refine_block(s, at, rows, from, span, first, end, sums);
         for (h = first; h < end; h++)
@@ -5249,7 +5245,7 @@ static void moei_refine_sequence_backward(const moei_pass *s, size_t from, size_
     moei_refine_heads(s, from, to, &first, &end);
     for (at = from; at < to; at += rows) {
         moe_real *d_p = s->m.d_probabilities + at * experts;
-        rows = to - at < MOEI_REFINE_ROWS ? to - at : (size_t)MOEI_REFINE_ROWS;
+        rows = moei_smaller(to - at, MOEI_REFINE_ROWS);
         span = moei_refine_span(s, at, rows, from, to);
         width = (end - first) * span;
         moei_refine_block(s, at, rows, from, span, first, end, sums);
@@ -5615,7 +5611,7 @@ static void moei_choose_tokens(moei_pass *s, const moe_real *score, size_t from,
     const size_t capacity = moei_expert_choice_capacity(s, moei_real_tokens(s->call, from, to));
     size_t first, columns, c, i, found;
     for (first = 0; first < s->experts; first += columns) {
-        columns = s->experts - first < MOEI_COLUMNS ? s->experts - first : (size_t)MOEI_COLUMNS;
+        columns = moei_smaller(s->experts - first, MOEI_COLUMNS);
         (void)moei_transpose_columns(s, score, s->experts, first, columns, from, to, 1);
         for (c = 0; c < columns; c++) {
             found = moei_top_k(s, to - from, moei_transposed(s, c), capacity, s->m.order);
@@ -5665,7 +5661,7 @@ static void moei_route_cutoffs(const moei_pass *s) {
     if (s->r->n_real == 0) return;
     cutoff[s->experts] = MOEI_R(1.0);
     for (first = 0; first < s->experts; first += columns) {
-        columns = s->experts - first < MOEI_COLUMNS ? s->experts - first : (size_t)MOEI_COLUMNS;
+        columns = moei_smaller(s->experts - first, MOEI_COLUMNS);
         n = moei_transpose_columns(s, s->r->logits, s->experts, first, columns, 0, s->n, 0);
         for (c = 0; c < columns; c++) {
             found = moei_top_k(s, n, moei_transposed(s, c), capacity, s->m.order);
@@ -6781,7 +6777,7 @@ static void moei_soft_logits(moei_pass *s) {
 static void moei_soft_dispatch(const moei_pass *s, size_t from, size_t to) {
     size_t total = moei_slot_total(s->c), first, columns, i, t, count;
     for (first = 0; first < total; first += columns) {
-        columns = total - first < MOEI_COLUMNS ? total - first : (size_t)MOEI_COLUMNS;
+        columns = moei_smaller(total - first, MOEI_COLUMNS);
         count = moei_transpose_columns(s, s->r->logits, total, first, columns, from, to, 0);
         for (i = 0; i < columns; i++)
             moe_softmax(s->router->kernels, count, moei_transposed(s, i), MOEI_R(1.0), moei_transposed(s, i));

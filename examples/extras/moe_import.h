@@ -324,9 +324,9 @@ typedef struct moe_imported {
      MOE_ERR_FORMAT       a malformed file; a tensor that occurs twice
      MOE_ERR_MEMORY       also: the files are larger than options.memory
      MOE_ERR_ARGUMENT, MOE_ERR_IO, MOE_ERR_OVERFLOW
-   It allocates some kilobytes per block, and a router that does not lie in the file as moe_real (16
-   bits, blocks) as moe_real; while it runs also the headers of the files and about 300 bytes per
-   tensor. Files are not trusted. Thread-safe. */
+   It allocates some kilobytes per block, less than 100 bytes per matrix of an expert, and norms and
+   biases outside experts that do not lie in the file as moe_real (16 bits, blocks) as moe_real;
+   while it runs also the headers of the files and about 300 bytes per tensor. Files are not trusted. Thread-safe. */
 MOE_API moe_status moe_import_model(moe_imported *model, const char *path, const moe_import_options *options,
                                     const moe_allocator *allocator, moe_error *error);
 #endif
@@ -4428,7 +4428,18 @@ static moe_status moei_build_rows(const moei_build *b, const moei_import_tensor 
     return MOE_OK;
 }
 
-/* The matrix of one expert in a tensor of a mixture; second: the up matrix of a fused one. */
+/* Whether a parameter is a matrix of experts, which is read where it lies. */
+static int moei_build_is_matrix(int param) {
+    return param == MOE_EXPERTS_GATE || param == MOE_EXPERTS_UP || param == MOE_EXPERTS_DOWN ||
+           param == MOE_SHARED_GATE || param == MOE_SHARED_UP || param == MOE_SHARED_DOWN;
+}
+
+/* Whether it has a bias of each expert. */
+static int moei_build_is_bias(int param) {
+    return param == MOE_EXPERTS_GATE_BIAS || param == MOE_EXPERTS_UP_BIAS || param == MOE_EXPERTS_DOWN_BIAS;
+}
+
+/* The matrix or bias of one expert in a tensor of a mixture; second: the up matrix of a fused one. */
 static moe_status moei_build_expert(moei_build *b, const moei_import_tensor *f, size_t expert, int second,
                                     moe_external *w) {
     const moei_tensor_name *row = f->row;
@@ -4436,10 +4447,16 @@ static moe_status moei_build_expert(moei_build *b, const moei_import_tensor *f, 
     const int transposed = (row->flags & MOEI_TENSOR_TRANSPOSED) != 0;
     const size_t rows = f->shape[f->n_dims - 2], columns = f->shape[f->n_dims - 1];
     const size_t each = f->scales.rows > 0 ? f->scales.rows : 1, lines = rows / each + (rows % each != 0);
-    const size_t parts = transposed ? columns : rows, from = !second ? 0 : interleaved ? 1 : parts / 2;
+    const size_t parts = transposed || moei_build_is_bias(row->param) ? columns : rows, from = !second ? 0 : interleaved ? 1 : parts / 2;
     size_t line;
     moe_status status = moei_build_matrix(b, f, w);
     if (status != MOE_OK) return status;
+    if (moei_build_is_bias(row->param)) { /* one row of outputs */
+        w->data += expert * w->row + from * w->column;
+        if (interleaved) w->column *= 2;
+        return MOE_OK;
+    }
+    if (row->param == MOE_ROUTER_WEIGHT) w->exact = 1;
     w->data += expert * rows * w->row;
     if (w->scales != NULL) w->scales += expert * lines * w->scale_row;
     if (!transposed) return moei_build_rows(b, f, from, interleaved ? 2 : 1, w);
@@ -4687,12 +4704,6 @@ static moe_status moei_build_convolution(moei_build *b) {
     return status == MOE_OK && module != NULL ? MOEI_BUILD_SLOTS(b, module, slots, b->block.places) : status;
 }
 
-/* Whether a parameter is a matrix of experts, which is read where it lies. */
-static int moei_build_is_matrix(int param) {
-    return param == MOE_EXPERTS_GATE || param == MOE_EXPERTS_UP || param == MOE_EXPERTS_DOWN ||
-           param == MOE_SHARED_GATE || param == MOE_SHARED_UP || param == MOE_SHARED_DOWN;
-}
-
 /* The matrices of one parameter that a tensor has. */
 static moe_status moei_build_matrices(moei_build *b, moe_layer *layer, const moei_import_tensor *f, int param,
                                       int second) {
@@ -4730,19 +4741,21 @@ static moe_status moei_build_zeros(moei_build *b, moe_layer *layer) {
 /* Lets a parameter of a mixture lie where its tensor has it. *there: it can. */
 static moe_status moei_build_there(moei_build *b, moe_layer *layer, const moei_import_tensor *f, int *there) {
     const moei_tensor_name *row = f->row;
+    const int whole = row->second < 0 && !moei_is_per_expert(row) && !(row->flags & MOEI_TENSOR_TRANSPOSED);
     const unsigned char *bytes;
-    moe_status status;
+    moe_status status = moei_build_bytes(b, f->shard, f->at, &bytes);
     *there = 0;
-    if (moei_build_is_matrix(row->param)) {
+    if (status != MOE_OK) return status;
+    if (whole && !moei_build_is_matrix(row->param) && moei_build_is_plain(f, bytes)) {
+        memcpy(&layer->tensors[row->param], &bytes, sizeof bytes);
         *there = 1;
-        status = moei_build_matrices(b, layer, f, row->param, 0);
-        return status == MOE_OK && row->second >= 0 ? moei_build_matrices(b, layer, f, row->second, 1) : status;
+        return MOE_OK;
     }
-    if (row->second >= 0 || moei_is_per_expert(row) || (row->flags & MOEI_TENSOR_TRANSPOSED) != 0) return MOE_OK;
-    status = moei_build_bytes(b, f->shard, f->at, &bytes);
-    *there = status == MOE_OK && moei_build_is_plain(f, bytes);
-    if (*there) memcpy(&layer->tensors[row->param], &bytes, sizeof bytes);
-    return status;
+    *there = moei_build_is_matrix(row->param) || row->param == MOE_ROUTER_WEIGHT ||
+             (moei_build_is_bias(row->param) && f->dtype < MOE_DTYPE_COUNT);
+    if (!*there) return MOE_OK;
+    status = moei_build_matrices(b, layer, f, row->param, 0);
+    return status == MOE_OK && row->second >= 0 ? moei_build_matrices(b, layer, f, row->second, 1) : status;
 }
 
 /* Tensors of a mixture, which are in r->found. */

@@ -284,6 +284,118 @@ static void test_memory(const char *path) {
     CHECK(heap.blocks == 0 && !heap.wrong_size);
 }
 
+/* ---- what a model takes beside its files ---- */
+
+enum { WIDE = 256, MANY = 64, NARROW = 16, WORDS = 80 };
+
+typedef struct taken {
+    size_t model, work; /* bytes */
+} taken;
+
+/* One more tensor of the folder's file, in BF16; its shape ends with 0s. */
+static void add_tensor(char *header, size_t *data, const char *name, const int shape[3]) {
+    size_t size = 2;
+    int i;
+    sprintf(header + strlen(header), "%c\"%s\":{\"dtype\":\"BF16\",\"shape\":[", header[0] == '\0' ? '{' : ',', name);
+    for (i = 0; i < 3 && shape[i] > 0; i++) {
+        sprintf(header + strlen(header), "%s%d", i > 0 ? "," : "", shape[i]);
+        size *= (size_t)shape[i];
+    }
+    sprintf(header + strlen(header), "],\"data_offsets\":[%lu,%lu]}", (unsigned long)*data,
+            (unsigned long)(*data + size));
+    *data += size;
+}
+
+static void add_blocks(char *header, size_t *data, int blocks) {
+    static const struct {
+        const char *name;
+        int shape[3];
+    } tensors[] = {{"self_attn.sinks", {4, 0, 0}},
+                   {"self_attn.q_proj.weight", {WIDE, WIDE, 0}},
+                   {"self_attn.q_proj.bias", {WIDE, 0, 0}},
+                   {"self_attn.k_proj.weight", {WIDE, WIDE, 0}},
+                   {"self_attn.k_proj.bias", {WIDE, 0, 0}},
+                   {"self_attn.v_proj.weight", {WIDE, WIDE, 0}},
+                   {"self_attn.v_proj.bias", {WIDE, 0, 0}},
+                   {"self_attn.o_proj.weight", {WIDE, WIDE, 0}},
+                   {"self_attn.o_proj.bias", {WIDE, 0, 0}},
+                   {"mlp.router.weight", {MANY, WIDE, 0}},
+                   {"mlp.router.bias", {MANY, 0, 0}},
+                   {"mlp.experts.gate_up_proj", {MANY, WIDE, 2 * (int)NARROW}},
+                   {"mlp.experts.gate_up_proj_bias", {MANY, 2 * (int)NARROW, 0}},
+                   {"mlp.experts.down_proj", {MANY, NARROW, WIDE}},
+                   {"mlp.experts.down_proj_bias", {MANY, WIDE, 0}},
+                   {"input_layernorm.weight", {WIDE, 0, 0}},
+                   {"post_attention_layernorm.weight", {WIDE, 0, 0}}};
+    static const int words[3] = {WORDS, WIDE, 0}, norm[3] = {WIDE, 0, 0};
+    char name[80];
+    size_t i;
+    int block;
+    for (block = 0; block < blocks; block++)
+        for (i = 0; i < sizeof tensors / sizeof *tensors; i++) {
+            sprintf(name, "model.layers.%d.%s", block, tensors[i].name);
+            add_tensor(header, data, name, tensors[i].shape);
+        }
+    add_tensor(header, data, "model.embed_tokens.weight", words);
+    add_tensor(header, data, "lm_head.weight", words);
+    add_tensor(header, data, "model.norm.weight", norm);
+    strcat(header, "}");
+}
+
+/* A folder with a model of gpt-oss, all zeros. */
+static taken taken_by(int blocks) {
+    enum { HEADER = 1 << 14, TOKENS = 64 };
+    static const char config[] =
+        "{\"model_type\":\"gpt_oss\",\"vocab_size\":80,\"hidden_size\":256,\"num_attention_heads\":4,\"head_dim\":64,"
+        "\"num_key_value_heads\":4,\"rms_norm_eps\":1e-05,\"num_experts_per_tok\":4,\"num_local_experts\":64,"
+        "\"intermediate_size\":16,\"sliding_window\":8,\"swiglu_limit\":7.0,\"attention_bias\":true,"
+        "\"num_hidden_layers\":%d}";
+    char *header = (char *)grab(HEADER, 1), settings[sizeof config + 8];
+    size_t data = 0, cache, length, i;
+    taken t = {0, 0};
+    unsigned char *file;
+    test_heap heap;
+    const moe_allocator a = test_allocator(&heap, 0);
+    moe_import_source sources[2];
+    moe_imported model;
+    moe_error error;
+    add_blocks(header, &data, blocks);
+    sprintf(settings, config, blocks);
+    length = strlen(header);
+    file = (unsigned char *)grab(8 + length + data, 1);
+    for (i = 0; i < 4; i++) file[i] = (unsigned char)(length >> 8 * i & 255u);
+    memcpy(file + 8, header, length);
+    sources[0] = moe_import_memory("model.safetensors", file, 8 + length + data);
+    sources[1] = moe_import_memory("config.json", settings, strlen(settings));
+    if (CHECK(moe_import_read_model(&model, sources, 2, NULL, &a, &error) == MOE_OK, error.message)) {
+        t.model = heap.bytes;
+        for (i = 0; i < model.net.n_modules; i++) {
+            const moe_layer *layer = &model.net.modules[i].layer;
+            if (model.net.modules[i].kind != MOE_MODULE_MIXTURE) continue;
+            CHECK(layer->tensors[MOE_ROUTER_WEIGHT] == NULL && layer->tensors[MOE_EXPERTS_UP_BIAS] == NULL);
+        }
+        model.net.last_only = 1;
+        CHECK_STATUS(moe_net_decode_size(&model.net, TOKENS, TOKENS, &cache, &t.work, &error), MOE_OK);
+        t.work /= TOKENS;
+        moe_import_free(&model);
+    }
+    free(file);
+    free(header);
+    return t;
+}
+
+/* Routers and the biases of experts, in 16 bits, stay in the file, and of a block's workspace only
+   its routing is its own. */
+static void test_taken(void) {
+    const size_t records = 6 * (int)MANY * sizeof(moe_external) + 10 * sizeof(moe_module);
+    const size_t numbers = 12 * (int)WIDE * sizeof(moe_real);
+    const taken few = taken_by(2), more = taken_by(6);
+    CHECKF((more.model - few.model) / 4 < records + numbers, "%lu bytes of a block, %lu of them for records",
+           (unsigned long)(more.model - few.model) / 4, (unsigned long)records);
+    CHECKF((more.work - few.work) / 4 < 4 * (int)MANY * sizeof(moe_real) + 512, "%lu bytes of a token and a block",
+           (unsigned long)(more.work - few.work) / 4);
+}
+
 /* ---- what is refused ---- */
 
 /* A file in which a text is another one, and what is said of it. */
@@ -603,6 +715,7 @@ int main(void) {
     CASE(test_memory(GGUF));
     CASE(test_memory(FOLDER "gpt_oss-mxfp4"));
     CASE(test_memory(FOLDER "lfm2_moe-bf16"));
+    CASE(test_taken());
     CASE(test_refusals_gguf());
     CASE(test_refusals_oss());
     CASE(test_refusals_folder());
