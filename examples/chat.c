@@ -21,7 +21,8 @@
 #endif
 #include "report.h"
 
-enum { BATCH = 64 /* tokens of a prompt at once */, LINE_MOST = 1 << 16, SHOWN_MOST = 1000 };
+/* Tokens of a prompt at once; of large models fewer, so that the workspace is about 16 MB. */
+enum { BATCH = 64, WORK = 16000000, LINE_MOST = 1 << 16, SHOWN_MOST = 1000 };
 
 /* ---- what can be set ---- */
 
@@ -309,7 +310,7 @@ typedef struct session {
     moe_cache cache;
     moe_parallel parallel;
     void *work;
-    size_t work_size;
+    size_t work_size, batch;
     const moe_real *logits;   /* after the last token */
     moe_real *p;
     int32_t *order;
@@ -322,15 +323,15 @@ typedef struct session {
 static int feed(session *s, const int32_t *ids, size_t n) {
     moe_net_pass pass;
     moe_status status = MOE_OK;
-    for (size_t at = 0; at < n && status == MOE_OK && !interrupted; at += BATCH) {
+    for (size_t at = 0; at < n && status == MOE_OK && !interrupted; at += s->batch) {
         moe_call call;
         memset(&call, 0, sizeof call);
-        call.n_tokens = n - at < BATCH ? n - at : BATCH;
+        call.n_tokens = n - at < s->batch ? n - at : s->batch;
         call.token_ids = ids + at;
         call.parallel = &s->parallel;
         status = moe_net_decode(&s->model.net, &s->cache, &call, s->work, s->work_size, &pass);
         if (status != MOE_OK) break;
-        s->logits = pass.y + (call.n_tokens - 1) * (size_t)s->model.net.d_out;
+        s->logits = pass.y; /* of the last token */
         if (report_path != NULL) record_pass(&s->model.net, &pass, ids + at);
     }
     if (status == MOE_ERR_SPACE) fail("the context is full", "--context N makes it larger");
@@ -672,8 +673,13 @@ static int open_model(session *s) {
     if (open_words(s)) return 1;
     context = set.context > 0 ? (size_t)set.context : s->model.context > 0 ? (size_t)s->model.context : 4096;
     if (set.context == 0 && context > 4096) context = 4096;
-    if (moe_net_decode_size(&s->model.net, context, BATCH, &bytes, &s->work_size, &error) != MOE_OK)
-        return fail(set.model, error.message);
+    s->model.net.last_only = 1;
+    s->batch = 2 * BATCH;
+    do {
+        s->batch /= 2;
+        if (moe_net_decode_size(&s->model.net, context, s->batch, &bytes, &s->work_size, &error) != MOE_OK)
+            return fail(set.model, error.message);
+    } while (s->batch > 1 && s->work_size > WORK);
     memory = malloc(bytes);
     s->work = malloc(s->work_size);
     if (memory == NULL || s->work == NULL) return fail("there is not enough memory", "--context N takes less");
