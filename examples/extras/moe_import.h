@@ -324,9 +324,10 @@ typedef struct moe_imported {
      MOE_ERR_FORMAT       a malformed file; a tensor that occurs twice
      MOE_ERR_MEMORY       also: the files are larger than options.memory
      MOE_ERR_ARGUMENT, MOE_ERR_IO, MOE_ERR_OVERFLOW
-   It allocates some kilobytes per block, less than 100 bytes per matrix of an expert, and norms and
-   biases outside experts that do not lie in the file as moe_real (16 bits, blocks) as moe_real;
-   while it runs also the headers of the files and about 300 bytes per tensor. Files are not trusted. Thread-safe. */
+   It allocates some kilobytes per block, less than 100 bytes per matrix of an expert, and as
+   moe_real the norms and the biases outside experts that the file has otherwise (16 bits, blocks);
+   while it runs also the headers of the files and about 300 bytes per tensor.
+   Files are not trusted. Thread-safe. */
 MOE_API moe_status moe_import_model(moe_imported *model, const char *path, const moe_import_options *options,
                                     const moe_allocator *allocator, moe_error *error);
 #endif
@@ -4439,7 +4440,7 @@ static int moei_build_is_bias(int param) {
     return param == MOE_EXPERTS_GATE_BIAS || param == MOE_EXPERTS_UP_BIAS || param == MOE_EXPERTS_DOWN_BIAS;
 }
 
-/* The matrix or bias of one expert in a tensor of a mixture; second: the up matrix of a fused one. */
+/* The matrix or bias of one expert in a tensor of a mixture; second: that of up in a fused one. */
 static moe_status moei_build_expert(moei_build *b, const moei_import_tensor *f, size_t expert, int second,
                                     moe_external *w) {
     const moei_tensor_name *row = f->row;
@@ -4447,7 +4448,8 @@ static moe_status moei_build_expert(moei_build *b, const moei_import_tensor *f, 
     const int transposed = (row->flags & MOEI_TENSOR_TRANSPOSED) != 0;
     const size_t rows = f->shape[f->n_dims - 2], columns = f->shape[f->n_dims - 1];
     const size_t each = f->scales.rows > 0 ? f->scales.rows : 1, lines = rows / each + (rows % each != 0);
-    const size_t parts = transposed || moei_build_is_bias(row->param) ? columns : rows, from = !second ? 0 : interleaved ? 1 : parts / 2;
+    const size_t parts = transposed || moei_build_is_bias(row->param) ? columns : rows;
+    const size_t from = !second ? 0 : interleaved ? 1 : parts / 2;
     size_t line;
     moe_status status = moei_build_matrix(b, f, w);
     if (status != MOE_OK) return status;

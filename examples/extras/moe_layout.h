@@ -144,7 +144,8 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
     M(s, n_dropped) M(s, capacity) M(s, capacity_zero) M(s, capacity_bound) M(s, capacity_clamped) M(s, top_k) \
     M(s, plan) M(s, loss) M(s, bound_now) M(s, affinity_now) M(s, d_weight_in) M(s, d_weight_out) M(s, memory)
 #define MOEI_OF_moe_custom(M, s) M(s, ctx) M(s, score) M(s, score_backward) M(s, select) M(s, n_parameters)
-#define MOEI_OF_moe_router(M, s) M(s, config) M(s, custom) M(s, kernels) M(s, present) M(s, parts) M(s, external) M(s, tensors)
+#define MOEI_OF_moe_router(M, s) \
+    M(s, config) M(s, custom) M(s, kernels) M(s, present) M(s, parts) M(s, external) M(s, tensors)
 #define MOEI_OF_moe_metrics(M, s) M(s, n_experts) M(s, n_classes) M(s, n_calls) M(s, n_tokens) M(s, n_routed) \
     M(s, n_assignments) M(s, n_real_assignments) M(s, n_predicted) M(s, n_agreed) M(s, n_dropped) M(s, entropy) \
     M(s, entropy_normalized) M(s, entropy_calls) M(s, n_classified) M(s, choices) M(s, choices_squared) M(s, load) \

@@ -891,6 +891,61 @@ static void test_gradients(void) {
 }
 #endif
 
+/* A router whose matrix lies in a file gives the bits of the tensor; where it could not be read there
+   the tensor is missing. */
+static void test_router_in_file(void) {
+    enum { E = 5, D = 12, N = 7 };
+    static const struct {
+        int score, bound, training, quantizes;
+    } refused[] = {{MOE_SCORE_COSINE, 0, 0, 0}, {0, MOE_BOUND_EVERY, 0, 0}, {0, 0, 1, 0}, {0, 0, 0, 1}};
+    moe_real weight[(int)E * D], x[(int)N * D], logits[(int)N * E];
+    moe_external w = matrix_of(weight, D);
+    moe_external_type blocks = *w.type;
+    moe_router_config config;
+    moe_router router;
+    moe_routing routing;
+    moe_call call;
+    moe_error error;
+    size_t size, i;
+    moe_rng_seed(&rng, 3);
+    for (i = 0; i < sizeof weight / sizeof *weight; i++) weight[i] = moe_rng_normal(&rng);
+    for (i = 0; i < sizeof x / sizeof *x; i++) x[i] = moe_rng_normal(&rng);
+    memset(&call, 0, sizeof call);
+    call.x = x;
+    call.n_tokens = N;
+    call.error = &error;
+    blocks.group = 32;
+    for (i = 0; i < 2 + sizeof refused / sizeof *refused; i++) {
+        void *work;
+        memset(&config, 0, sizeof config);
+        config.d_model = D;
+        config.n_experts = E;
+        w.type = matrix_of(weight, D).type;
+        if (i > 1) {
+            config.score = refused[i - 2].score;
+            config.capacity_bound = refused[i - 2].bound;
+            if (refused[i - 2].quantizes) w.type = &blocks;
+        }
+        call.training = i > 1 && refused[i - 2].training;
+        if (!CHECK(moe_router_init(&router, &config, moe_kernels_select(MOE_KERNELS_AUTO), &error) == MOE_OK,
+                   error.message))
+            return;
+        if (i > 0) router.external = &w;
+        else router.tensors[MOE_ROUTER_WEIGHT] = weight;
+        CHECK_STATUS(moe_route_size(&router, N, call.training, &size), MOE_OK);
+        work = grab(size, 1);
+        if (i > 1) {
+            CHECK_STATUS(moe_route(&router, &call, work, size, &routing), MOE_ERR_ARGUMENT);
+            CHECKF(strstr(error.message, "router.weight") != NULL, "%s", error.message);
+        } else {
+            CHECK(moe_route(&router, &call, work, size, &routing) == MOE_OK, error.message);
+            if (i == 0) memcpy(logits, routing.logits, sizeof logits);
+            CHECK(memcmp(logits, routing.logits, sizeof logits) == 0);
+        }
+        free(work);
+    }
+}
+
 int main(void) {
     size_t i;
     int way;
@@ -905,6 +960,7 @@ int main(void) {
     CASE(test_last_only());
     CASE(test_refused());
     CASE(test_refused_modules());
+    CASE(test_router_in_file());
     CASE(test_window_cache());
 #if MOE_REAL_IS_DOUBLE
     test_gradients();
