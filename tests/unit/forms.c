@@ -891,15 +891,15 @@ static void test_gradients(void) {
 }
 #endif
 
-/* A router whose matrix lies in a file gives the bits of the tensor; where it could not be read there
+/* A router whose matrix lies in a file gives the bits of the tensor; where it cannot be read there
    the tensor is missing. */
 static void test_router_in_file(void) {
-    enum { E = 5, D = 12, N = 7 };
+    enum { E = 5, WIDE = 12, N = 7 };
     static const struct {
         int score, bound, training, quantizes;
     } refused[] = {{MOE_SCORE_COSINE, 0, 0, 0}, {0, MOE_BOUND_EVERY, 0, 0}, {0, 0, 1, 0}, {0, 0, 0, 1}};
-    moe_real weight[(int)E * D], x[(int)N * D], logits[(int)N * E];
-    moe_external w = matrix_of(weight, D);
+    moe_real weight[(int)E * WIDE] = {0}, x[(int)N * WIDE], logits[(int)N * E];
+    moe_external w = matrix_of(weight, WIDE);
     moe_external_type blocks = *w.type;
     moe_router_config config;
     moe_router router;
@@ -915,12 +915,13 @@ static void test_router_in_file(void) {
     call.n_tokens = N;
     call.error = &error;
     blocks.group = 32;
+    w.exact = 0;
     for (i = 0; i < 2 + sizeof refused / sizeof *refused; i++) {
         void *work;
         memset(&config, 0, sizeof config);
-        config.d_model = D;
+        config.d_model = WIDE;
         config.n_experts = E;
-        w.type = matrix_of(weight, D).type;
+        w.type = matrix_of(weight, WIDE).type;
         if (i > 1) {
             config.score = refused[i - 2].score;
             config.capacity_bound = refused[i - 2].bound;
