@@ -903,8 +903,8 @@ MOE_API const moe_field *moe_router_fields(void);
 
 /* Checks a configuration and writes it to *out (may be NULL; may be config itself) with every
    default filled in. MOE_ERR_CONFIG: error names the field, or the two fields that clash, and the
-   value; a field that has no effect beside another one clashes with it. MOE_ERR_UNSUPPORTED: a
-   MOE_KEEP_ mask has left it out. On failure *out is untouched. */
+   value; a field that has no effect beside another one clashes with it (but K = 1 and K = E may
+   make values alike). MOE_ERR_UNSUPPORTED: a MOE_KEEP_ mask has left it out. On failure *out is untouched. */
 MOE_API moe_status moe_router_check(const moe_router_config *config, moe_router_config *out, moe_error *error);
 
 #ifndef MOE_NO_TRAIN
@@ -2081,9 +2081,23 @@ static moe_status moei_rules_check(const moe_router_config *c, const moei_rule *
 /* Rules, given the names of their fields: in full; field needs one of values; field needs needs. */
 #define MOEI_RULE(field, when, needs, values, why) {MOEI_FIELD_##field, when, MOEI_FIELD_##needs, values, why}
 #define MOEI_FOR(field, needs, values) MOEI_RULE(field, 0, needs, values, NULL)
+#define MOEI_FOR2(a, b, needs, values) MOEI_FOR(a, needs, values), MOEI_FOR(b, needs, values)
+#define MOEI_FOR3(a, b, c, needs, values) MOEI_FOR2(a, b, needs, values), MOEI_FOR(c, needs, values)
+#define MOEI_FOR4(a, b, c, d, needs, values) MOEI_FOR2(a, b, needs, values), MOEI_FOR2(c, d, needs, values)
 #define MOEI_ONLY(field, needs, value) MOEI_FOR(field, needs, MOEI_BIT(MOE_##value))
 #define MOEI_NOT(field, needs, value) MOEI_FOR(field, needs, MOEI_BUT(MOE_##value))
 #define MOEI_NEEDS(field, needs) MOEI_RULE(field, 0, needs, 0, NULL)
+
+#define MOEI_CLUSTERS MOEI_BIT(MOE_INPUT_ADAPTIVE_CLUSTERING)
+#define MOEI_NORM MOEI_BIT(MOE_SCORE_NORM)
+#define MOEI_READS_U (MOEI_BUT(MOE_SCORE_NORM) - MOEI_BIT(MOE_SCORE_COMPETITION))
+#define MOEI_TEMPERED (MOEI_BIT(MOE_GATE_SOFTMAX) | MOEI_BIT(MOE_GATE_SIGMOID))
+#define MOEI_GROUPED MOEI_BIT(MOE_SELECT_GROUPED_TOP_K)
+#define MOEI_AFFINITY MOEI_BIT(MOE_SELECT_AFFINITY)
+#define MOEI_BIASED                                                                                                    \
+    (MOEI_BIT(MOE_SELECT_TOP_K) | MOEI_GROUPED | MOEI_BIT(MOE_SELECT_GROUPED_EACH) | MOEI_BIT(MOE_SELECT_CUSTOM) |     \
+     MOEI_BIT(MOE_SELECT_GIVEN) | MOEI_BIT(MOE_SELECT_HASH) | MOEI_BIT(MOE_SELECT_SAMPLE) |                            \
+     MOEI_BIT(MOE_SELECT_BALANCED) | MOEI_AFFINITY)
 
 /* Rules of state and schedules. */
 static moe_status moei_state_clashes(const moe_router_config *c, moe_error *error) {
@@ -2093,16 +2107,14 @@ static moe_status moei_state_clashes(const moe_router_config *c, moe_error *erro
     const int how = c->switch_at > 0 ? MOEI_FIELD_switch_at : MOEI_FIELD_switch_share;
     const moei_rule rules[] = {
         MOEI_NEEDS(bias_rate, selection_bias),
-        MOEI_NEEDS(bias_rule, bias_rate),
-        MOEI_NEEDS(bias_centre, bias_rate),
-        MOEI_NEEDS(bias_real, bias_rate),
-        MOEI_ONLY(bias_kappa, bias_rule, BIAS_SMEBU),
-        MOEI_ONLY(bias_beta, bias_rule, BIAS_SMEBU),
+        MOEI_FOR3(bias_rule, bias_centre, bias_real, bias_rate, 0),
+        MOEI_FOR2(bias_kappa, bias_beta, bias_rule, MOEI_BIT(MOE_BIAS_SMEBU)),
         MOEI_RULE(k_end, 0, score, MOEI_BUT(MOE_SCORE_DSELECT), "K is the number of its codes"),
         MOEI_FOR(k_end, select, any_k),
         MOEI_FOR(k_end, switch_from, 0xffffffffu - fixed_k),
         MOEI_NEEDS(tau_schedule, tau_end),
         MOEI_NEEDS(tau_end, tau_schedule),
+        MOEI_RULE(tau_schedule, MOEI_BIT(MOE_TAU_GATE_TEMPERATURE), gate, MOEI_TEMPERED, NULL),
         MOEI_RULE(tau_schedule, MOEI_BIT(MOE_TAU_COSINE_TAU), score, MOEI_BIT(MOE_SCORE_COSINE), NULL),
         MOEI_RULE(tau_schedule, MOEI_BIT(MOE_TAU_COSINE_TAU), cosine_learn_tau, MOEI_BIT(0), NULL),
         MOEI_RULE(tau_schedule, MOEI_BIT(MOE_TAU_SIMILARITY_TAU), refine, MOEI_BIT(MOE_REFINE_SIMILARITY), NULL),
@@ -2122,12 +2134,8 @@ static moe_status moei_state_clashes(const moe_router_config *c, moe_error *erro
         MOEI_ONLY(compete_rate, refine, REFINE_NONE),
         MOEI_ONLY(compete_rate, noise, NOISE_NONE),
         MOEI_NOT(compete_rate, weight, WEIGHT_SPARSEMIXER),
-        MOEI_FOR(compete_rate, student, MOEI_BIT(0)),
-        MOEI_FOR(compete_rate, selection_bias, MOEI_BIT(0)),
-        MOEI_FOR(compete_rate, router_residual, MOEI_BIT(0)),
-        MOEI_FOR(logit_cap, compete_rate, MOEI_BIT(0)),
-        MOEI_NEEDS(compete_from, compete_rate),
-        MOEI_NEEDS(compete, compete_rate),
+        MOEI_FOR4(student, selection_bias, router_residual, logit_cap, compete_rate, MOEI_BIT(0)),
+        MOEI_FOR2(compete_from, compete, compete_rate, 0),
         MOEI_NEEDS(student_dim, student),
         MOEI_RULE(student_dim, 0, table_size, 0, "the number of token ids"),
         MOEI_NEEDS(student, freeze_at),
@@ -2179,8 +2187,7 @@ static moe_status moei_stage_clashes(const moe_router_config *c, moe_error *erro
             "it selects by the logits alone"),
         MOEI_RULE(select, MOEI_BIT(MOE_SELECT_BALANCED), top_k, MOEI_BIT(1), "it gives each token one expert"),
         MOEI_RULE(logit_cap, 0, score, MOEI_BUT(MOE_SCORE_DSELECT), "its logits are a gate"),
-        MOEI_RULE(loss_selector_entropy, 0, score, MOEI_BIT(MOE_SCORE_DSELECT), "it has no codes"),
-        MOEI_RULE(loss_selector_reach, 0, score, MOEI_BIT(MOE_SCORE_DSELECT), "it has no codes"),
+        MOEI_FOR2(loss_selector_entropy, loss_selector_reach, score, MOEI_BIT(MOE_SCORE_DSELECT)),
         MOEI_RULE(threshold_learned, 0, weight, by_p, "theta would get no gradient"),
         MOEI_FOR(table_size, select,
                  c->student_dim > 0 || moei_has_selection(c, MOE_SELECT_HASH) ? ~0u : MOEI_BIT(MOE_SELECT_HASH)),
@@ -2191,14 +2198,17 @@ static moe_status moei_stage_clashes(const moe_router_config *c, moe_error *erro
         MOEI_NOT(capacity_bound, select, SELECT_EXPERT_CHOICE),
         MOEI_RULE(loss_load, 0, noise, normal, "the load is smooth only under normal noise"),
         MOEI_RULE(loss_locality, 0, nodes, 0, "at least 2"),
-        MOEI_RULE(loss_orthogonal, 0, score, weight, "it has no router.weight"),
-        MOEI_RULE(loss_diversity, 0, score, weight, "it has no router.weight"),
-        MOEI_RULE(loss_simplicity, 0, score, weight, "it has no router.weight")};
+        MOEI_FOR3(loss_orthogonal, loss_diversity, loss_simplicity, score, weight)};
     return moei_rules_check(c, rules, sizeof rules / sizeof rules[0], error);
 }
 
 /* R, the number of experts with matrices. */
 #define MOEI_REAL_EXPERTS(c) ((c)->n_experts - (c)->n_zero - (c)->n_copy - (c)->n_constant)
+
+/* The field with the number of the first experts without matrices. */
+static int moei_first_without(const moe_router_config *c) {
+    return c->n_zero > 0 ? MOEI_FIELD_n_zero : c->n_copy > 0 ? MOEI_FIELD_n_copy : MOEI_FIELD_n_constant;
+}
 
 /* Rules of experts without matrices. */
 static moe_status moei_zero_clashes(const moe_router_config *c, moe_error *error) {
@@ -2206,13 +2216,10 @@ static moe_status moei_zero_clashes(const moe_router_config *c, moe_error *error
                                                            MOE_TRAIT_NEEDS_ALL_EXPERTS);
     const uint32_t norms = MOEI_BIT(MOE_WEIGHT_SUM) | MOEI_BIT(MOE_WEIGHT_SOFTMAX) | MOEI_BIT(MOE_WEIGHT_P_NORM);
     const char *const why = "experts without matrices have no activations";
+    const int which = moei_first_without(c);
     const moei_rule rules[] = {
-        MOEI_RULE(n_zero, 0, score, by_token, why),
-        MOEI_RULE(n_copy, 0, score, by_token, why),
-        MOEI_RULE(n_constant, 0, score, by_token, why),
-        MOEI_RULE(compete_rate, 0, n_zero, MOEI_BIT(0), why),
-        MOEI_RULE(compete_rate, 0, n_copy, MOEI_BIT(0), why),
-        MOEI_RULE(compete_rate, 0, n_constant, MOEI_BIT(0), why),
+        {which, 0, MOEI_FIELD_score, by_token, why},
+        {MOEI_FIELD_compete_rate, 0, which, MOEI_BIT(0), why},
         MOEI_RULE(weight_over, 0, weight, norms, "only these normalize"),
         MOEI_RULE(weight_over, MOEI_BIT(MOE_WEIGHT_OVER_NONZERO), n_zero, 0, NULL),
         MOEI_NEEDS(zero_average, loss_balance),
@@ -2276,8 +2283,9 @@ typedef struct moei_reset {
 /* A field without effect breaks a rule, unless a preset or a file has set it: then it is reset. */
 static moe_status moei_reset_idle(moe_router_config *c, const moei_rule *rule, moei_reset *reset, moe_error *error) {
     const moe_field *field = moei_router_field(rule->field);
+    static const char in_files[] = "selection_bias input switch_at switch_share switch_from tau_schedule";
     if (!moei_is_of_preset(c, field)) return moei_rule_broken(c, rule, error);
-    if (c->preset == MOEI_OF_A_FILE && rule->field == MOEI_FIELD_selection_bias) {
+    if (c->preset == MOEI_OF_A_FILE && moei_is_word_of(field->name, in_files)) {
         reset->origin = MOEI_OF_A_FILE; /* stays, because its tensor is in the file */
         return MOE_OK;
     }
@@ -2305,19 +2313,6 @@ static int moei_noise_is_read(const moe_router_config *c) {
     const int counts = (moei_weight_flags[c->weight] & MOEI_WEIGHT_COUNTS) != 0;
     return !(blind >> c->select & 1u) || !counts || moei_switches(c) MOE_LOSSES(MOEI_ANY_LOSS);
 }
-
-#define MOEI_CLUSTERS MOEI_BIT(MOE_INPUT_ADAPTIVE_CLUSTERING)
-#define MOEI_NORM MOEI_BIT(MOE_SCORE_NORM)
-#define MOEI_HIDDEN (MOEI_BIT(MOE_SCORE_MLP) | MOEI_BIT(MOE_SCORE_ATTENTIVE))
-#define MOEI_TEMPERED (MOEI_BIT(MOE_GATE_SOFTMAX) | MOEI_BIT(MOE_GATE_SIGMOID))
-#define MOEI_SIMILARITY MOEI_BIT(MOE_REFINE_SIMILARITY)
-#define MOEI_ATTENTION MOEI_BIT(MOE_REFINE_ATTENTION)
-#define MOEI_GROUPED MOEI_BIT(MOE_SELECT_GROUPED_TOP_K)
-#define MOEI_AFFINITY MOEI_BIT(MOE_SELECT_AFFINITY)
-#define MOEI_BIASED                                                                                                    \
-    (MOEI_BIT(MOE_SELECT_TOP_K) | MOEI_GROUPED | MOEI_BIT(MOE_SELECT_GROUPED_EACH) | MOEI_BIT(MOE_SELECT_CUSTOM) |     \
-     MOEI_BIT(MOE_SELECT_GIVEN) | MOEI_BIT(MOE_SELECT_HASH) | MOEI_BIT(MOE_SELECT_SAMPLE) |                            \
-     MOEI_BIT(MOE_SELECT_BALANCED) | MOEI_AFFINITY)
 
 /* Which fields of capacity the selections of a configuration read, whether anything limits the
    load, and whether a token may have a second expert. */
@@ -2364,13 +2359,22 @@ static int moei_sums_to_one(const moe_router_config *c) {
     return ((sums >> c->weight & 1u) || plain) && !c->expert_scale && c->weight_over == MOE_WEIGHT_OVER_ALL;
 }
 
-/* Fields of dropping, whose effect depends on several others. */
+/* Whether all weights are 1 and have no gradient. */
+static int moei_all_one(const moe_router_config *c) {
+    return c->weight == MOE_WEIGHT_ONE && !c->expert_scale && c->renormalize == MOE_RENORMALIZE_BEFORE &&
+           !moei_is_changed(c, moei_router_field(MOEI_FIELD_scale)) && !c->threshold_learned &&
+           !(c->compete_rate > MOEI_R(0.0));
+}
+
+/* Fields of dropping and others whose effect depends on several. */
 static moe_status moei_idle_limits(moe_router_config *c, moei_reset *reset, moe_error *error) {
     const moei_limits l = moei_limits_of(c);
     const int plain = c->select != MOE_SELECT_EXPERT_CHOICE && c->select != MOE_SELECT_EXPERT_THRESHOLD;
     const int limit = plain ? MOEI_FIELD_capacity_factor : MOEI_FIELD_drop_capacity, set = c->drop_capacity > 0;
     const int differs = c->capacity_factor_eval < c->capacity_factor || c->capacity_factor_eval > c->capacity_factor;
+    const int same = moei_switches(c) && c->switch_from == c->select;
     const uint32_t others = 0xffffffffu - MOEI_AFFINITY;
+    const uint32_t uneven = MOEI_BUT(MOE_SELECT_DENSE) - MOEI_BIT(MOE_SELECT_EXPERT_CHOICE);
     const struct {
         int idle;
         moei_rule rule;
@@ -2388,6 +2392,14 @@ static moe_status moei_idle_limits(moe_router_config *c, moei_reset *reset, moe_
          {MOEI_FIELD_renormalize, 0, limit, 0, "nothing is dropped"}},
         {1, MOEI_FOR(affinity_mass, affinity_sum, MOEI_BIT(0))},
         {1, MOEI_FOR(affinity_mass, affinity_sum_auto, MOEI_BIT(0))},
+        {!l.least && !plain, MOEI_FOR(capacity_min, select, MOEI_BUT(c->select))},
+        {same, MOEI_FOR(switch_from, select, MOEI_BUT(c->select))},
+        {same, MOEI_FOR(switch_at, select, MOEI_BUT(c->select))},
+        {same, MOEI_FOR(switch_share, select, MOEI_BUT(c->select))},
+        {MOEI_REAL_EXPERTS(c) == c->n_experts - 1,
+         {MOEI_FIELD_zero_average, 0, moei_first_without(c), MOEI_BUT(1), "it is the mean of one"}},
+        {!(c->expert_dropout > MOEI_R(0.0)), MOEI_RULE(loss_stable_balance, 0, select, uneven, "all loads are equal")},
+        {moei_all_one(c), MOEI_NOT(apply_to, weight, WEIGHT_ONE)},
         {!(c->loss_load > MOEI_R(0.0)), MOEI_NEEDS(unbiased, loss_importance)}};
     moe_status status = MOE_OK;
     size_t i;
@@ -2399,76 +2411,52 @@ static moe_status moei_idle_limits(moe_router_config *c, moei_reset *reset, moe_
 /* Settings without effect. */
 static moe_status moei_idle_fields(moe_router_config *c, moe_error *error) {
     static const moei_rule rules[] = {
-        MOEI_ONLY(sparsemixer_sample, weight, WEIGHT_SPARSEMIXER),
+        MOEI_FOR2(sparsemixer_sample, sparsemixer_eps, weight, MOEI_BIT(MOE_WEIGHT_SPARSEMIXER)),
         MOEI_ONLY(jitter_eps, input, INPUT_JITTER),
-        MOEI_FOR(ac_mode, input, MOEI_CLUSTERS),
-        MOEI_FOR(ac_spread, input, MOEI_CLUSTERS),
-        MOEI_FOR(ac_mix, input, MOEI_CLUSTERS),
-        MOEI_FOR(ac_lambda, input, MOEI_CLUSTERS),
-        MOEI_NOT(ac_spread, ac_mode, AC_RANDOM),
-        MOEI_NOT(ac_lambda, ac_mode, AC_RANDOM),
-        MOEI_ONLY(cosine_tau, score, SCORE_COSINE),
-        MOEI_FOR(norm_node, score, MOEI_NORM),
-        MOEI_FOR(norm_order, score, MOEI_NORM),
-        MOEI_FOR(router_hidden, score, MOEI_HIDDEN),
-        MOEI_FOR(router_act, score, MOEI_HIDDEN),
+        MOEI_FOR4(ac_mode, ac_spread, ac_mix, ac_lambda, input, MOEI_CLUSTERS),
+        MOEI_FOR2(ac_spread, ac_lambda, ac_mode, MOEI_BUT(MOE_AC_RANDOM)),
+        MOEI_FOR4(cosine_tau, cosine_dim, cosine_keep_length, cosine_learn_tau, score, MOEI_BIT(MOE_SCORE_COSINE)),
+        MOEI_FOR2(norm_node, norm_order, score, MOEI_NORM),
+        MOEI_FOR2(router_hidden, router_act, score, MOEI_BIT(MOE_SCORE_MLP) | MOEI_BIT(MOE_SCORE_ATTENTIVE)),
         MOEI_ONLY(noise_floor, noise, NOISE_NOISY_TOPK),
         MOEI_ONLY(noise_sigma, noise, NOISE_GAUSSIAN),
-        MOEI_FOR(gate_temperature, gate, MOEI_TEMPERED),
-        MOEI_FOR(expert_temperature, gate, MOEI_TEMPERED),
-        MOEI_FOR(similarity_tau, refine, MOEI_SIMILARITY),
-        MOEI_FOR(similarity_scale, refine, MOEI_SIMILARITY),
-        MOEI_FOR(heads, refine, MOEI_ATTENTION),
-        MOEI_FOR(attention_heads, refine, MOEI_ATTENTION),
+        MOEI_FOR2(gate_temperature, expert_temperature, gate, MOEI_TEMPERED),
+        MOEI_FOR3(similarity_tau, similarity_scale, similarity_learned, refine, MOEI_BIT(MOE_REFINE_SIMILARITY)),
+        MOEI_FOR4(heads, attention_heads, attention_sigma, attention_u, refine, MOEI_BIT(MOE_REFINE_ATTENTION)),
         MOEI_ONLY(attention_head, attention_heads, HEADS_FIXED),
-        MOEI_FOR(attention_sigma, refine, MOEI_ATTENTION),
-        MOEI_FOR(attention_u, refine, MOEI_ATTENTION),
-        MOEI_FOR(groups_kept, select, MOEI_GROUPED),
-        MOEI_FOR(group_score, select, MOEI_GROUPED),
+        MOEI_FOR2(groups_kept, group_score, select, MOEI_GROUPED),
         MOEI_ONLY(top_p, select, SELECT_TOP_P),
-        MOEI_ONLY(threshold, select, SELECT_THRESHOLD),
-        MOEI_ONLY(threshold_fallback, select, SELECT_THRESHOLD),
-        MOEI_ONLY(expert_choice_score, select, SELECT_EXPERT_CHOICE),
-        MOEI_ONLY(expert_choice_scope, select, SELECT_EXPERT_CHOICE),
-        MOEI_FOR(affinity_mass, select, MOEI_AFFINITY),
-        MOEI_FOR(affinity_sum, select, MOEI_AFFINITY),
-        MOEI_FOR(affinity_sum_auto, select, MOEI_AFFINITY),
-        MOEI_FOR(capacity, select, MOEI_AFFINITY),
-        MOEI_ONLY(sample_at, select, SELECT_SAMPLE),
-        MOEI_ONLY(sample_scope, select, SELECT_SAMPLE),
+        MOEI_FOR3(threshold, threshold_fallback, threshold_learned, select, MOEI_BIT(MOE_SELECT_THRESHOLD)),
+        MOEI_FOR2(expert_choice_score, expert_choice_scope, select, MOEI_BIT(MOE_SELECT_EXPERT_CHOICE)),
+        MOEI_FOR4(affinity_mass, affinity_sum, affinity_sum_auto, capacity, select, MOEI_AFFINITY),
+        MOEI_FOR2(sample_at, sample_scope, select, MOEI_BIT(MOE_SELECT_SAMPLE)),
         MOEI_ONLY(sample_seed, sample_at, SAMPLE_ALWAYS),
         MOEI_ONLY(weight_p, weight, WEIGHT_P_NORM),
-        MOEI_ONLY(sparsemixer_eps, weight, WEIGHT_SPARSEMIXER),
-        MOEI_NEEDS(balance_over, loss_balance),
-        MOEI_NEEDS(balance_scope, loss_balance),
+        MOEI_FOR2(balance_over, balance_scope, loss_balance, 0),
         MOEI_NEEDS(importance_over, loss_importance),
         MOEI_NEEDS(nodes, loss_locality),
         MOEI_FOR(router_bias, score, MOEI_BIT(MOE_SCORE_LINEAR) | MOEI_BIT(MOE_SCORE_RANDOM)),
-        MOEI_ONLY(cosine_dim, score, SCORE_COSINE),
-        MOEI_ONLY(cosine_keep_length, score, SCORE_COSINE),
-        MOEI_ONLY(cosine_learn_tau, score, SCORE_COSINE),
         MOEI_ONLY(grap_cosine, score, SCORE_GRAP),
-        MOEI_FOR(similarity_learned, refine, MOEI_SIMILARITY),
-        MOEI_NOT(causal, refine, REFINE_NONE),
-        MOEI_NOT(lower_entropy_only, refine, REFINE_NONE),
+        MOEI_FOR2(causal, lower_entropy_only, refine, MOEI_BUT(MOE_REFINE_NONE)),
         MOEI_FOR(groups, select, MOEI_GROUPED | MOEI_BIT(MOE_SELECT_GROUPED_EACH)),
-        MOEI_ONLY(threshold_learned, select, SELECT_THRESHOLD),
         MOEI_NEEDS(threshold_sigmoid, threshold_learned),
         MOEI_NEEDS(expert_dropout_scope, expert_dropout),
         MOEI_ONLY(capacity_rho, capacity_bound, BOUND_EVERY),
         MOEI_NEEDS(distill, loss_distill),
         MOEI_ONLY(threshold_rho, select, SELECT_EXPERT_THRESHOLD),
         MOEI_ONLY(ac_rho, ac_mode, AC_RUNNING),
-        MOEI_ONLY(slots, select, SELECT_SOFT),
-        MOEI_ONLY(soft_normalise, select, SELECT_SOFT),
-        MOEI_ONLY(soft_sequences, select, SELECT_SOFT),
+        MOEI_FOR3(slots, soft_normalise, soft_sequences, select, MOEI_BIT(MOE_SELECT_SOFT)),
+        MOEI_FOR4(gate_temperature, tau_schedule, drop_rule, capacity_factor_eval, select, MOEI_BUT(MOE_SELECT_SOFT)),
         MOEI_RULE(selection_bias, 0, select, MOEI_BIASED, "it ignores the bias")};
+    static const moei_rule unread[] = {MOEI_FOR2(input, raw_input, score, MOEI_READS_U)};
+    const int seen = c->refine != MOE_REFINE_NONE || c->noise == MOE_NOISE_NOISY_TOPK || c->predictor || c->student;
     char names[200];
     moei_reset reset;
     moe_status status;
     reset.names = moei_text_begin(names, sizeof names);
     reset.origin = 0;
-    status = moei_rules_use(c, rules, sizeof rules / sizeof rules[0], &reset, error);
+    status = seen ? MOE_OK : moei_rules_use(c, unread, 2, &reset, error);
+    if (status == MOE_OK) status = moei_rules_use(c, rules, sizeof rules / sizeof rules[0], &reset, error);
     if (status == MOE_OK) status = moei_idle_limits(c, &reset, error);
     if (status != MOE_OK) return status;
     if (reset.names.length > 0 && c->preset == MOEI_OF_A_FILE)

@@ -1086,6 +1086,7 @@ static void test_switch(void) {
         for (k = 0; k < sizeof to / sizeof to[0]; k++) {
             char text[400];
             bench b, plain[2];
+            if (strcmp(to[k], from[i]) == 0) continue; /* refused: nothing would change */
             sprintf(text, "%s select=%s switch_at=3 switch_from=%s", rest, to[k], from[i]);
             if (!bench_of(&b, text, 20)) return;
             sprintf(text, "%s select=%s", rest, from[i]);
@@ -3715,6 +3716,7 @@ static int follow_advice(moe_router_config *c, const char *message) {
     if (strncmp(message, "select = ", 9) == 0 && strstr(message, "select = top_k") != NULL) {
         c->select = MOE_SELECT_TOP_K;
         c->slots = c->soft_normalise = 0;
+        if (c->switch_share > 0 && c->switch_from == MOE_SELECT_TOP_K) c->schedule_steps = 0; /* nothing follows it */
         return 1;
     }
     if (strncmp(message, "switch_from = ", 14) == 0 && strstr(message, "switch_from = top_k") != NULL) {
