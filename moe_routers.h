@@ -904,7 +904,8 @@ MOE_API const moe_field *moe_router_fields(void);
 /* Checks a configuration and writes it to *out (may be NULL; may be config itself) with every
    default filled in. MOE_ERR_CONFIG: error names the field, or the two fields that clash, and the
    value; a field that has no effect beside another one clashes with it (but K = 1 and K = E may
-   make values alike). MOE_ERR_UNSUPPORTED: a MOE_KEEP_ mask has left it out. On failure *out is untouched. */
+   make values alike). MOE_ERR_UNSUPPORTED: a MOE_KEEP_ mask has left it out. On failure *out is
+   untouched. */
 MOE_API moe_status moe_router_check(const moe_router_config *config, moe_router_config *out, moe_error *error);
 
 #ifndef MOE_NO_TRAIN
