@@ -7919,12 +7919,14 @@ static void moei_advance_cutoffs(const moe_router_config *c, int frozen, moe_rea
     count[0] = MOEI_R(0.0);
 }
 
-/* The share of token-expert pairs that are not assigned, less what it should be: 1 - K/E. */
+/* The share of token-expert pairs that are not assigned, less what it should be: 1 - K/E. Rounded
+   once, so that gaps of two layers may cancel. */
 MOEI_TOOL moe_real moei_l1_gap(const moe_router_config *c, const moe_real *load) {
-    moe_real pairs = MOEI_R(0.0), all = load[c->n_experts] * (moe_real)c->n_experts;
+    const moe_real n = load[c->n_experts];
+    moe_real gap = n * (moe_real)c->top_k;
     int e;
-    for (e = 0; e < c->n_experts; e++) pairs += load[e];
-    return MOEI_R(1.0) - pairs / all - (MOEI_R(1.0) - (moe_real)c->top_k / (moe_real)c->n_experts);
+    for (e = 0; e < c->n_experts; e++) gap -= load[e];
+    return gap / (n * (moe_real)c->n_experts);
 }
 
 /* The factor grows while the gap is below 0. */

@@ -282,6 +282,34 @@ static void test_shared_l1(void) {
     }
 }
 
+/* Two layers whose mean is exactly 1 - K/E, one as far above as the other is below: the factor
+   falls. */
+static void test_shared_l1_border(void) {
+    int experts, k, more;
+    for (experts = 3; experts <= 7; experts += 2)
+        for (k = 1; k < 3; k++) {
+            const size_t at = (size_t)experts;
+            char settings[80];
+            moe_net net;
+            moe_error error;
+            moe_real *load[2], *l1;
+            sprintf(settings, "n_experts=%d top_k=%d d_ff=4", experts, k);
+            if (!CHECK(net_of(&net, "remoe", settings, 2, &error) == MOE_OK, error.message)) return;
+            load[0] = values(&net, "1.router.load");
+            load[1] = values(&net, "3.router.load");
+            l1 = values(&net, "net.l1");
+            for (more = 1; more < 10; more++) {
+                const double wanted = (double)*l1 / 1.2;
+                load[0][0] = (moe_real)(10 * k + more);
+                load[1][0] = (moe_real)(10 * k - more);
+                load[0][at] = load[1][at] = 10;
+                CHECK_STATUS(moe_net_advance(&net), MOE_OK);
+                CHECK_NEAR(*l1, wanted, bound * wanted);
+            }
+            moe_net_free(&net);
+        }
+}
+
 /* A schedule without steps of its own follows those of moe_fit, and stays so in the file. */
 static void test_trainer_steps(void) {
     enum { N = 32 };
@@ -424,6 +452,7 @@ int main(void) {
     CASE(test_affinity_sum());
     CASE(test_draws());
     CASE(test_shared_l1());
+    CASE(test_shared_l1_border());
     CASE(test_trainer_steps());
     CASE(test_raw_input());
     CASE(test_parity());
