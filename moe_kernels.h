@@ -7132,82 +7132,6 @@ void moe_activate_backward(const moe_kernels *k, int act, size_t n, const moe_re
 }
 #endif
 
-/* ==== packing many matrices into one memory =================================================== */
-
-#ifdef MOE_NO_QUANT
-#define MOEI_ROW_SIZE(type, inner) ((size_t)0)
-#else
-#define MOEI_ROW_SIZE(type, inner) moe_quantized_row_size(type, inner)
-#endif
-
-MOEI_TOOL size_t moei_panels(size_t n) { return n / MOEI_PANEL + (n % MOEI_PANEL > 0); }
-
-enum { MOEI_PACK_ALIGN = 64 };
-
-/* Matrices that are packed one after the other. */
-typedef struct moei_packing {
-    const moe_kernels *k;
-    int type, writes;  /* writes: what is packed, else only where it lies */
-    unsigned char *at; /* NULL: bytes are counted */
-    size_t used;
-    moe_error *error;
-} moei_packing;
-
-/* memory NULL: counts. */
-MOEI_TOOL moei_packing moei_packing_begin(const moe_kernels *k, int type, int writes, void *memory, moe_error *error) {
-    moei_packing p;
-    p.k = k;
-    p.type = type;
-    p.writes = writes;
-    p.at = (unsigned char *)memory;
-    if (memory != NULL) p.at += (MOEI_PACK_ALIGN - (uintptr_t)p.at % MOEI_PACK_ALIGN) % MOEI_PACK_ALIGN;
-    p.used = memory != NULL ? 0 : MOEI_PACK_ALIGN - 1;
-    p.error = error;
-    return p;
-}
-
-/* Packs blocks of [n,k], and sets *packed. */
-MOEI_TOOL moe_status moei_pack_matrix(moei_packing *p, const char *name, size_t blocks, size_t n, size_t k,
-                                   const moe_real *w, const void **packed) {
-    size_t panel, block = 0, all = 0, e;
-    moe_status status = moe_panel_size(p->type, k, &panel);
-    const int missing = w == NULL && p->at != NULL;
-    if (status == MOE_OK && (!moei_mul(panel, moei_panels(n), &block) || !moei_mul(block, blocks, &all) ||
-                             !moei_add(p->used, all, &all)))
-        status = MOE_ERR_OVERFLOW;
-    if (missing) status = MOE_ERR_ARGUMENT;
-    for (e = 0; e < blocks && status == MOE_OK && p->at != NULL && p->writes; e++)
-        status = moe_pack(p->k, p->type, n, k, w + e * n * k, k, p->at + p->used + e * block, 1);
-    if (status != MOE_OK)
-        return moei_error(p->error, status, missing ? "%s is not set" : "%s cannot be packed as type = %d: %s", name,
-                          p->type, moe_status_text(status));
-    *packed = p->at != NULL ? p->at + p->used : NULL;
-    p->used = all;
-    return MOE_OK;
-}
-
-/* Whether packed weights begin in the memory. */
-MOEI_TOOL int moei_overlaps(const void *const packed[], int count, const void *memory, size_t size) {
-    while (count-- > 0)
-        if (packed[count] != NULL && (uintptr_t)packed[count] - (uintptr_t)memory < size) return 1;
-    return 0;
-}
-
-/* Adds |y - exact|^2 and |exact|^2 to sums. */
-MOEI_TOOL void moei_add_error(size_t n, const moe_real *exact, const moe_real *y, double sums[2]) {
-    size_t i;
-    for (i = 0; i < n; i++) {
-        const double is = (double)exact[i], other = (double)y[i] - is;
-        sums[0] += other * other;
-        sums[1] += is * is;
-    }
-}
-
-/* |y - exact| / |exact|; 0 where exact is 0. NaN stays. */
-MOEI_TOOL moe_real moei_error_of(const double sums[2]) {
-    return sums[1] <= 0.0 ? MOEI_R(0.0) : (moe_real)MOEI_D(sqrt)(sums[0] / sums[1]);
-}
-
 /* ==== text, bytes and checksums of files ====================================================== */
 
 MOEI_TOOL int moei_hex_digit(int c) {
@@ -8259,13 +8183,13 @@ MOEI_INLINE int32_t moei_flash_32(const unsigned char *at) {
 /* The constants of a product, for each pair of outputs a = 2 i, b = 2 i + 1 (a missing b is all
    zero), k4 = k rounded up to 4:
      int32 bias_a, int32 bias_b, int16 factor_a, int16 factor_b, then
-     int8   k4 times: byte w_a + 128, byte w_b (two's complement);     |w| <= 127
+     int8   k4 times: int16 256 w_b + w_a;     |w| <= 127
      int4   for each block of 32 inputs, the last one shorter: uint16 block_a, uint16 block_b, then
             for each 4 inputs the 4 bytes
             a0 | b0 << 4,  a2 | b2 << 4,  a1 | b1 << 4,  a3 | b3 << 4, each as w + 8;
             -8 <= w <= 7
-   Two outputs share a word because Arm's DSP instructions multiply halfwords: read as halfwords,
-   the word is 256 w_b + (w_a + 128) of two inputs, and one instruction extracts its even bytes.
+   Two outputs share a word because Arm's DSP instructions multiply halfwords: a word is 256 w_b +
+   w_a of two inputs, and one instruction extracts its even bytes, w_a.
    Below, block_jp is the block scale of output j at input p, and 1 for int8. */
 
 /* Bytes of a product's constants, a multiple of 4. 0: n or k is above 65532, or the size
@@ -8405,8 +8329,8 @@ static unsigned char *moei_int_put_header(const moei_int_source *s, size_t j, un
 static unsigned char *moei_int8_put_inputs(const moei_int_source *s, size_t j, unsigned char *out) {
     size_t p;
     for (p = 0; p < ((s->k + 3) & ~(size_t)3); p++) {
-        out = moei_int_put(out, (uint32_t)(moei_int_code(s, j, p) + 128), 1);
-        out = moei_int_put(out, (uint32_t)moei_int_code(s, j + 1, p), 1);
+        const int32_t b = moei_int_code(s, j + 1, p);
+        out = moei_int_put(out, (uint32_t)(256 * b + moei_int_code(s, j, p)), 2);
     }
     return out;
 }
@@ -8467,6 +8391,13 @@ static moe_status moei_int4_pack(size_t n, size_t k, const signed char *codes, s
     if (block == NULL) return MOE_ERR_ARGUMENT;
     return moei_int_pack(&s, moei_int4_size(n, k), out);
 }
+#endif
+
+/* Not inlined: where it would go, too many registers are in use, and the stack would grow. */
+#if defined(__GNUC__) || defined(__clang__)
+#define MOEI_INT_CALLED __attribute__((__noinline__))
+#else
+#define MOEI_INT_CALLED
 #endif
 
 /* ---- results ---- */
@@ -8572,14 +8503,14 @@ MOEI_TOOL int32_t moei_int_sum(unsigned k, const int16_t *x) {
 #endif
 
 #if defined(MOEI_INT_THUMB1)
-/* *a += (w_a + 128) . x and *both += (256 w_b + w_a + 128) . x from x to end > x. The sums are
+/* *a += w_a . x and *both += (256 w_b + w_a) . x from x to end > x. The sums are
    moved to upper registers, which support only additions; this frees the lower registers. */
 MOEI_INLINE const int16_t *moei_int8_dot_part(const unsigned char **w, const int16_t *x, const int16_t *end,
                                               uint32_t *a, uint32_t *both) {
 #define MOEI_WORD(w) \
-    "ldm %1!, {%2}\n\tsxth %3, %2\n\tuxtb %4, " #w "\n\tmuls %4, %3, %4\n\tadd r8, %4\n\tsxth %4, " #w \
+    "ldm %1!, {%2}\n\tsxth %3, %2\n\tsxtb %4, " #w "\n\tmuls %4, %3, %4\n\tadd r8, %4\n\tsxth %4, " #w \
     "\n\tmuls %4, %3, %4\n\t" \
-    "add r9, %4\n\tasrs %2, %2, #16\n\tasrs " #w ", " #w ", #16\n\tuxtb %4, " #w \
+    "add r9, %4\n\tasrs %2, %2, #16\n\tasrs " #w ", " #w ", #16\n\tsxtb %4, " #w \
     "\n\tmuls %4, %2, %4\n\tadd r8, %4\n\t" \
     "muls " #w ", %2, " #w "\n\tadd r9, " #w "\n\t"
     __asm__ volatile(".syntax unified\n\tmov r8, %2\n\tmov r9, %3\n\tmov r10, %4\n"
@@ -8604,7 +8535,7 @@ MOEI_INLINE const int16_t *moei_int8_dot_part(const unsigned char **w, const int
 MOEI_INLINE const unsigned char *moei_int8_dot(unsigned k, const unsigned char *w, const int16_t *x, int32_t *a,
                                                int32_t *b) {
 #define MOEI_INPUT \
-    MOEI_LOAD " %5, Z+\n\t" MOEI_LOAD " %6, Z+\n\tld %7, X+\n\tld %8, X+\n\tsubi %6, 128\n\t" \
+    MOEI_LOAD " %5, Z+\n\t" MOEI_LOAD " %6, Z+\n\tld %7, X+\n\tld %8, X+\n\tsubi %5, 128\n\tsbci %6, 127\n\t" \
     "mulsu %7, %5\n\tadd %A2, r0\n\tadc %B2, r1\n\tadc %C2, %8\n\tadc %D2, %8\n\t" \
     "mulsu %7, %6\n\tadd %A3, r0\n\tadc %B3, r1\n\tadc %C3, %8\n\tadc %D3, %8\n\t"
     int32_t sum_a = *a, sum_b = *b;
@@ -8623,7 +8554,7 @@ MOEI_INLINE const unsigned char *moei_int8_dot(unsigned k, const unsigned char *
     return w;
 }
 #else
-/* *a += (w_a + 128) . x, *b += w_b . x; returns the end of the weights. */
+/* *a += w_a . x, *b += w_b . x; returns the end of the weights. */
 #if defined(MOEI_INT_THUMB1)
 /* both - a = 256 w_b . x, which fits in 32 bits for up to 512 inputs. */
 MOEI_INLINE const unsigned char *moei_int8_dot(unsigned k, const unsigned char *w, const int16_t *x, int32_t *a,
@@ -8641,22 +8572,29 @@ MOEI_INLINE const unsigned char *moei_int8_dot(unsigned k, const unsigned char *
     return w;
 }
 #else
-MOEI_INLINE const unsigned char *moei_int8_dot(unsigned k, const unsigned char *w, const int16_t *x, int32_t *a,
-                                               int32_t *b) {
-    const int16_t *end = x + k;
-    int32_t sum_a = *a, sum_b = *b;
-    for (; x != end; x += 4, w += 8) {
-        sum_a += (int32_t)moei_flash_8(w) * x[0];
-        sum_b += (int32_t)(signed char)moei_flash_8(w + 1) * x[0];
-        sum_a += (int32_t)moei_flash_8(w + 2) * x[1];
-        sum_b += (int32_t)(signed char)moei_flash_8(w + 3) * x[1];
-        sum_a += (int32_t)moei_flash_8(w + 4) * x[2];
-        sum_b += (int32_t)(signed char)moei_flash_8(w + 5) * x[2];
-        sum_a += (int32_t)moei_flash_8(w + 6) * x[3];
-        sum_b += (int32_t)(signed char)moei_flash_8(w + 7) * x[3];
+/* |both| < 2^30 + 256 * 127 * 127 * 256. */
+MOEI_INT_CALLED MOEI_TOOL const unsigned char *moei_int8_dot(unsigned k, const unsigned char *w, const int16_t *x,
+                                                            int32_t *a, int32_t *b) {
+    int32_t sum_a = *a, both;
+#define MOEI_INPUT(i) \
+    both += (int32_t)moei_flash_16(w + 2 * i) * x[i]; \
+    sum_a += (int32_t)(signed char)moei_flash_8(w + 2 * i) * x[i];
+    while (k > 0) {
+        const int16_t *end = x + (k < 256 ? k : 256);
+        k -= (unsigned)(end - x);
+        both = sum_a;
+        do {
+            MOEI_INPUT(0)
+            MOEI_INPUT(1)
+            MOEI_INPUT(2)
+            MOEI_INPUT(3)
+            w += 8;
+            x += 4;
+        } while (x != end);
+        *b += (both - sum_a) >> 8;
     }
+#undef MOEI_INPUT
     *a = sum_a;
-    *b = sum_b;
     return w;
 }
 #endif
@@ -8766,19 +8704,25 @@ MOEI_INLINE moei_int_work moei_int_work_make(const moei_int_shape *shape, const 
     return w;
 }
 
+/* Both outputs are clamped at once, to low and high in both halves of a register; a 16 x 32-bit
+   product is one instruction. b is free afterwards. */
+#define MOEI_CLAMP(a, b, shift, low, high) \
+    "asr " #a ", " #a ", " #shift "\n\tasr " #b ", " #b ", " #shift "\n\tssat " #a ", #16, " #a "\n\tssat " #b \
+    ", #16, " #b "\n\tpkhbt " #a ", " #a ", " #b ", lsl #16\n\tssub16 " #b ", " #a ", " #low "\n\tsel " #a ", " #a \
+    ", " #low "\n\tssub16 " #b ", " #high ", " #a "\n\tsel " #a ", " #a ", " #high "\n\t"
+#define MOEI_STORE(a, b, factors, round, shift, low, high) \
+    "smlawb " #a ", " #a ", " #factors ", " #round "\n\tsmlawt " #b ", " #b ", " #factors ", " #round \
+    "\n\t" MOEI_CLAMP(a, b, shift, low, high)
+#define MOEI_ADD(a, b, factors, weight, y, c, d) \
+    "smulwb " #a ", " #a ", " #factors "\n\tsmulwt " #b ", " #b ", " #factors "\n\tldm " #y ", {" #c ", " #d \
+    "}\n\tsmlawb " #c ", " #a ", " #weight ", " #c "\n\tsmlawb " #d ", " #b ", " #weight ", " #d "\n\tstm " #y \
+    "!, {" #c ", " #d "}\n\t"
 /* The end of a pair. Registers: the sums a, b, their factors in one, r0 behind moei_int_work, r1
-   the constants, r2, r4, r5, r6, r11, r12 free; label 0 is the next pair, 9 the end. A 16 x 32-bit
-   product is one instruction, and both outputs are clamped at once. */
+   the constants, r2, r4, r5, r6, r11, r12 free; label 0 is the next pair, 9 the end. */
 #define MOEI_INT_FINISH_PAIR(a, b, factors) \
-    "ldmdb r0, {r2, r4, r5, r6, r11, r12}\n\tcmp r4, #0\n\tblt 6f\n\t" \
-    "smlawb " #a ", " #a ", " #factors ", r2\n\tsmlawt " #b ", " #b ", " #factors ", r2\n\t" \
-    "asr " #a ", " #a ", r4\n\tasr " #b ", " #b ", r4\n\tssat " #a ", #16, " #a "\n\tssat " #b ", #16, " #b "\n\t" \
-    "pkhbt " #a ", " #a ", " #b ", lsl #16\n\tssub16 r2, " #a ", r5\n\tsel " #a ", " #a ", r5\n\tssub16 r2, r6, " #a \
-    "\n\t" \
-    "sel " #a ", " #a ", r6\n\tstr " #a ", [r11], #4\n\tstr r11, [r0, #-8]\n\tcmp r1, r12\n\tbne 0b\n\tb 9f\n" \
-    "6:\tsmulwb " #a ", " #a ", " #factors "\n\tsmulwt " #b ", " #b ", " #factors "\n\tldm r11, {r4, r5}\n\t" \
-    "smlawb r4, " #a ", r2, r4\n\tsmlawb r5, " #b \
-    ", r2, r5\n\tstm r11!, {r4, r5}\n\tstr r11, [r0, #-8]\n\tcmp r1, r12\n\tbne 0b\n\tb 9f\n"
+    "ldmdb r0, {r2, r4, r5, r6, r11, r12}\n\tcmp r4, #0\n\tblt 6f\n\t" MOEI_STORE( \
+        a, b, factors, r2, r4, r5, r6) "str " #a ", [r11], #4\n\tb 7f\n" \
+    "6:\t" MOEI_ADD(a, b, factors, r2, r11, r4, r5) "7:\tstr r11, [r0, #-8]\n\tcmp r1, r12\n\tbne 0b\n\tb 9f\n"
 
 #if defined(MOEI_INT_MVE)
 typedef struct moei_int8_work {
@@ -8787,8 +8731,8 @@ typedef struct moei_int8_work {
     uint32_t steps, last_steps; /* of 16 and of 4 inputs */
 } moei_int8_work;
 
-/* The loads separate even and odd bytes: w_a + 128 in q0 and w_b in q1, the codes of x in q2. The
-   sums are in r8 and r10. */
+/* The loads separate even and odd bytes: w_a in q0, w_b in q1, or one less where w_a is negative,
+   the codes of x in q2. The sums are in r8 and r10. */
 MOEI_TOOL void moei_int8_pairs(const moei_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight,
                                void *y) {
     moei_int8_work work;
@@ -8804,12 +8748,13 @@ MOEI_TOOL void moei_int8_pairs(const moei_int_shape *shape, const unsigned char 
     at = &work.x;
     __asm__ volatile(
         ".syntax unified\n"
-        "0:\tldm r0, {r3, r4, r5}\n\tldrd r8, r10, [r1], #8\n\tldr r9, [r1], #4\n\tmov r2, #128\n\twls lr, r4, 2f\n"
+        "0:\tldm r0, {r3, r4, r5}\n\tldrd r8, r10, [r1], #8\n\tldr r9, [r1], #4\n\twls lr, r4, 2f\n"
         "1:\tvld20.8 {q0, q1}, [r1]\n\tvld21.8 {q0, q1}, [r1]!\n\tvld20.8 {q2, q3}, [r3]\n\tvld21.8 {q2, q3}, [r3]!\n\t"
-        "vadd.i8 q0, q0, r2\n\tvmladava.s8 r8, q0, q2\n\tvmladava.s8 r10, q1, q2\n\tle lr, 1b\n"
+        "vshr.u8 q3, q0, #7\n\tvadd.i8 q1, q1, q3\n\tvmladava.s8 r8, q0, q2\n\tvmladava.s8 r10, q1, q2\n\tle lr, 1b\n"
         "2:\twls lr, r5, 4f\n"
-        "3:\tvldrh.u32 q0, [r1], #8\n\tvldrh.s32 q2, [r3], #8\n\tvmovlb.u8 q1, q0\n\tvmovlt.s8 q0, q0\n\t"
-        "vsub.i32 q1, q1, r2\n\tvmladava.s32 r8, q1, q2\n\tvmladava.s16 r10, q0, q2\n\tle lr, 3b\n"
+        "3:\tvldrh.u32 q0, [r1], #8\n\tvldrh.s32 q2, [r3], #8\n\tvmovlb.s8 q1, q0\n\tvmovlt.s8 q0, q0\n\t"
+        "vshr.u16 q3, q1, #15\n\tvadd.i16 q0, q0, q3\n\tvmladava.s16 r8, q1, q2\n\tvmladava.s16 r10, q0, q2\n\t"
+        "le lr, 3b\n"
         "4:\t" MOEI_INT_FINISH_PAIR(r8, r10, r9) "9:"
         : "+r"(at), "+r"(w)
         :
@@ -8818,55 +8763,69 @@ MOEI_TOOL void moei_int8_pairs(const moei_int_shape *shape, const unsigned char 
 #else
 typedef struct moei_int8_work {
     moei_int_work ends;
-    uint32_t first; /* inputs of the first part; the rest is a multiple of 512 */
-    int32_t offset;
     const int16_t *x;
-    uint32_t rest;
+    size_t pair;
+    const unsigned char *data_end;
+    uint32_t entry, count; /* of the first part; each further one has 512 inputs */
     const int16_t *x_end;
 } moei_int8_work;
 
-/* a = sum (w_a + 128) x in r3 and both = sum (256 w_b + w_a + 128) x in r11, so that both - a = 256
-   w_b . x, which fits in 32 bits for up to 512 inputs. The two sums, two pointers, a counter and
-   two times four words take the 13 registers available beside a frame pointer, so the rest of a
-   pair's data is pushed. Executed instructions: 30 for 16 inputs (32 products), and 32 (adding: 26)
-   for the pair. */
-#define MOEI_STEP(w, x) "smlad r11, " #w ", " #x ", r11\n\tuxtb16 " #w ", " #w "\n\tsmlad r3, " #w ", " #x ", r3\n\t"
-#define MOEI_8_INPUTS \
-    "ldm r1!, {r4, r5, r6, r8}\n\tldm r0!, {r9, r10, r12, lr}\n\t" MOEI_STEP(r4, r9) MOEI_STEP(r5, r10) \
-        MOEI_STEP(r6, r12) MOEI_STEP(r8, lr)
+/* Two pairs a, b and c, d share the loads of x. a = sum w_a x in r3 and both = sum (256 w_b + w_a)
+   x in r4, so that both - a = 256 w_b . x, which fits in 32 bits for up to 512 inputs; c and d in
+   r5 and r6. A missing second pair is the first one again, with factors of 0. A step of 8 inputs
+   has 116 bytes of code; the loop of four begins 32 bytes behind pc of the first add (1: Thumb) and
+   is entered before any of them. Executed instructions: 29 for 8 inputs (32 products), 2 for 32
+   inputs, and 51 (adding: 41) for the pairs. */
+#define MOEI_WORD(w, x, a, both) \
+    "smlad " #both ", " #w ", " #x ", " #both "\n\tsxtb16 " #w ", " #w "\n\tsmlad " #a ", " #w ", " #x ", " #a "\n\t"
+#define MOEI_WORDS(from, x, x2, a, both) \
+    "ldm " #from "!, {r7, r12}\n\t" MOEI_WORD(r7, x, a, both) MOEI_WORD(r12, x2, a, both)
+#define MOEI_4_INPUTS(x, x2) MOEI_WORDS(r1, x, x2, r3, r4) MOEI_WORDS(r2, x, x2, r5, r6)
+#define MOEI_8_INPUTS "ldm r0!, {r8, r9, r10, r11}\n\t" MOEI_4_INPUTS(r8, r9) MOEI_4_INPUTS(r10, r11)
 
 MOEI_TOOL void moei_int8_pairs(const moei_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight,
                                void *y) {
     moei_int8_work work;
-    const unsigned k = (shape->k + 3u) & ~3u;
-    register const uint32_t *at __asm__("r0");
+    const unsigned k = (shape->k + 3u) & ~3u, steps = k % 512 / 8;
+    register const int16_t **at __asm__("r0");
     register const unsigned char *w __asm__("r1");
     if (shape->n == 0) return;
-    work.ends = moei_int_work_make(shape, data, MOEI_INT_HEADER + 2 * k, weight, y);
-    work.first = k & 511u;
-    work.rest = k - work.first;
+    work.pair = MOEI_INT_HEADER + 2 * k;
+    work.ends = moei_int_work_make(shape, data, work.pair, weight, y);
+    work.data_end = work.ends.data_end;
+    work.entry = 33 + (steps == 0 ? 464 : 116 * (-steps & 3));
+    work.count = k % 8 + (steps == 0 ? 0 : (steps - 1) / 4 * 32);
     work.x = x;
     work.x_end = x + k;
-    work.offset = 128 * moei_int_sum(k, x);
     w = data;
-    at = &work.first;
-    __asm__ volatile(".syntax unified\n"
-                     "0:\tldm r0, {r2, r3, r4, r5}\n\tldm r1!, {r6, r8, r9}\n\tsub r3, r6, r3\n"
-                     "1:\tpush {r0, r5, r8, r9}\n\tmov r0, r4\n\tmov r11, r3\n\tsubs r2, #16\n\tblt 3f\n"
-                     "2:\t" MOEI_8_INPUTS MOEI_8_INPUTS "subs r2, #16\n\tbge 2b\n"
-                     "3:\tadds r2, #16\n\tbeq 5f\n"
-                     "4:\tldm r1!, {r4, r5}\n\tldm r0!, {r9, r10}\n\t" MOEI_STEP(r4, r9)
-                         MOEI_STEP(r5, r10) "subs r2, #4\n\tbne 4b\n"
-                                            "5:\tpop {r0, r5, r8, r9}\n\tsub r11, r11, r3\n\tadd r8, r8, r11, asr "
-                                            "#8\n\tcbnz r5, 8f\n\t" MOEI_INT_FINISH_PAIR(
-                                                r3, r8, r9) "8:\tldr r4, [r0, #16]\n\tsub r4, r4, r5, lsl #1\n\tsub "
-                                                            "r5, r5, #512\n\tmov r2, #512\n\tb 1b\n9:"
-                     : "+r"(at), "+r"(w)
-                     :
-                     : "r2", "r3", "r4", "r5", "r6", "r8", "r9", "r10", "r11", "r12", "lr", "cc", "memory");
+    at = &work.x;
+    __asm__ volatile(
+        ".syntax unified\n\tpush {r7}\n\tmov r7, r0\n\tldr r3, [r7, #12]\n\tadd r3, pc\n\t"
+        "str.w r3, [r7, #12]\n"
+        "0:\tldm r7, {r0, r2, r6, r12, lr}\n\tadd r2, r1\n\tcmp r2, r6\n\tldm r1!, {r3, r8, r9}\n\tbeq.w 3f\n\t"
+        "ldm r2!, {r5, r10, r11}\n"
+        "1:\tpush {r7, r8, r9, r10, r11}\n\tmov r4, r3\n\tmov r6, r5\n\tbx r12\n"
+        "2:\t.rept 4\n\t" MOEI_8_INPUTS ".endr\n\tsubs lr, lr, #32\n\tbge 2b\n\t"
+        "tst lr, #4\n\tbeq 5f\n\tldm r0!, {r8, r9}\n\t" MOEI_4_INPUTS(r8, r9)
+        "5:\tpop {r7, r8, r9, r10, r11}\n\tsub r4, r4, r3\n\tadd r8, r8, r4, asr #8\n\tsub r6, r6, r5\n\t"
+        "add r10, r10, r6, asr #8\n\tldr r4, [r7, #20]\n\tcmp r0, r4\n\tbne 4f\n\t"
+        "ldmdb r7, {r0, r1, r4, r6, r12, lr}\n\tcmp r1, #0\n\tblt 6f\n\t" 
+            MOEI_STORE(r3, r8, r9, r0, r1, r4, r6) MOEI_STORE(r5, r10, r11, r0, r1, r4, r6)
+        "stm r12!, {r3, r5}\n\tb 8f\n"
+        "6:\t" MOEI_ADD(r3, r8, r9, r0, r12, r4, r6) "cmp r11, #0\n\tbeq 7f\n\t" MOEI_ADD(r5, r10, r11, r0, r12, r4, r6)
+        "8:\tstr r12, [r7, #-8]\n\tmov r1, r2\n\tcmp r1, lr\n\tbne 0b\n\tb 9f\n"
+        "3:\tsub r2, r1, #12\n\tldm r2!, {r5, r10, r11}\n\tmov r11, #0\n\tb 1b\n"
+        "4:\tpush {r7, r8, r9, r10, r11}\n\tmov r4, r3\n\tmov r6, r5\n\tmov lr, #480\n\tb 2b\n"
+        "7:\tadd r12, r12, #8\n\tb 8b\n"
+        "9:\tpop {r7}"
+        : "+r"(at), "+r"(w)
+        :
+        : "r2", "r3", "r4", "r5", "r6", "r8", "r9", "r10", "r11", "r12", "lr", "cc", "memory");
 }
+#undef MOEI_4_INPUTS
+#undef MOEI_WORDS
+#undef MOEI_WORD
 #undef MOEI_8_INPUTS
-#undef MOEI_STEP
 #endif
 
 #if defined(MOEI_INT_MVE)
@@ -8970,16 +8929,21 @@ MOEI_TOOL void moei_int4_pairs(const moei_int_shape *shape, const unsigned char 
 #undef MOEI_STEP
 #endif
 #undef MOEI_INT_FINISH_PAIR
+#undef MOEI_ADD
+#undef MOEI_STORE
 #else
 MOEI_TOOL void moei_int8_pairs(const moei_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight,
                                void *y) {
     const unsigned k = (shape->k + 3u) & ~3u;
+#if defined(MOEI_INT_AVR)
     const int32_t offset = 128 * moei_int_sum(k, x);
+#endif
     unsigned left = (shape->n + 1u) / 2;
     for (; left > 0; left--) {
         const unsigned char *head = data;
-        int32_t a = moei_flash_32(head) - offset, b = moei_flash_32(head + 4);
+        int32_t a = moei_flash_32(head), b = moei_flash_32(head + 4);
 #if defined(MOEI_INT_AVR)
+        a -= offset;
         b -= offset;
 #endif
         data = moei_int8_dot(k, head + MOEI_INT_HEADER, x, &a, &b);
@@ -9057,9 +9021,20 @@ MOEI_INLINE int16_t moei_int_rescale(moei_int_range l, int32_t value) {
 
 static void moei_int_store(const moei_int_shape *shape, const int32_t *sum, int16_t *y) {
     const moei_int_range l = moei_int_range_of(shape);
-    const int16_t *end = y + shape->n;
-    while (y != end) *y++ = moei_int_rescale(l, *sum++);
-    moei_int_put_zeros(shape->n, y - shape->n);
+    int16_t *at = y, *end = y + shape->n;
+#if defined(MOEI_INT_DSP)
+    const uint32_t low = 0x10001u * (uint16_t)l.low, high = 0x10001u * (uint16_t)l.high;
+    if (shape->n == 0) return;
+    do {
+        int32_t a = *sum++ + l.round, b = *sum++ + l.round;
+        __asm__(MOEI_CLAMP(%0, %1, %2, %3, %4) : "+r"(a), "+r"(b) : "r"(l.shift), "r"(low), "r"(high) : "cc");
+        *(moei_flash_word *)(void *)at = a;
+        at += 2;
+    } while (at < end);
+#else
+    while (at != end) *at++ = moei_int_rescale(l, *sum++);
+#endif
+    moei_int_put_zeros(shape->n, y);
 }
 
 static void moei_int_curve(const moei_int_shape *shape, const unsigned char *points, const int16_t *x, int16_t *y) {

@@ -32,7 +32,7 @@
  *
  * // y = x0 + 2 x1: bias 0 and 0, factor 16384 (1/4) and 0, codes 1 and 2, then padding
  * static const unsigned char weights[20] MOE_FLASH = {
- *     0, 0, 0, 0, 0, 0, 0, 0, 0, 64, 0, 0, 129, 0, 130, 0, 128, 0, 128, 0};
+ *     0, 0, 0, 0, 0, 0, 0, 0, 0, 64, 0, 0, 1, 0, 2, 0, 0, 0, 0, 0};
  *
  * int main(void) {
  *     static unsigned char scratch[64];
@@ -314,14 +314,14 @@ static moe_status moei_check_bytes(const moei_check *c, const char *field, uint3
 
 static int64_t moei_check_size(int64_t v) { return v < 0 ? -v : v; }
 
-/* sum |w| * block of output `side` of the pair at `pair`; -1: a code of -128. */
+/* sum |w| * block of output `side` of the pair at `pair`; -1: one above 127. */
 static int64_t moei_check_int8_row(const unsigned char *pair, uint32_t k, uint32_t side) {
     int64_t sum = 0;
     uint32_t p;
     for (p = 0; p < moei_check_up(k, 4); p++) {
-        const int byte = (int)moei_flash_8(pair + MOEI_INT_HEADER + 2 * p + side);
-        const int w = side == 0 ? byte - 128 : byte < 128 ? byte : byte - 256;
-        if (w == -128) return -1;
+        const int both = moei_flash_16(pair + MOEI_INT_HEADER + 2 * p), a = ((both & 255) ^ 128) - 128;
+        const int w = side == 0 ? a : (int)(((long)both - a) / 256);
+        if (w < -127 || w > 127) return -1;
         sum += w < 0 ? -w : w;
     }
     return sum;
@@ -358,7 +358,7 @@ static moe_status moei_check_product_rows(const moei_check *c, const moei_int_op
         const int64_t row = int4 ? moei_check_int4_row(at, k, j % 2) : moei_check_int8_row(at, k, j % 2);
         const int64_t sum = moei_check_size(moei_flash_32(at + 4 * (j % 2))) + 127 * row;
         const int64_t factor = moei_flash_16(at + 8 + 2 * (j % 2));
-        MOEI_CHECK_NEED(row >= 0, "at", "a weight has the code -128");
+        MOEI_CHECK_NEED(row >= 0, "at", "a weight is beyond +-127");
         MOEI_CHECK_NEED(factor >= 0, "at", "a factor of an output is negative");
         MOEI_CHECK_FITS(sum < (int64_t)1 << 30, "at");
         if (sum * factor / 65536 + 1 > *most) *most = sum * factor / 65536 + 1;
@@ -1051,6 +1051,7 @@ static moe_status moei_check_moe_layer(const moei_check *c, const moe_net *view,
     MOEI_CHECK_NEED(memcmp(&made.config, &config, sizeof config) == 0, "config", "defaults are not filled in");
     MOEI_CHECK_NEED(memcmp(&router, &config, sizeof config) == 0, "router", "not that of the configuration");
     MOEI_CHECK_NEED(made.present == m->layer.present, "present", "not the parameters of the configuration");
+    MOEI_CHECK_NEED(!m->layer.is_packed, "is_packed", "must be 0 in a model");
     MOEI_CHECK_NEED(m->kind != MOE_MODULE_MIXTURE || (config.router.select != MOE_SELECT_CUSTOM &&
                                                       config.router.score != MOE_SCORE_CUSTOM &&
                                                       config.router.select != MOE_SELECT_GIVEN),
@@ -1081,7 +1082,6 @@ static moe_status moei_check_settings(const moei_check *c, const moe_net *net, s
                         moei_is_layer(m) || m->d_out == m->d_in,
                     "d_out", "must be d_in");
     MOEI_CHECK_NEED(m->external == NULL, "external", "must be NULL");
-    MOEI_CHECK_NEED(!m->layer.is_packed, "is_packed", "must be 0 in a model");
     if (m->kind == MOE_MODULE_ATTENTION) return moei_check_attention(c, m);
     if (!moei_is_layer(m)) return moei_module_take(&scratch, m, c->error);
     return moei_is_layer(m) ? moei_check_moe_layer(c, &view, m) : MOE_OK;

@@ -171,8 +171,8 @@ class Model:
 
     @staticmethod
     def codes_8(raw):
-        a = raw[:, 0::2].astype(np.int64) - 128
-        b = raw[:, 1::2].copy().view(np.int8).astype(np.int64)
+        a = raw[:, 0::2].copy().view(np.int8).astype(np.int64)
+        b = raw.copy().view("<i2").astype(np.int64) - a >> 8
         return np.stack([a, b], 1)
 
     @staticmethod

@@ -168,7 +168,8 @@ static levels levels_of_int8(const unsigned char *data, size_t n, size_t k) {
         const unsigned char *at = data + j / 2 * pair;
         levels_head(&l, at, j, (int)(j % 2));
         for (p = 0; p < k; p++)
-            l.w[j * k + p] = j % 2 == 0 ? (int64_t)at[12 + 2 * p] - 128 : bytes_signed(at + 12 + 2 * p + 1, 1);
+            l.w[j * k + p] = j % 2 == 0 ? bytes_signed(at + 12 + 2 * p, 1)
+                                        : (bytes_signed(at + 12 + 2 * p, 2) - bytes_signed(at + 12 + 2 * p, 1)) / 256;
     }
     return l;
 }
