@@ -169,6 +169,9 @@
 #define moe_net_feed_forward moe_net_feed_forward_f64
 #define moe_net_tied moe_net_tied_f64
 #define moe_net_append moe_net_append_f64
+#define moe_net_pack moe_net_pack_f64
+#define moe_net_pack_size moe_net_pack_size_f64
+#define moe_net_quantize moe_net_quantize_f64
 #define moe_net_cache_init moe_net_cache_init_f64
 #define moe_net_decode_size moe_net_decode_size_f64
 #define moe_net_decode moe_net_decode_f64
@@ -250,7 +253,8 @@
    Then ask for the size of the workspace again and call forward as before. MOE_TYPE_Q8, Q8_BLOCK
    and Q4 quantize the experts to 8 or 4 bits (the router stays as it is), MOE_TYPE_F16 and BF16
    round them to 16-bit floats; moe_layer_quantize does the same and reports the error of every
-   expert. Packed weights are not saved. The layer of a network's module i is net.modules[i].layer.
+   expert. Packed weights are not saved. moe_net_pack and moe_net_quantize take a whole network; the
+   layer of its module i is net.modules[i].layer.
 
    Experts are data. Each kind is a row of steps over named activations (low, gate, up, act,
    product, output). A score that reads one of them, such as `norm`, has it computed for all
@@ -1018,14 +1022,15 @@ typedef struct moe_module {
     moe_real cap;    /* scale: c [none] */
     moe_real rate;   /* dropout */
     moe_attention_config attention; /* with defaults filled in */
-    moe_layer layer; /* mixture and feed_forward; its tensors lie in the network's memory */
+    /* mixture and feed_forward; its tensors lie in the network's memory. Other kinds have packed
+       (by index; NULL: the tensor is read), packed_type and is_packed alone: see moe_net_pack */
+    moe_layer layer;
     /* the other kinds, by index, in the network's memory; tied: MOE_MODULE_WEIGHT is the
        embedding's */
     moe_real *tensors[MOE_MODULE_SLOTS];
     moe_real *gradients[MOE_MODULE_SLOTS]; /* by index; NULL: not built trainable */
-    /* [MOE_MODULE_SLOTS] set by the caller for matrices that lie in another program's file and are
-       read there instead of the tensor (tied: the embedding's); without a type: the tensor has it.
-       NULL: none. For inference only. Of MLA, KEY without VALUE is [H][n + u rows of c]; with
+    /* [MOE_MODULE_SLOTS] as layer.external (tied: the embedding's); without a type: the tensor has
+       it. NULL: none. For inference only. Of MLA, KEY without VALUE is [H][n + u rows of c]; with
        VALUE, KEY is [H][c rows of n], K_h transposed, and VALUE [H][u rows of c] */
     const moe_external *external;
     size_t first_tensor; /* private: where its tensors begin in the network's list */
@@ -1175,6 +1180,20 @@ MOE_API moe_status moe_net_work_size(const moe_net *net, size_t n_tokens, int tr
    attention spreads them to the tokens that attend to it; all others keep every bit. */
 MOE_API moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size,
                                    moe_net_pass *pass);
+/* moe_layer_pack for the layers of a built network and for the matrices of linear, tied,
+   convolution and attention (of MLA not those of single heads), in one memory; those in other
+   programs' files stay as they are. The tensors of modules that are no layers stay set.
+   modules[i].layer.is_packed = 0 unpacks any module. Also MOE_ERR_STATE before build. */
+MOE_API moe_status moe_net_pack(moe_net *net, int type, void *memory, size_t size, moe_error *error);
+/* moe_layer_pack_size for moe_net_pack and moe_net_quantize. MOE_ERR_STATE before build. */
+MOE_API moe_status moe_net_pack_size(const moe_net *net, int type, size_t n_tokens, size_t *bytes, size_t *work);
+/* moe_net_pack, and then a report on the calibration as of moe_layer_quantize: errors[n_modules]
+   compares each module's output in a pass with packed weights to that with the tensors; the last is
+   the network's; rows is the number of real tokens. Also the errors of moe_net_forward; if the
+   packed pass has one, the network is no longer packed. MOE_ERR_UNSUPPORTED: a report with a
+   transport. */
+MOE_API moe_status moe_net_quantize(moe_net *net, int type, void *memory, size_t size, const moe_call *calibration,
+                                    void *work, size_t work_size, moe_quant_error *errors, moe_error *error);
 /* The routing of module i in a pass, or NULL if module i does not exist or is not an MoE layer. */
 MOE_API const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pass *pass, size_t i);
 
@@ -2927,8 +2946,6 @@ moe_status moe_file_limit(const moe_file *file, const moe_limits *limits, moe_er
 
 /* ---- safetensors: values --------------------------------------------------------------------- */
 
-static int moei_dtype_is_float(int dtype) { return dtype <= MOE_DTYPE_BF16; }
-
 static int moei_dtype_is_signed(int dtype) { return dtype >= MOE_DTYPE_I64 && dtype <= MOE_DTYPE_I8; }
 
 static moe_status moei_values_check(const moe_file_tensor *t, size_t first, size_t count, const void *values) {
@@ -2972,7 +2989,7 @@ static moe_status moei_file_integers(const moe_file_tensor *tensor, size_t first
     size_t i;
     if (status != MOE_OK) return status;
     dtype = tensor->dtype;
-    if (moei_dtype_is_float(dtype)) return MOE_ERR_FORMAT;
+    if (dtype <= MOE_DTYPE_BF16) return MOE_ERR_FORMAT; /* floats */
     if (count == 0) return MOE_OK;
     size = moei_dtypes[dtype].size;
     p = tensor->data + first * (size_t)size;
@@ -4097,83 +4114,45 @@ static int moei_is_matrix(const moe_layer *layer, int index, moe_parameter *slot
     return slot->n_dims == 3 || (index >= MOE_SHARED_GATE && slot->n_dims == 2);
 }
 
-/* Rows, columns and blocks of a matrix, and the bytes of one packed panel; 0 when a size does not
-   fit. */
-static moe_status moei_matrix_shape(const moe_parameter *slot, int type, size_t *blocks, size_t *n, size_t *k,
-                                    size_t *panel) {
-    *blocks = slot->n_dims == 3 ? slot->shape[0] : 1;
-    *n = slot->shape[slot->n_dims - 2];
-    *k = slot->shape[slot->n_dims - 1];
-    return moe_panel_size(type, *k, panel);
-}
-
-static size_t moei_panels(size_t n) { return n / MOEI_PANEL + (n % MOEI_PANEL > 0); }
-
-enum { MOEI_PACK_ALIGN = 64 };
-
-/* Bytes of all packed weights. */
-static moe_status moei_packed_size(const moe_layer *layer, int type, size_t *bytes) {
-    size_t all = MOEI_PACK_ALIGN - 1, blocks, n, k, panel, part;
-    moe_status status;
+static moe_status moei_pack_layer(moei_packing *p, const moe_layer *layer, const void *packed[]) {
+    moe_status status = MOE_OK;
     moe_parameter slot;
-    int index;
-    for (index = MOE_EXPERTS_GATE; index < MOE_LAYER_PARAMETER_COUNT; index++) {
-        if (!moei_is_matrix(layer, index, &slot)) continue;
-        status = moei_matrix_shape(&slot, type, &blocks, &n, &k, &panel);
-        if (status != MOE_OK) return status;
-        if (!moei_mul(panel, moei_panels(n), &part) || !moei_mul(part, blocks, &part) || !moei_add(all, part, &all))
-            return MOE_ERR_OVERFLOW;
-    }
-    *bytes = all;
-    return MOE_OK;
-}
-
-/* Packs one matrix of every expert; *at moves past it. */
-static moe_status moei_pack_matrix(const moe_layer *layer, int index, const moe_parameter *slot, int type,
-                                   unsigned char **at) {
-    size_t blocks, n, k, panel, e;
-    moe_status status = moei_matrix_shape(slot, type, &blocks, &n, &k, &panel);
-    for (e = 0; status == MOE_OK && e < blocks; e++, *at += moei_panels(n) * panel)
-        status = moe_pack(layer->kernels, type, n, k, layer->tensors[index] + e * n * k, k, *at, 1);
+    int i;
+    for (i = MOE_EXPERTS_GATE; i < MOE_LAYER_PARAMETER_COUNT && status == MOE_OK; i++)
+        if (moei_is_matrix(layer, i, &slot))
+            status = moei_pack_matrix(p, slot.name, slot.n_dims == 3 ? slot.shape[0] : 1, slot.shape[slot.n_dims - 2],
+                                      slot.shape[slot.n_dims - 1], layer->tensors[i], &packed[i]);
     return status;
 }
 
-/* Whether packed weights of the layer begin in the memory. */
-static int moei_overlaps(const moe_layer *layer, const void *memory, size_t size) {
-    int index;
-    for (index = MOE_EXPERTS_GATE; index < MOE_LAYER_PARAMETER_COUNT; index++)
-        if (layer->packed[index] != NULL && (uintptr_t)layer->packed[index] - (uintptr_t)memory < size) return 1;
-    return 0;
+#define MOEI_PACK_SPACE "size = %z: the packed weights need %z bytes"
+
+static void moei_layer_set_packed(moe_layer *layer, int type, const void *const packed[]) {
+    memcpy(layer->packed, packed, sizeof layer->packed);
+    layer->packed_type = type;
+    layer->is_packed = 1;
+}
+
+/* What is packed there is not read again, even if this call fails half way. */
+static void moei_layer_unpack(moe_layer *layer, const void *memory, size_t size) {
+    if (moei_overlaps(layer->packed, MOE_LAYER_PARAMETER_COUNT, memory, size)) layer->is_packed = 0;
 }
 
 moe_status moe_layer_pack(moe_layer *layer, int type, void *memory, size_t size, moe_error *error) {
     const void *packed[MOE_LAYER_PARAMETER_COUNT] = {0};
-    unsigned char *at = (unsigned char *)memory;
-    size_t bytes;
+    moei_packing p;
     moe_status status;
-    moe_parameter slot;
-    int index;
     if (layer == NULL || memory == NULL)
         return moei_error(error, MOE_ERR_ARGUMENT, "%s must not be NULL", layer == NULL ? "layer" : "memory");
-    status = moei_packed_size(layer, type, &bytes);
-    if (status != MOE_OK)
-        return moei_error(error, status, "type = %d cannot be packed: %s", type, moe_status_text(status));
-    if (size < bytes)
-        return moei_error(error, MOE_ERR_SPACE, "size = %z: the packed weights need %z bytes", size, bytes);
-    at += (MOEI_PACK_ALIGN - (uintptr_t)at % MOEI_PACK_ALIGN) % MOEI_PACK_ALIGN;
-    /* not read again, even if this call fails half way */
-    if (moei_overlaps(layer, memory, size)) layer->is_packed = 0;
-    for (index = MOE_EXPERTS_GATE; index < MOE_LAYER_PARAMETER_COUNT; index++) {
-        if (!moei_is_matrix(layer, index, &slot)) continue;
-        if (layer->tensors[index] == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "%s is not set", slot.name);
-        packed[index] = at;
-        status = moei_pack_matrix(layer, index, &slot, type, &at);
-        if (status != MOE_OK)
-            return moei_error(error, status, "%s cannot be packed: %s", slot.name, moe_status_text(status));
-    }
-    memcpy(layer->packed, packed, sizeof packed);
-    layer->packed_type = type;
-    layer->is_packed = 1;
+    p = moei_packing_begin(layer->kernels, type, 1, NULL, error);
+    status = moei_pack_layer(&p, layer, packed);
+    if (status != MOE_OK) return status;
+    if (size < p.used) return moei_error(error, MOE_ERR_SPACE, MOEI_PACK_SPACE, size, p.used);
+    moei_layer_unpack(layer, memory, size);
+    p = moei_packing_begin(layer->kernels, type, 1, memory, error);
+    status = moei_pack_layer(&p, layer, packed);
+    if (status != MOE_OK) return status;
+    moei_layer_set_packed(layer, type, packed);
     return MOE_OK;
 }
 
@@ -5610,6 +5589,8 @@ static moe_status moei_layer_backward(const moe_layer *layer, const moei_returne
     return status;
 }
 
+#define MOEI_NOT_TRAINING "the pass is not one of a forward with call.training = 1"
+
 moe_status moe_layer_backward(const moe_layer *layer, const moe_real *dy, moe_real *dx, moe_real *d_router_x,
                               moe_layer_pass *pass) {
     moei_returned back;
@@ -5619,7 +5600,7 @@ moe_status moe_layer_backward(const moe_layer *layer, const moe_real *dy, moe_re
     if (pass->ranks != NULL)
         return moei_group(layer->config.transport)->hooks->backward(layer, &back, dx, d_router_x, pass);
     if (pass->d_rows == NULL || !pass->call.training)
-        return moei_error(pass->call.error, MOE_ERR_STATE, "the pass is not one of a forward with call.training = 1");
+        return moei_error(pass->call.error, MOE_ERR_STATE, MOEI_NOT_TRAINING);
     if (pass->call.n_tokens == 0) return MOE_OK;
     if (dy == NULL) return moei_error(pass->call.error, MOE_ERR_ARGUMENT, "dy is NULL");
     return moei_layer_backward(layer, &back, dx, d_router_x, pass);
@@ -5631,7 +5612,7 @@ moe_status moe_layer_backward_experts(const moe_layer *layer, const moe_real *d_
     const char *unseen = NULL;
     if (layer == NULL || pass == NULL) return MOE_ERR_ARGUMENT;
     if (pass->d_rows == NULL || !pass->call.training)
-        return moei_error(pass->call.error, MOE_ERR_STATE, "the pass is not one of a forward with call.training = 1");
+        return moei_error(pass->call.error, MOE_ERR_STATE, MOEI_NOT_TRAINING);
     if (pass->routing.plan.rows > 0)
         return moei_error(pass->call.error, MOE_ERR_STATE,
                           "select = soft: its experts read slots, which have no outputs per token");
@@ -5726,13 +5707,16 @@ static moe_status moei_report_size(const moe_layer *layer, int type, size_t n, s
 }
 
 moe_status moe_layer_pack_size(const moe_layer *layer, int type, size_t n_tokens, size_t *bytes, size_t *work) {
-    size_t packed, report = 0;
+    const void *packed[MOE_LAYER_PARAMETER_COUNT];
+    size_t report = 0;
+    moei_packing p;
     moe_status status;
     if (layer == NULL || (bytes == NULL && work == NULL)) return MOE_ERR_ARGUMENT;
-    status = moei_packed_size(layer, type, &packed);
+    p = moei_packing_begin(NULL, type, 0, NULL, NULL);
+    status = moei_pack_layer(&p, layer, packed);
     if (status == MOE_OK && work != NULL) status = moei_report_size(layer, type, n_tokens, &report);
     if (status != MOE_OK) return status;
-    if (bytes != NULL) *bytes = packed;
+    if (bytes != NULL) *bytes = p.used;
     if (work != NULL) *work = report;
     return MOE_OK;
 }
@@ -5765,8 +5749,8 @@ static void moei_measure_expert(const moei_task *task, size_t e, moe_real *exact
     const moe_layer_pass *p = task->p;
     moei_expert_run run = task->run;
     size_t n = p->call.n_tokens, room = moei_expert_rows(&task->layer->config, n);
-    size_t o = run.width[MOE_NODE_OUTPUT], ld = run.ld[MOE_NODE_OUTPUT], i, j;
-    double off = 0.0, all = 0.0;
+    size_t o = run.width[MOE_NODE_OUTPUT], ld = run.ld[MOE_NODE_OUTPUT], i;
+    double sums[2] = {0.0, 0.0};
     int soft = p->routing.plan.rows > 0, visited, a;
     out->rows = soft ? n : moei_entry_count(p, e);
     visited = !soft && out->rows > 0;
@@ -5783,13 +5767,8 @@ static void moei_measure_expert(const moei_task *task, size_t e, moe_real *exact
     for (i = 0; i < run.n; i++) memcpy(exact + i * o, run.activation[MOE_NODE_OUTPUT] + i * ld, o * sizeof(moe_real));
     run.packed = 1;
     moei_run_stages(task, &run);
-    for (i = 0; i < run.n; i++)
-        for (j = 0; j < o; j++) {
-            double is = (double)exact[i * o + j], other = (double)run.activation[MOE_NODE_OUTPUT][i * ld + j] - is;
-            off += other * other;
-            all += is * is;
-        }
-    out->output = all <= 0.0 ? MOEI_R(0.0) : (moe_real)MOEI_D(sqrt)(off / all); /* NaN stays */
+    for (i = 0; i < run.n; i++) moei_add_error(o, exact + i * o, run.activation[MOE_NODE_OUTPUT] + i * ld, sums);
+    out->output = moei_error_of(sums);
 }
 
 /* The report: packed is the layer with its packed weights. */
@@ -5827,32 +5806,43 @@ static moe_status moei_measure(const moe_layer *packed, const moe_call *calibrat
     return MOE_OK;
 }
 
+/* Whether a report has its input. */
+static moe_status moei_report_check(const moe_call *calibration, const void *work, moe_error *error) {
+    if (calibration != NULL && work != NULL && calibration->n_tokens > 0) return MOE_OK;
+    return moei_error(error, MOE_ERR_ARGUMENT, "a report needs calibration with at least one token, and work");
+}
+
+/* Whether it has room for the bytes that were counted with that status. */
+static moe_status moei_report_room(moe_status status, int type, size_t bytes, size_t work_size, moe_error *error) {
+    if (status != MOE_OK)
+        return moei_error(error, status, "type = %d for this batch: %s", type, moe_status_text(status));
+    if (work_size >= bytes) return MOE_OK;
+    return moei_error(error, MOE_ERR_SPACE, "work_size = %z: the report needs %z bytes", work_size, bytes);
+}
+
 moe_status moe_layer_quantize(moe_layer *layer, int type, void *memory, size_t size, const moe_call *calibration,
                               void *work, size_t work_size, moe_quant_error *errors, moe_error *error) {
     moe_layer made;
-    moe_status status;
-    size_t bytes;
+    moe_status status = MOE_OK;
+    size_t bytes = 0;
     if (layer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
     if (errors != NULL && layer->config.transport != NULL)
         return moei_error(error, MOE_ERR_UNSUPPORTED,
                           "a report needs all experts, and the layer holds those of one rank: errors must be NULL");
-    if (errors != NULL && (calibration == NULL || work == NULL || calibration->n_tokens == 0))
-        return moei_error(error, MOE_ERR_ARGUMENT, "a report needs calibration with at least one token, and work");
-    if (errors != NULL) {
+    if (errors != NULL) status = moei_report_check(calibration, work, error);
+    if (errors != NULL && status == MOE_OK) {
         status = !moei_fit_int32(calibration->n_past, calibration->n_tokens)
                      ? MOE_ERR_OVERFLOW
                      : moe_layer_pack_size(layer, type, calibration->n_past + calibration->n_tokens, NULL, &bytes);
-        if (status != MOE_OK)
-            return moei_error(error, status, "type = %d for this batch: %s", type, moe_status_text(status));
-        if (work_size < bytes)
-            return moei_error(error, MOE_ERR_SPACE, "work_size = %z: the report needs %z bytes", work_size, bytes);
+        status = moei_report_room(status, type, bytes, work_size, error);
     }
+    if (status != MOE_OK) return status;
     made = *layer;
     status = moe_layer_pack(&made, type, memory, size, error);
     if (status != MOE_OK) layer->is_packed = layer->is_packed && made.is_packed;
     if (status == MOE_OK && errors != NULL) {
         status = moei_measure(&made, calibration, work, work_size, errors);
-        if (status != MOE_OK && layer->is_packed && moei_overlaps(layer, memory, size)) layer->is_packed = 0;
+        if (status != MOE_OK) moei_layer_unpack(layer, memory, size);
         if (status != MOE_OK) return moei_error(error, status, "the calibration batch: %s", moe_status_text(status));
     }
     if (status == MOE_OK) *layer = made;
@@ -6937,6 +6927,7 @@ typedef struct moei_extent {
     size_t n, past; /* tokens of the call, and the most before them */
     int training;   /* what the backward pass needs is kept */
     int decoding;   /* keys, values and other data of earlier tokens are in a cache */
+    int type;       /* as if all weights were packed so; -1: as they are */
 } moei_extent;
 
 static moei_extent moei_extent_of(size_t n, int training) {
@@ -6945,6 +6936,7 @@ static moei_extent moei_extent_of(size_t n, int training) {
     e.past = 0;
     e.training = training;
     e.decoding = 0;
+    e.type = -1;
     return e;
 }
 
@@ -6955,6 +6947,7 @@ static moei_extent moei_extent_decoding(size_t n, size_t most) {
     e.past = most - n;
     e.training = 0;
     e.decoding = 1;
+    e.type = -1;
     return e;
 }
 
@@ -7055,7 +7048,8 @@ static moe_status moei_module_layout(const moe_net *net, size_t i, const moei_ex
         p->d_logits = moei_take_reals(l, n, (size_t)m->layer.config.router.n_experts);
     if (moei_is_layer(m)) {
         p->layer = (moe_layer_pass *)moei_take(kept, 1, sizeof *p->layer);
-        status = moei_layer_size(&m->layer, n, moei_refines(m) ? e->past : 0, training, &p->work_size);
+        status = e->type < 0 ? moei_layer_size(&m->layer, n, moei_refines(m) ? e->past : 0, training, &p->work_size)
+                             : moei_report_size(&m->layer, e->type, n, &p->work_size);
     }
     if (moei_is_layer(m) && status == MOE_OK && kept == l) p->work = moei_take(l, p->work_size, 1);
     return status;
@@ -7067,7 +7061,7 @@ typedef struct moei_room {
     moe_real *a, *d_a, *slopes;
     moe_real *keys;                      /* [MOEI_KEYS,width] unpacked ones of a cache */
     moe_real *unpacked;                  /* MLA: [MOEI_KEYS,kv_lora] of K_h */
-    void *external;                      /* of moe_matmul_external */
+    void *quantized;                     /* rows, for products */
     moe_real *d_q, *d_k, *d_v, *d_mixed; /* as the pass has them; but MLA: d_v [N,u] */
     size_t d_v_step;
     moe_real *d_values, *d_heads, *d_down; /* MLA */
@@ -7122,10 +7116,26 @@ static const moe_module *moei_weights_of(const moe_net *net, const moe_module *m
     return m->kind == MOE_MODULE_TIED ? &net->modules[0] : m;
 }
 
-/* Bytes for moe_matmul_external of any matrix of the module. */
-static size_t moei_external_size(const moe_net *net, const moe_module *m, size_t n) {
+/* Whether a module multiplies all rows by the tensor [n,k] of an index, which no other file has. */
+static int moei_module_matrix(const moe_net *net, const moe_module *m, int place, size_t *n, size_t *k) {
+    const int tied = m->kind == MOE_MODULE_TIED && place == MOE_MODULE_WEIGHT;
+    moei_module_tensor t = moei_module_tensor_of(m, place);
+    if (tied) t = moei_tensor_of("weight", m->d_out, m->d_in, MOEI_R(0.0));
+    if (moei_is_layer(m) || t.name == NULL || t.columns == 0 || m->n_rows > 0 ||
+        moei_external_of(moei_weights_of(net, m), place) != NULL ||
+        (m->kind == MOE_MODULE_CONVOLUTION && place == MOE_MODULE_TAPS) ||
+        (m->kind == MOE_MODULE_ATTENTION && m->attention.kv_lora > 0 && place == MOE_MODULE_KEY))
+        return 0;
+    *n = (size_t)t.rows;
+    *k = (size_t)t.columns;
+    return 1;
+}
+
+/* The bytes of quantized rows for any matrix of the module. */
+static size_t moei_rows_size(const moe_net *net, const moe_module *m, const moei_extent *e) {
     const moe_attention_config *c = &m->attention;
-    size_t inner = (size_t)m->d_in, most = 0, size;
+    const int type = e->type >= 0 ? e->type : m->layer.is_packed && !e->training ? m->layer.packed_type : -1;
+    size_t inner = (size_t)m->d_in, most = 0, size, n, k;
     int place;
     if (m->kind == MOE_MODULE_ATTENTION) {
         inner = moei_larger(inner, moei_heads_of(m).mixed);
@@ -7133,7 +7143,10 @@ static size_t moei_external_size(const moe_net *net, const moe_module *m, size_t
     }
     for (place = 0; place < MOE_MODULE_SLOTS && !moei_is_layer(m); place++) {
         const moe_external *w = moei_external_of(moei_weights_of(net, m), place);
-        size = w != NULL && m->kind != MOE_MODULE_EMBEDDING ? moe_external_work_size(w, n, inner) : 0;
+        size = w != NULL && m->kind != MOE_MODULE_EMBEDDING ? moe_external_work_size(w, e->n, inner) : 0;
+        if (moei_is_quantized(type) && moei_module_matrix(net, m, place, &n, &k) &&
+            !moei_mul(MOEI_ROW_SIZE(type, k), e->n, &size))
+            size = SIZE_MAX;
         most = moei_larger(most, size);
     }
     return most;
@@ -7145,7 +7158,7 @@ static moei_room moei_room_layout(const moe_net *net, const moe_module *m, const
     if (m->kind == MOE_MODULE_ACTIVATION && e->training) room.d_act = moei_take_reals(l, e->n, (size_t)m->d_in);
     if (m->kind == MOE_MODULE_CONVOLUTION && e->training) room.d_rows = moei_take_reals(l, e->n, 4 * (size_t)m->d_in);
     if (m->kind == MOE_MODULE_ATTENTION) moei_attention_room(net, m, e, l, &room);
-    room.external = moei_take(l, moei_external_size(net, m, e->n), 1);
+    room.quantized = moei_take(l, moei_rows_size(net, m, e), 1);
     return room;
 }
 
@@ -7278,6 +7291,76 @@ moe_status moe_net_work_size(const moe_net *net, size_t n_tokens, int training, 
     return net->built ? moei_net_size(net, &e, bytes) : MOE_ERR_STATE;
 }
 
+static void moei_net_unpack(moe_net *net) {
+    size_t i;
+    for (i = 0; i < net->n_modules; i++) net->modules[i].layer.is_packed = 0;
+}
+
+static moe_status moei_pack_module(moei_packing *p, const moe_net *net, const moe_module *m, const void *packed[]) {
+    moe_status status = MOE_OK;
+    size_t n = 0, k = 0;
+    int place;
+    if (moei_is_layer(m)) return moei_pack_layer(p, &m->layer, packed);
+    for (place = 0; place < MOE_MODULE_SLOTS && status == MOE_OK; place++) {
+        const char *name = m->kind == MOE_MODULE_TIED ? "weight" : moei_module_tensor_of(m, place).name;
+        if (moei_module_matrix(net, m, place, &n, &k))
+            status = moei_pack_matrix(p, name, 1, n, k, moei_weights_of(net, m)->tensors[place], &packed[place]);
+    }
+    return status;
+}
+
+/* Packs all modules; sets, the modules: they read what has been packed. */
+static moe_status moei_pack_net(moei_packing p, const moe_net *net, moe_module *sets, size_t *bytes) {
+    moe_error why, *error = p.error;
+    size_t i;
+    p.error = &why;
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_module *m = &net->modules[i];
+        const void *packed[MOE_LAYER_PARAMETER_COUNT] = {0};
+        moe_status status;
+        if (moei_has_external(&m->layer)) continue;
+        status = moei_pack_module(&p, net, m, packed);
+        if (status != MOE_OK)
+            return moei_error(error, status, "module %z (%s): %s", i, moei_module_names[m->kind], why.message);
+        if (sets != NULL) moei_layer_set_packed(&sets[i].layer, p.type, packed);
+    }
+    *bytes = p.used;
+    return MOE_OK;
+}
+
+moe_status moe_net_pack(moe_net *net, int type, void *memory, size_t size, moe_error *error) {
+    size_t bytes, i;
+    moe_status status;
+    if (net == NULL || memory == NULL)
+        return moei_error(error, MOE_ERR_ARGUMENT, "%s must not be NULL", net == NULL ? "net" : "memory");
+    if (!net->built) return moei_error(error, MOE_ERR_STATE, "the network is not built");
+    status = moei_pack_net(moei_packing_begin(net->kernels, type, 0, NULL, error), net, NULL, &bytes);
+    if (status != MOE_OK) return status;
+    if (size < bytes) return moei_error(error, MOE_ERR_SPACE, MOEI_PACK_SPACE, size, bytes);
+    for (i = 0; i < net->n_modules; i++) moei_layer_unpack(&net->modules[i].layer, memory, size);
+    status = moei_pack_net(moei_packing_begin(net->kernels, type, 1, memory, error), net, NULL, &bytes);
+    if (status != MOE_OK) return status;
+    return moei_pack_net(moei_packing_begin(net->kernels, type, 0, memory, error), net, net->modules, &bytes);
+}
+
+moe_status moe_net_pack_size(const moe_net *net, int type, size_t n_tokens, size_t *bytes, size_t *work) {
+    moei_extent e = moei_extent_of(n_tokens, 1);
+    size_t weights, exact = 0, packed = 0;
+    moe_status status;
+    if (net == NULL || (bytes == NULL && work == NULL)) return MOE_ERR_ARGUMENT;
+    if (!net->built) return MOE_ERR_STATE;
+    status = moei_pack_net(moei_packing_begin(NULL, type, 0, NULL, NULL), net, NULL, &weights);
+    if (status == MOE_OK && work != NULL) status = moei_net_size(net, &e, &exact);
+    e.training = 0;
+    e.type = type;
+    if (status == MOE_OK && work != NULL) status = moei_net_size(net, &e, &packed);
+    if (status == MOE_OK && !moei_add(exact, packed, &exact)) status = MOE_ERR_OVERFLOW;
+    if (status != MOE_OK) return status;
+    if (bytes != NULL) *bytes = weights;
+    if (work != NULL) *work = exact;
+    return MOE_OK;
+}
+
 /* One module's pass over the n rows of a call. */
 typedef struct moei_run {
     const moe_net *net;
@@ -7319,14 +7402,32 @@ static moei_room moei_run_room(const moei_run *r) {
 
 /* ---- products with a module's matrices: tensors, or where they lie in other programs' files -- */
 
+/* out [n,o] = in [n,i] times a packed matrix [o,i]. */
+static void moei_packed_module(const moei_run *r, const void *packed, size_t n, size_t i, size_t o, const moe_real *in,
+                               size_t ldi, moe_real *out, size_t ldo) {
+    const moe_kernels *k = r->net->kernels;
+    const int type = r->m->layer.packed_type;
+#ifndef MOE_NO_QUANT
+    if (moei_is_quantized(type)) {
+        void *rows = moei_run_room(r).quantized;
+        moe_rows_quantize(k, type, n, i, in, ldi, rows);
+        moe_matmul_quantized(k, type, n, o, i, rows, packed, 1, out, ldo);
+        return;
+    }
+#endif
+    moe_matmul_packed(k, type, n, o, i, in, ldi, packed, out, ldo);
+}
+
 /* out [n,o], rows ldo apart, = in [n,i], rows ldi apart, times rows first .. first + o of the
    matrix of an index, [..,i]. */
 static void moei_module_product(const moei_run *r, int place, size_t first, size_t n, size_t i, size_t o,
                                 const moe_real *in, size_t ldi, moe_real *out, size_t ldo) {
     const moe_module *m = moei_weights_of(r->net, r->m);
     const moe_external *w = r->pass->training ? NULL : moei_external_of(m, place);
+    const void *packed = moei_uses_packed(&r->m->layer, &r->pass->call) ? r->m->layer.packed[place] : NULL;
     if (w != NULL)
-        moe_matmul_external(r->net->kernels, w, first, n, o, i, in, ldi, moei_run_room(r).external, out, ldo);
+        moe_matmul_external(r->net->kernels, w, first, n, o, i, in, ldi, moei_run_room(r).quantized, out, ldo);
+    else if (packed != NULL) moei_packed_module(r, packed, n, i, o, in, ldi, out, ldo);
     else
         moe_matmul(r->net->kernels, MOE_MATMUL_NT, MOE_TYPE_REAL, n, o, i, in, ldi, m->tensors[place] + first * i, i,
                    out, ldo, 0);
@@ -8426,6 +8527,42 @@ moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work,
     return status == MOE_OK ? moei_net_pass(net, call, &tokens, work, pass) : status;
 }
 
+moe_status moe_net_quantize(moe_net *net, int type, void *memory, size_t size, const moe_call *calibration, void *work,
+                            size_t work_size, moe_quant_error *errors, moe_error *error) {
+    moe_call call;
+    moe_net_pass exact, packed;
+    size_t all = 0, first = 0;
+    size_t i, t;
+    moe_status status;
+    if (net == NULL || errors == NULL) return moe_net_pack(net, type, memory, size, error);
+    if (net->transport != NULL)
+        return moei_error(error, MOE_ERR_UNSUPPORTED, "a report is of one process: net.transport must be NULL");
+    if ((status = moei_report_check(calibration, work, error)) != MOE_OK) return status;
+    call = *calibration;
+    call.error = error;
+    call.training = 0;
+    call.keep = 1;
+    status = moe_net_pack_size(net, type, call.n_tokens, NULL, &all);
+    if (status == MOE_OK) status = moe_net_work_size(net, call.n_tokens, 1, &first);
+    status = moei_report_room(status, type, all, work_size, error);
+    if (status == MOE_OK) status = moe_net_forward(net, &call, work, first, &exact);
+    if (status == MOE_OK) status = moe_net_pack(net, type, memory, size, error);
+    if (status != MOE_OK) return status;
+    call.keep = 0;
+    status = moe_net_forward(net, &call, (unsigned char *)work + first, all - first, &packed);
+    if (status != MOE_OK) moei_net_unpack(net);
+    for (i = 0; i < net->n_modules && status == MOE_OK; i++) {
+        const size_t d = (size_t)net->modules[i].d_out;
+        double sums[2] = {0.0, 0.0};
+        for (t = 0; t < call.n_tokens; t++)
+            if (moei_is_real(&call, t))
+                moei_add_error(d, exact.modules[i].y + t * d, packed.modules[i].y + t * d, sums);
+        errors[i].rows = moei_real_tokens(&call, 0, call.n_tokens);
+        errors[i].output = moei_error_of(sums);
+    }
+    return status;
+}
+
 static moe_status moei_net_decodes(const moe_net *net, moe_error *error) {
     moe_error why;
     size_t i;
@@ -8686,7 +8823,7 @@ moe_status moe_net_backward(const moe_net *net, const moe_real *dy, moe_real *dx
     if (!net->built || !net->trainable)
         status = moei_error(pass->call.error, MOE_ERR_STATE, "the network is not built with trainable = 1");
     else if (!pass->training || pass->modules == NULL)
-        status = moei_error(pass->call.error, MOE_ERR_STATE, "the pass is not one of a forward with call.training = 1");
+        status = moei_error(pass->call.error, MOE_ERR_STATE, MOEI_NOT_TRAINING);
     else if (dy == NULL && pass->n_tokens > 0) status = moei_error(pass->call.error, MOE_ERR_ARGUMENT, "dy is NULL");
     status = moei_vote(net->transport, status, pass->call.error);
     if (status != MOE_OK || pass->total == 0) return status;
@@ -9953,10 +10090,9 @@ static moe_status moei_trainer_apply(moe_trainer *trainer, moe_real norm, moe_er
     moe_real scale =
         trainer->config.clip > MOEI_R(0.0) && norm > trainer->config.clip ? trainer->config.clip / norm : MOEI_R(1.0);
     moe_status status = moe_net_advance(trainer->net);
-    size_t i;
     if (status != MOE_OK) return moei_error(error, status, "the routers' state: %s", moe_status_text(status));
     /* the tensors change */
-    for (i = 0; i < trainer->net->n_modules; i++) trainer->net->modules[i].layer.is_packed = 0;
+    moei_net_unpack(trainer->net);
     moei_trainer_move(trainer, scale / (moe_real)trainer->n_accumulated);
     trainer->n_accumulated = 0;
     trainer->steps++;
@@ -11077,22 +11213,22 @@ typedef struct moei_checkpoint_row {
     int of_fit;    /* moe_fit resumes only with the same */
 } moei_checkpoint_row;
 
-#define MOEI_ROW(name, member, of_fit) {name, offsetof(moei_checkpoint, member), of_fit}
+#define MOEI_ROW(name, member, of_fit) {#name, offsetof(moei_checkpoint, member), of_fit}
 static const moei_checkpoint_row moei_checkpoint_rows[] = {
-    MOEI_ROW("format", format, 0),
-    MOEI_ROW("optimizer", optimizer, 0),
-    MOEI_ROW("steps", steps, 0),
-    MOEI_ROW("rng", rng, 0),
-    MOEI_ROW("rate", rate, 0), /* the bits of a double */
-    MOEI_ROW("position0", position[0], 0),
-    MOEI_ROW("position1", position[1], 0),
-    MOEI_ROW("position2", position[2], 0),
-    MOEI_ROW("position3", position[3], 0),
-    MOEI_ROW("batch", batch, 1),
-    MOEI_ROW("accumulate", accumulate, 1),
-    MOEI_ROW("seed", seed, 1),
-    MOEI_ROW("n", n, 1),
-    MOEI_ROW("length", length, 1)};
+    MOEI_ROW(format, format, 0),
+    MOEI_ROW(optimizer, optimizer, 0),
+    MOEI_ROW(steps, steps, 0),
+    MOEI_ROW(rng, rng, 0),
+    MOEI_ROW(rate, rate, 0), /* the bits of a double */
+    MOEI_ROW(position0, position[0], 0),
+    MOEI_ROW(position1, position[1], 0),
+    MOEI_ROW(position2, position[2], 0),
+    MOEI_ROW(position3, position[3], 0),
+    MOEI_ROW(batch, batch, 1),
+    MOEI_ROW(accumulate, accumulate, 1),
+    MOEI_ROW(seed, seed, 1),
+    MOEI_ROW(n, n, 1),
+    MOEI_ROW(length, length, 1)};
 #undef MOEI_ROW
 
 enum { MOEI_CHECKPOINT_ROWS = (int)(sizeof moei_checkpoint_rows / sizeof moei_checkpoint_rows[0]) };
@@ -11354,9 +11490,8 @@ static moe_status moei_checkpoint_fetch(const moe_trainer *trainer, moei_content
 static moe_status moei_checkpoint_apply(moe_trainer *trainer, moei_contents *contents, const moei_checkpoint *c,
                                         moe_error *error) {
     double rate;
-    size_t i;
     moe_status status = moei_checkpoint_walk(trainer, contents, MOEI_WALK_VALUES, error);
-    for (i = 0; i < trainer->net->n_modules; i++) trainer->net->modules[i].layer.is_packed = 0;
+    moei_net_unpack(trainer->net);
     trainer->steps = c->steps;
     trainer->rng.state = c->rng;
     trainer->n_accumulated = 0;

@@ -7132,6 +7132,82 @@ void moe_activate_backward(const moe_kernels *k, int act, size_t n, const moe_re
 }
 #endif
 
+/* ==== packing many matrices into one memory =================================================== */
+
+#ifdef MOE_NO_QUANT
+#define MOEI_ROW_SIZE(type, inner) ((size_t)0)
+#else
+#define MOEI_ROW_SIZE(type, inner) moe_quantized_row_size(type, inner)
+#endif
+
+MOEI_TOOL size_t moei_panels(size_t n) { return n / MOEI_PANEL + (n % MOEI_PANEL > 0); }
+
+enum { MOEI_PACK_ALIGN = 64 };
+
+/* Matrices that are packed one after the other. */
+typedef struct moei_packing {
+    const moe_kernels *k;
+    int type, writes;  /* writes: what is packed, else only where it lies */
+    unsigned char *at; /* NULL: bytes are counted */
+    size_t used;
+    moe_error *error;
+} moei_packing;
+
+/* memory NULL: counts. */
+MOEI_TOOL moei_packing moei_packing_begin(const moe_kernels *k, int type, int writes, void *memory, moe_error *error) {
+    moei_packing p;
+    p.k = k;
+    p.type = type;
+    p.writes = writes;
+    p.at = (unsigned char *)memory;
+    if (memory != NULL) p.at += (MOEI_PACK_ALIGN - (uintptr_t)p.at % MOEI_PACK_ALIGN) % MOEI_PACK_ALIGN;
+    p.used = memory != NULL ? 0 : MOEI_PACK_ALIGN - 1;
+    p.error = error;
+    return p;
+}
+
+/* Packs blocks of [n,k], and sets *packed. */
+MOEI_TOOL moe_status moei_pack_matrix(moei_packing *p, const char *name, size_t blocks, size_t n, size_t k,
+                                   const moe_real *w, const void **packed) {
+    size_t panel, block = 0, all = 0, e;
+    moe_status status = moe_panel_size(p->type, k, &panel);
+    const int missing = w == NULL && p->at != NULL;
+    if (status == MOE_OK && (!moei_mul(panel, moei_panels(n), &block) || !moei_mul(block, blocks, &all) ||
+                             !moei_add(p->used, all, &all)))
+        status = MOE_ERR_OVERFLOW;
+    if (missing) status = MOE_ERR_ARGUMENT;
+    for (e = 0; e < blocks && status == MOE_OK && p->at != NULL && p->writes; e++)
+        status = moe_pack(p->k, p->type, n, k, w + e * n * k, k, p->at + p->used + e * block, 1);
+    if (status != MOE_OK)
+        return moei_error(p->error, status, missing ? "%s is not set" : "%s cannot be packed as type = %d: %s", name,
+                          p->type, moe_status_text(status));
+    *packed = p->at != NULL ? p->at + p->used : NULL;
+    p->used = all;
+    return MOE_OK;
+}
+
+/* Whether packed weights begin in the memory. */
+MOEI_TOOL int moei_overlaps(const void *const packed[], int count, const void *memory, size_t size) {
+    while (count-- > 0)
+        if (packed[count] != NULL && (uintptr_t)packed[count] - (uintptr_t)memory < size) return 1;
+    return 0;
+}
+
+/* Adds |y - exact|^2 and |exact|^2 to sums. */
+MOEI_TOOL void moei_add_error(size_t n, const moe_real *exact, const moe_real *y, double sums[2]) {
+    size_t i;
+    for (i = 0; i < n; i++) {
+        const double is = (double)exact[i], other = (double)y[i] - is;
+        sums[0] += other * other;
+        sums[1] += is * is;
+    }
+}
+
+/* |y - exact| / |exact|; 0 where exact is 0. NaN stays. */
+MOEI_TOOL moe_real moei_error_of(const double sums[2]) {
+    return sums[1] <= 0.0 ? MOEI_R(0.0) : (moe_real)MOEI_D(sqrt)(sums[0] / sums[1]);
+}
+
 /* ==== text, bytes and checksums of files ====================================================== */
 
 MOEI_TOOL int moei_hex_digit(int c) {

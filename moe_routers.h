@@ -2315,6 +2315,12 @@ static int moei_noise_is_read(const moe_router_config *c) {
     return !(blind >> c->select & 1u) || !counts || moei_switches(c) MOE_LOSSES(MOEI_ANY_LOSS);
 }
 
+/* Whether there is a capacity factor, and it is not one of the selection's own. */
+static int moei_factor_drops(const moe_router_config *c) {
+    return (c->capacity_factor > MOEI_R(0.0) || c->capacity_factor_eval > MOEI_R(0.0)) &&
+           !(moei_select_flags[c->select] & MOEI_SELECT_OWN_FACTOR);
+}
+
 /* Which fields of capacity the selections of a configuration read, whether anything limits the
    load, and whether a token may have a second expert. */
 typedef struct moei_limits {
@@ -2322,8 +2328,7 @@ typedef struct moei_limits {
 } moei_limits;
 
 static moei_limits moei_limits_of(const moe_router_config *c) {
-    const int by_factor = c->capacity_factor > MOEI_R(0.0) || c->capacity_factor_eval > MOEI_R(0.0);
-    const int set = c->drop_capacity > 0;
+    const int by_factor = moei_factor_drops(c), set = c->drop_capacity > 0;
     moei_limits l = {0, 0, 0, 0, 0};
     int i;
     for (i = 0; i < 1 + moei_switches(c); i++) {
@@ -2333,7 +2338,7 @@ static moei_limits moei_limits_of(const moe_router_config *c) {
         const int bound = !(flags & MOEI_SELECT_LIMITS_LOAD) && c->capacity_bound != MOE_BOUND_NONE;
         const int any = bound || (!own && by_factor);
         l.factor |= own || !set;
-        l.eval |= !own && !set;
+        l.eval |= !own && !set && by_factor;
         l.least |= select == MOE_SELECT_AFFINITY || (any && !set);
         l.any |= any || set;
         l.two |= c->n_experts > 1 && select != MOE_SELECT_AFFINITY &&
@@ -2374,6 +2379,7 @@ static moe_status moei_idle_limits(moe_router_config *c, moei_reset *reset, moe_
     const int limit = plain ? MOEI_FIELD_capacity_factor : MOEI_FIELD_drop_capacity, set = c->drop_capacity > 0;
     const int differs = c->capacity_factor_eval < c->capacity_factor || c->capacity_factor_eval > c->capacity_factor;
     const int same = moei_switches(c) && c->switch_from == c->select;
+    const uint32_t neither = MOEI_BUT(c->select) & MOEI_BUT(moei_switches(c) ? c->switch_from : c->select);
     const uint32_t others = 0xffffffffu - MOEI_AFFINITY;
     const uint32_t uneven = MOEI_BUT(MOE_SELECT_DENSE) - MOEI_BIT(MOE_SELECT_EXPERT_CHOICE);
     const struct {
@@ -2382,7 +2388,7 @@ static moe_status moei_idle_limits(moe_router_config *c, moei_reset *reset, moe_
     } rows[] = {
         {!l.factor, MOEI_FOR(capacity_factor, drop_capacity, MOEI_BIT(0))},
         {set && differs && !l.eval, MOEI_FOR(capacity_factor_eval, drop_capacity, MOEI_BIT(0))},
-        {differs && !l.eval, MOEI_FOR(capacity_factor_eval, select, MOEI_BUT(c->select))},
+        {differs && !l.eval, MOEI_FOR(capacity_factor_eval, select, neither)},
         {set && !l.least, MOEI_FOR(capacity_min, drop_capacity, MOEI_BIT(0))},
         {!l.least, MOEI_NEEDS(capacity_min, capacity_factor)},
         {!l.any, {MOEI_FIELD_drop_order, 0, limit, 0, "nothing is dropped"}},
@@ -2393,7 +2399,7 @@ static moe_status moei_idle_limits(moe_router_config *c, moei_reset *reset, moe_
          {MOEI_FIELD_renormalize, 0, limit, 0, "nothing is dropped"}},
         {1, MOEI_FOR(affinity_mass, affinity_sum, MOEI_BIT(0))},
         {1, MOEI_FOR(affinity_mass, affinity_sum_auto, MOEI_BIT(0))},
-        {!l.least && !plain, MOEI_FOR(capacity_min, select, MOEI_BUT(c->select))},
+        {!l.least && !plain, MOEI_FOR(capacity_min, select, neither)},
         {same, MOEI_FOR(switch_from, select, MOEI_BUT(c->select))},
         {same, MOEI_FOR(switch_at, select, MOEI_BUT(c->select))},
         {same, MOEI_FOR(switch_share, select, MOEI_BUT(c->select))},
@@ -2515,12 +2521,6 @@ static moe_status moei_router_clashes(const moe_router_config *c, moe_error *err
     if (status == MOE_OK) status = moei_soft_clashes(c, error);
     if (status == MOE_OK) status = moei_zero_clashes(c, error);
     return status == MOE_OK ? moei_stage_clashes(c, error) : status;
-}
-
-/* Whether there is a capacity factor, and it is not one of the selection's own. */
-static int moei_factor_drops(const moe_router_config *c) {
-    return (c->capacity_factor > MOEI_R(0.0) || c->capacity_factor_eval > MOEI_R(0.0)) &&
-           !(moei_select_flags[c->select] & MOEI_SELECT_OWN_FACTOR);
 }
 
 /* A field whose value the MOE_KEEP_ masks exclude from this build, or NULL. */

@@ -1051,7 +1051,6 @@ static moe_status moei_check_moe_layer(const moei_check *c, const moe_net *view,
     MOEI_CHECK_NEED(memcmp(&made.config, &config, sizeof config) == 0, "config", "defaults are not filled in");
     MOEI_CHECK_NEED(memcmp(&router, &config, sizeof config) == 0, "router", "not that of the configuration");
     MOEI_CHECK_NEED(made.present == m->layer.present, "present", "not the parameters of the configuration");
-    MOEI_CHECK_NEED(!m->layer.is_packed, "is_packed", "must be 0 in a model");
     MOEI_CHECK_NEED(m->kind != MOE_MODULE_MIXTURE || (config.router.select != MOE_SELECT_CUSTOM &&
                                                       config.router.score != MOE_SCORE_CUSTOM &&
                                                       config.router.select != MOE_SELECT_GIVEN),
@@ -1082,6 +1081,7 @@ static moe_status moei_check_settings(const moei_check *c, const moe_net *net, s
                         moei_is_layer(m) || m->d_out == m->d_in,
                     "d_out", "must be d_in");
     MOEI_CHECK_NEED(m->external == NULL, "external", "must be NULL");
+    MOEI_CHECK_NEED(!m->layer.is_packed, "is_packed", "must be 0 in a model");
     if (m->kind == MOE_MODULE_ATTENTION) return moei_check_attention(c, m);
     if (!moei_is_layer(m)) return moei_module_take(&scratch, m, c->error);
     return moei_is_layer(m) ? moei_check_moe_layer(c, &view, m) : MOE_OK;

@@ -864,6 +864,10 @@ static int moei_max_received(const moe_layer *layer, const moei_ranks *k, size_t
            moei_mul(*of_one, experts, of_all);
 }
 
+#ifdef MOE_NO_QUANT
+#define moei_take_quantized(layer, l, rows, n, p) (void)0 /* there are no quantized rows */
+#endif
+
 static void moei_local_layout(const moe_layer *layer, moei_ranks *k, int training, moei_layout *l) {
     moei_expert_run run = moei_expert_run_begin(&k->local, k->local.config.expert, 0);
     moe_layer_pass *p = &k->local_pass;

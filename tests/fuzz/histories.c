@@ -53,7 +53,7 @@ typedef struct history {
     known after[MOST_CHANGES + 1];
     moe_real x[ROWS * WIDEST], targets[ROWS * WIDEST];
     int32_t ids[ROWS], labels[ROWS], sequences[ROWS / LENGTH + 1];
-    void *work, *packed[MOST_MODULES];
+    void *work, *packed;
     moe_buffer disk; /* what the file holds; size 0: there is none */
     size_t saved;    /* changes when it was saved */
     char text[TEXT_ROOM];
@@ -467,29 +467,23 @@ static void evaluate(history *h) {
 static void unpack(history *h) {
     size_t i;
     for (i = 0; i < h->net.n_modules; i++) h->net.modules[i].layer.is_packed = 0;
-    for (i = 0; i < MOST_MODULES; i++) {
-        free(h->packed[i]);
-        h->packed[i] = NULL;
-    }
+    free(h->packed);
+    h->packed = NULL;
 }
 
 /* Packed as they are the weights keep every bit, and may stay so, which a step ends; in another
    type the answers are the same twice; unpacked it is as before. */
 static void pack(history *h) {
     const int type = below(h, 2) ? (int)MOE_TYPE_REAL : (int)below(h, MOE_TYPE_COUNT), stays = (int)below(h, 2);
-    size_t i, size;
+    size_t size;
     uint64_t answer;
+    moe_status status;
     unpack(h);
-    for (i = 0; i < h->net.n_modules; i++) {
-        moe_layer *layer = &h->net.modules[i].layer;
-        moe_status status;
-        if (h->net.modules[i].kind != MOE_MODULE_MIXTURE && h->net.modules[i].kind != MOE_MODULE_FEED_FORWARD) continue;
-        if (!CHECK_STATUS(moe_layer_pack_size(layer, type, 0, &size, NULL), MOE_OK)) continue;
-        h->packed[i] = grab(size, 1);
-        CHECK_STATUS(moe_layer_pack(layer, type, h->packed[i], size - 1, NULL), MOE_ERR_SPACE);
-        status = moe_layer_pack(layer, type, h->packed[i], size, NULL);
-        CHECK(status == MOE_OK || status == MOE_ERR_NONFINITE || status == MOE_ERR_OVERFLOW, "packing");
-    }
+    if (!CHECK_STATUS(moe_net_pack_size(&h->net, type, 0, &size, NULL), MOE_OK)) return;
+    h->packed = grab(size, 1);
+    CHECK_STATUS(moe_net_pack(&h->net, type, h->packed, size - 1, NULL), MOE_ERR_SPACE);
+    status = moe_net_pack(&h->net, type, h->packed, size, NULL);
+    CHECK(status == MOE_OK || status == MOE_ERR_NONFINITE || status == MOE_ERR_OVERFLOW, "packing");
     answer = answer_of(h, &h->net);
     if (type == MOE_TYPE_REAL) fact(h, FACT_ANSWER, answer);
     else CHECK(answer_of(h, &h->net) == answer, "packed, the same answers again");

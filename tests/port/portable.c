@@ -806,7 +806,33 @@ static void net_samples(const moe_real *y) {
         CHECK(token == best && p[best] > (moe_real)0.99);
 }
 
+/* The whole network packed. */
+static void net_packs(moe_net *net, const moe_call *call, const moe_real *y) {
+    const size_t mark = arena.used;
+    moe_error error;
+    int type;
+    for (type = 0; type < MOE_TYPE_COUNT; type++, arena.used = mark) {
+        const moe_real *packed;
+        size_t bytes = 0;
+#ifdef MOE_NO_QUANT
+        if (type >= MOE_TYPE_Q8) {
+            CHECK_STATUS(moe_net_pack_size(net, type, 0, &bytes, NULL), MOE_ERR_UNSUPPORTED);
+            continue;
+        }
+#endif
+        if (!WORKS(moe_net_pack_size(net, type, 0, &bytes, NULL)) ||
+            !WORKS(moe_net_pack(net, type, grab(bytes), bytes, &error)))
+            return;
+        packed = net_forward(net, call);
+        if (packed == NULL) continue;
+        if (type == MOE_TYPE_REAL) CHECK(same_bytes(packed, y, TOKENS * VOCABULARY * sizeof *y));
+        else CHECK(relative_error(TOKENS * VOCABULARY, packed, y) <= (type < MOE_TYPE_Q8 ? 1e-4 : 0.1));
+        net_decodes(net, call->token_ids, packed);
+    }
+}
+
 static void test_text(void) {
+    size_t i;
     moe_net net;
     moe_tensor found;
     moe_call call;
@@ -826,6 +852,8 @@ static void test_text(void) {
     expect("y", sum_of(TOKENS * VOCABULARY, y), 20);
     net_decodes(&net, ids, y);
     net_samples(y);
+    net_packs(&net, &call, y);
+    for (i = 0; i < net.n_modules; i++) net.modules[i].layer.is_packed = 0;
 }
 
 #ifdef PORTABLE_MODELS

@@ -1775,6 +1775,31 @@ static void net_decode(fuzz *f, net_run *r) {
     }
 }
 
+static void net_unpack(moe_net *net) {
+    size_t i;
+    for (i = 0; i < net->n_modules; i++) net->modules[i].layer.is_packed = 0;
+}
+
+/* All modules packed: as they are the weights keep every bit, and decoding has those of a pass.
+   Then they are unpacked. */
+static void net_pack_whole(fuzz *f, net_run *r) {
+    const int type = (int)draw(f, MOE_TYPE_COUNT);
+    const moe_real *first;
+    size_t size = 0;
+    moe_status status;
+    say_number(f, "pack all", type);
+    r->call.training = 0;
+    if (net_forward(f, r) != MOE_OK) return;
+    first = r->pass.y;
+    if (moe_net_pack_size(&r->net, type, 0, &size, NULL) != MOE_OK || size > NET_FITS) return;
+    status = moe_net_pack(&r->net, type, grab(f, size, 1), size, NULL);
+    CHECK(f, status == MOE_OK || status == MOE_ERR_OVERFLOW || status == MOE_ERR_NONFINITE, "packing a net");
+    if (status == MOE_OK && net_forward(f, r) == MOE_OK && type == MOE_TYPE_REAL && r->m.data < DATA_FINITE)
+        CHECK(f, output_bytes(r) == 0 || memcmp(first, r->pass.y, output_bytes(r)) == 0, "packed, the same bits");
+    if (status == MOE_OK) net_decode(f, r);
+    net_unpack(&r->net);
+}
+
 /* Some mixtures packed; then they are unpacked. */
 static void net_pack(fuzz *f, net_run *r, const plan *p) {
     const int type = (int)draw(f, MOE_TYPE_COUNT);
@@ -1793,7 +1818,7 @@ static void net_pack(fuzz *f, net_run *r, const plan *p) {
     r->call.training = 0;
     if (r->m.data < DATA_FINITE && net_forward(f, r) == MOE_OK && !all_finite(r->pass.y, r->m.n * (size_t)r->net.d_out))
         CHECK(f, largest_inside(f, p, r) > 1e6, "a packed net's output is finite");
-    for (i = 0; i < r->net.n_modules; i++) r->net.modules[i].layer.is_packed = 0;
+    net_unpack(&r->net);
 }
 
 static void run_net(fuzz *f, net_run *r, const plan *p) {
@@ -1814,6 +1839,7 @@ static void run_net(fuzz *f, net_run *r, const plan *p) {
     if (r->call.training) net_backward(f, r, p);
     if (draw(f, 2)) net_decode(f, r);
     if (one_in(f, 3)) net_pack(f, r, p);
+    if (one_in(f, 3)) net_pack_whole(f, r);
 }
 
 static void fuzz_net(fuzz *f) {

@@ -2955,6 +2955,64 @@ static void test_packed_layers(void) {
     T(moe_layer_free)(&layer);
 }
 
+/* A network's attention and last module, packed. */
+static void test_packed_nets(void) {
+    moe_net net;
+    moe_net_pass pass;
+    moe_call call;
+    moe_quant_error errors[2];
+    moe_error error;
+    moe_real x[TOKENS * WIDTH], *weight;
+    size_t bytes = 0, work_bytes = 0, i;
+    void *memory, *work;
+    int type, special;
+    CHECK(T(moe_net_init)(&net, WIDTH, 0, NULL) == MOE_OK && T(moe_net_attention)(&net, NULL) == MOE_OK &&
+              T(moe_net_linear)(&net, WIDTH) == MOE_OK && T(moe_net_build)(&net, 0, 8, &error) == MOE_OK,
+          "net");
+    for (i = 0; i < TOKENS * WIDTH; i++) x[i] = moe_rng_normal(&rng);
+    memset(&call, 0, sizeof call);
+    call.n_tokens = TOKENS;
+    call.x = x;
+    weight = net.modules[1].tensors[MOE_MODULE_WEIGHT];
+    for (type = MOE_TYPE_REAL; type < MOE_TYPE_COUNT; type++) {
+#ifdef MOE_NO_QUANT
+        if (type >= MOE_TYPE_Q8) continue;
+#endif
+        CHECK(T(moe_net_pack_size)(&net, type, TOKENS, &bytes, &work_bytes) == MOE_OK, "sizes");
+        memory = grab(bytes, 1);
+        work = grab(work_bytes, 1);
+        for (special = 0; special < SPECIALS; special++) {
+            const moe_real kept = x[7], before = weight[11];
+            moe_status status;
+            x[7] = specials[special];
+            status = T(moe_net_quantize)(&net, type, memory, bytes, &call, work, work_bytes, errors, &error);
+            CHECKF(status == MOE_OK, "calibration with %s: %s", special_names[special], moe_status_text(status));
+            CHECKF(special > 6 || (moe_is_finite(errors[0].output) && moe_is_finite(errors[1].output)),
+                   "type %d: the errors with %s", type, special_names[special]);
+            x[7] = kept;
+            weight[11] = specials[special];
+            status = T(moe_net_pack)(&net, type, memory, bytes, &error);
+            CHECKF(status == (type < MOE_TYPE_Q8 || special < 7             ? MOE_OK
+                              : special >= FIRST_ENDLESS                    ? MOE_ERR_NONFINITE
+                              : type != MOE_TYPE_Q8 || MOE_REAL_IS_DOUBLE ? MOE_ERR_OVERFLOW
+                                                                            : MOE_OK),
+                   "type %d: a weight of %s: %s", type, special_names[special], moe_status_text(status));
+            CHECK(net.modules[1].layer.is_packed == (status == MOE_OK), "a failed call packs nothing");
+            if (status == MOE_OK) {
+                CHECKF(T(moe_net_forward)(&net, &call, work, work_bytes, &pass) == MOE_OK &&
+                           (special > 6 || all_finite(TOKENS * WIDTH, pass.y)),
+                       "type %d: forward with a weight of %s", type, special_names[special]);
+                for (i = 0; i < TOKENS; i++)
+                    CHECK(all_finite(WIDTH - 1, pass.y + i * WIDTH + 1), "a weight reaches its output alone");
+            }
+            weight[11] = before;
+        }
+        free(memory);
+        free(work);
+    }
+    T(moe_net_free)(&net);
+}
+
 /* A network's. */
 static void test_ways_back_net(void) {
     moe_call call;
@@ -3406,6 +3464,9 @@ static const row rows[] = {
     {"moe_net_find", ""},
     {"moe_net_parameter_count", ""},
     {"moe_net_work_size", ""},
+    {"moe_net_pack", "as moe_pack"},
+    {"moe_net_pack_size", ""},
+    {"moe_net_quantize", "as moe_pack and moe_net_forward"},
     {"moe_net_forward", "as moe_layer_forward; attention hands numbers to tokens that see them alone"},
     {"moe_net_routing", ""},
     {"moe_net_cache_init", ""},
@@ -3601,6 +3662,7 @@ int main(int argc, char **argv) {
     CASE(test_any_logits());
     printf("routed calls with a special number: %ld good, %ld refused as not finite\n", good_calls, nonfinite_calls);
     CASE(test_packed_layers());
+    CASE(test_packed_nets());
     CASE(test_upcycling());
     CASE(test_ways_back());
     CASE(test_states());

@@ -530,7 +530,8 @@ static void lend(moe_net *to, const moe_net *from, int way, moe_external *places
 
 static void test_lent(const char *form, int way) {
     moe_external places[MOE_MODULE_SLOTS];
-    moe_real *x = normals_of(&rng, 30 * D, 1), *memory = NULL, *y, *again;
+    moe_real *x = normals_of(&rng, 30 * D, 1), *memory = NULL, *y, *again, *later;
+    void *packed = NULL;
     double *wanted = widened(NULL, 30 * D);
     moe_net net, lent;
     moe_call call;
@@ -556,11 +557,22 @@ static void test_lent(const char *form, int way) {
         CHECK_STATUS(moe_net_work_size(&lent, 30, 0, &bytes), MOE_OK);
         CHECK_STATUS(moe_net_forward(&lent, &call, x, bytes, &pass), MOE_ERR_STATE);
         CHECK(strstr(error.message, "query is not set") != NULL, error.message);
+        CHECK_STATUS(moe_net_pack_size(&lent, MOE_TYPE_REAL, 0, &bytes, NULL), MOE_OK);
+        packed = grab(bytes, 1);
+        CHECK_STATUS(moe_net_pack(&lent, MOE_TYPE_REAL, packed, bytes, &error), MOE_ERR_ARGUMENT);
+        CHECK(strstr(error.message, "module 0 (attention): query is not set") != NULL, error.message);
         lend(&lent, &net, way, places, &memory);
         again = run(&lent, &call);
         for (i = 0; i < 30 * D; i++) wanted[i] = (double)y[i];
         check_rows(again, wanted, 30 * D, way < 2 ? 0 : NEAR);
         if (!lent.modules[0].attention.full) check_decoding(&lent, 30, 4, MOE_TYPE_REAL, x, again, 0);
+        /* only tensors are packed, and keep all bits */
+        CHECK_STATUS(moe_net_pack(&lent, MOE_TYPE_REAL, packed, bytes, &error), MOE_OK);
+        CHECK((way > 0) == (lent.modules[0].layer.packed[MOE_MODULE_QUERY] == NULL));
+        later = run(&lent, &call);
+        CHECK(memcmp(later, again, 30 * D * sizeof *later) == 0);
+        free(later);
+        lent.modules[0].layer.is_packed = 0;
         CHECK_STATUS(moe_net_write(&lent, &stream, &error), MOE_ERR_STATE);
         call.training = 1;
         CHECK_STATUS(moe_net_forward(&lent, &call, x, bytes, &pass), MOE_ERR_UNSUPPORTED);
@@ -571,6 +583,7 @@ static void test_lent(const char *form, int way) {
     free(y);
     free(wanted);
     free(memory);
+    free(packed);
     moe_net_free(&net);
     moe_net_free(&lent);
 }

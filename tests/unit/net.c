@@ -1919,7 +1919,249 @@ static void test_residual_logits(void) {
     moe_net_free(&net);
 }
 
+/* ---- packed weights of all modules ----------------------------------------------------------- */
+
+enum { PACKED_TOKENS = 9, PACKED_ROOM = 1 << 20 };
+
+/* Attention of each form, a convolution, layers, and a head: linear or tied. */
+static void build_packed(moe_net *net, int tied, int trainable) {
+    moe_attention_config a;
+    moe_layer_config c = small_layer();
+    moe_module m;
+    moe_error error;
+    memset(&a, 0, sizeof a);
+    moe_net_init(net, 0, MOE_KERNELS_AUTO, NULL);
+    moe_net_embedding(net, 37, 20);
+    a.heads = 2;
+    a.kv_heads = 1;
+    a.bias = 1;
+    moe_net_attention(net, &a);
+    moe_net_residual(net, 1);
+    memset(&a, 0, sizeof a);
+    a.heads = 3;
+    a.kv_lora = 11;
+    a.q_lora = 7;
+    a.d_head = 10;
+    a.rotary = 1;
+    a.rotary_dims = 4;
+    moe_net_attention(net, &a);
+    c.n_shared = 1;
+    moe_net_mixture(net, &c);
+    memset(&c, 0, sizeof c);
+    c.expert = MOE_EXPERT_MLP;
+    c.d_ff = 5;
+    moe_net_feed_forward(net, &c);
+    moe_net_residual(net, 3);
+    memset(&m, 0, sizeof m);
+    m.kind = MOE_MODULE_CONVOLUTION;
+    m.length = 3;
+    moe_net_append(net, &m);
+    if (tied) moe_net_tied(net);
+    else moe_net_linear(net, 37);
+    if (moe_net_build(net, trainable, 5, &error) != MOE_OK) printf("        %s\n", error.message);
+}
+
+/* The logits of some tokens: at once, or (step) decoded one by one. */
+static void packed_logits(const moe_net *net, int step, int keep, moe_real *y, void *work) {
+    static const int32_t ids[PACKED_TOKENS] = {3, 1, 4, 1, 10, 0, 36, 5, 9};
+    static unsigned char cached[1 << 16];
+    moe_call call;
+    moe_net_pass pass;
+    moe_cache cache;
+    size_t bytes = 0, size = 0, t;
+    memset(&call, 0, sizeof call);
+    call.keep = keep;
+    call.token_ids = ids;
+    if (!step) {
+        call.n_tokens = PACKED_TOKENS;
+        CHECK_STATUS(moe_net_work_size(net, PACKED_TOKENS, keep, &bytes), MOE_OK);
+        if (CHECK(bytes <= PACKED_ROOM) && CHECK_STATUS(moe_net_forward(net, &call, work, bytes, &pass), MOE_OK))
+            memcpy(y, pass.y, PACKED_TOKENS * 37 * sizeof *y);
+        return;
+    }
+    call.n_tokens = 1;
+    CHECK_STATUS(moe_net_decode_size(net, PACKED_TOKENS, 1, &size, &bytes, NULL), MOE_OK);
+    CHECK_STATUS(moe_net_cache_init(&cache, net, PACKED_TOKENS, cached, sizeof cached, NULL), MOE_OK);
+    for (t = 0; t < PACKED_TOKENS; t++, call.token_ids++)
+        if (CHECK_STATUS(moe_net_decode(net, &cache, &call, work, bytes, &pass), MOE_OK))
+            memcpy(y + t * 37, pass.y, 37 * sizeof *y);
+}
+
+/* Whether all modules with matrices read packed weights, or none. */
+static int all_packed(const moe_net *net, int packed) {
+    size_t i;
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_module *m = &net->modules[i];
+        if (m->kind == MOE_MODULE_EMBEDDING || m->kind == MOE_MODULE_RESIDUAL) continue;
+        if (m->layer.is_packed != packed) return 0;
+    }
+    return 1;
+}
+
+/* MOE_TYPE_REAL keeps all bits, decoding gives those of forward, keep reads the tensors, and the
+   report's last error is that of the logits. */
+static void test_packed_types(void) {
+    static moe_real exact[PACKED_TOKENS * 37], y[PACKED_TOKENS * 37], stepped[PACKED_TOKENS * 37];
+    static const int32_t ids[PACKED_TOKENS] = {3, 1, 4, 1, 10, 0, 36, 5, 9};
+    void *work = grab(PACKED_ROOM, 1), *memory = grab(PACKED_ROOM, 1);
+    moe_quant_error errors[9];
+    moe_error error;
+    moe_call call;
+    int tied, type;
+    memset(&call, 0, sizeof call);
+    call.n_tokens = PACKED_TOKENS;
+    call.token_ids = ids;
+    for (tied = 0; tied < 2; tied++)
+        for (type = 0; type < MOE_TYPE_COUNT; type++) {
+            double sums[2] = {0.0, 0.0};
+            size_t bytes = 0, report = 0;
+            moe_net net;
+            build_packed(&net, tied, 0);
+            packed_logits(&net, 0, 0, exact, work);
+            CHECK_STATUS(moe_net_pack_size(&net, type, PACKED_TOKENS, &bytes, &report), MOE_OK);
+            if (!CHECK(bytes <= PACKED_ROOM && report <= PACKED_ROOM)) return;
+            CHECK_STATUS(moe_net_quantize(&net, type, memory, bytes, &call, work, report - 1, errors, &error),
+                         MOE_ERR_SPACE);
+            CHECK_STATUS(moe_net_pack(&net, type, memory, bytes - 1, &error), MOE_ERR_SPACE);
+            CHECK(all_packed(&net, 0));
+            if (!CHECK_STATUS(moe_net_quantize(&net, type, memory, bytes, &call, work, report, errors, &error), MOE_OK))
+                printf("        %s\n", error.message);
+            CHECK(all_packed(&net, 1));
+            packed_logits(&net, 0, 0, y, work);
+            packed_logits(&net, 1, 0, stepped, work);
+            CHECK(same_bits(y, stepped, sizeof y));
+            CHECK(type != MOE_TYPE_REAL || same_bits(y, exact, sizeof y));
+            moei_add_error(PACKED_TOKENS * 37, exact, y, sums);
+            CHECK_NEAR(errors[net.n_modules - 1].output, moei_error_of(sums), 1e-6);
+            CHECK(errors[0].rows == PACKED_TOKENS && errors[net.n_modules - 1].output < (moe_real)0.6);
+            CHECK((type == MOE_TYPE_REAL) == !(sums[0] > 0.0));
+            packed_logits(&net, 0, 1, y, work);
+            CHECK(same_bits(y, exact, sizeof y));
+            moe_net_free(&net);
+        }
+    free(work);
+    free(memory);
+}
+
+/* What is refused, what fails, and what unpacks. */
+static void test_packed_failures(void) {
+    static const int32_t ids[4] = {3, 1, 4, 1};
+    void *work = grab(PACKED_ROOM, 1), *memory = grab(PACKED_ROOM, 1);
+    void *other = grab(PACKED_ROOM, 1);
+    moe_quant_error errors[9];
+    moe_error error;
+    moe_call call;
+    moe_net net;
+    size_t bytes = 0;
+    moe_real *weight, kept;
+    memset(&call, 0, sizeof call);
+    moe_net_init(&net, 4, MOE_KERNELS_C, NULL);
+    CHECK_STATUS(moe_net_pack(&net, MOE_TYPE_REAL, memory, PACKED_ROOM, &error), MOE_ERR_STATE);
+    CHECK_STATUS(moe_net_pack_size(&net, MOE_TYPE_REAL, 0, &bytes, NULL), MOE_ERR_STATE);
+    moe_net_free(&net);
+    CHECK_STATUS(moe_net_pack(NULL, MOE_TYPE_REAL, memory, PACKED_ROOM, &error), MOE_ERR_ARGUMENT);
+    CHECK_STATUS(moe_net_pack_size(NULL, MOE_TYPE_REAL, 0, &bytes, NULL), MOE_ERR_ARGUMENT);
+    build_packed(&net, 1, 1);
+    CHECK_STATUS(moe_net_pack_size(&net, MOE_TYPE_REAL, 0, NULL, NULL), MOE_ERR_ARGUMENT);
+    CHECK_STATUS(moe_net_pack(&net, MOE_TYPE_REAL, NULL, PACKED_ROOM, &error), MOE_ERR_ARGUMENT);
+    CHECK_STATUS(moe_net_pack_size(&net, MOE_TYPE_COUNT, 0, &bytes, NULL), MOE_ERR_ARGUMENT);
+    CHECK_STATUS(moe_net_pack(&net, MOE_TYPE_COUNT, memory, PACKED_ROOM, &error), MOE_ERR_ARGUMENT);
+    CHECK(strstr(error.message, "module 1 (attention)") != NULL, error.message);
+    CHECK_STATUS(moe_net_quantize(&net, MOE_TYPE_Q8, memory, PACKED_ROOM, NULL, NULL, 0, errors, &error),
+                 MOE_ERR_ARGUMENT);
+    CHECK_STATUS(moe_net_pack_size(&net, MOE_TYPE_REAL, SIZE_MAX / 2, NULL, &bytes), MOE_ERR_OVERFLOW);
+    net.transport = (const struct moe_transport *)memory; /* is not read */
+    CHECK_STATUS(moe_net_quantize(&net, MOE_TYPE_REAL, memory, PACKED_ROOM, &call, work, PACKED_ROOM, errors, &error),
+                 MOE_ERR_UNSUPPORTED);
+    net.transport = NULL;
+    CHECK_STATUS(moe_net_quantize(&net, MOE_TYPE_Q8, memory, PACKED_ROOM, NULL, NULL, 0, NULL, &error), MOE_OK);
+    CHECK(all_packed(&net, 1));
+    /* packed weights stay in use when packing anew fails elsewhere, but not in their own memory */
+    weight = tensor_of(&net, "4.shared.down");
+    if (!CHECK(weight != NULL)) return;
+    kept = weight[0];
+    weight[0] = (moe_real)INFINITY;
+    CHECK_STATUS(moe_net_pack(&net, MOE_TYPE_Q8, other, PACKED_ROOM, &error), MOE_ERR_NONFINITE);
+    CHECK(strstr(error.message, "module 4") != NULL && all_packed(&net, 1), error.message);
+    CHECK_STATUS(moe_net_pack(&net, MOE_TYPE_Q8, memory, PACKED_ROOM, &error), MOE_ERR_NONFINITE);
+    CHECK(all_packed(&net, 0));
+    weight[0] = kept;
+    /* a pass that fails on packed weights: as a 16-bit float, the weight is infinite */
+    call.n_tokens = 4;
+    call.token_ids = ids;
+    weight = tensor_of(&net, "1.value");
+    kept = weight[0];
+    weight[0] = (moe_real)1e6;
+    CHECK_STATUS(moe_net_quantize(&net, MOE_TYPE_F16, memory, PACKED_ROOM, &call, work, PACKED_ROOM, errors, &error),
+                 MOE_ERR_NONFINITE);
+    CHECK(all_packed(&net, 0));
+    weight[0] = kept;
+    moe_net_free(&net);
+    free(work);
+    free(memory);
+    free(other);
+}
+
+/* Training reads the tensors and a step changes them; a file has the tensors alone. */
+static void test_packed_training(void) {
+    static moe_real y[2][PACKED_TOKENS * 37], dy[PACKED_TOKENS * 37];
+    static const int32_t ids[PACKED_TOKENS] = {3, 1, 4, 1, 10, 0, 36, 5, 9};
+    void *memory = grab(PACKED_ROOM, 1), *work = grab(PACKED_ROOM, 1);
+    moe_train_config config = quick_training();
+    moe_trainer trainer;
+    moe_data data;
+    moe_error error;
+    moe_net nets[3]; /* packed, plain, loaded */
+    moe_buffer files[2];
+    moe_net_pass pass;
+    moe_call call;
+    size_t i, bytes = 0;
+    memset(&data, 0, sizeof data);
+    memset(&call, 0, sizeof call);
+    memset(files, 0, sizeof files);
+    for (i = 0; i < PACKED_TOKENS * 37; i++) dy[i] = (moe_real)(i % 7) - 3;
+    call.n_tokens = PACKED_TOKENS;
+    call.token_ids = ids;
+    call.training = 1;
+    for (i = 0; i < 2; i++) {
+        moe_stream stream = moe_buffer_stream(&files[i]);
+        build_packed(&nets[i], 1, 1);
+        if (i == 0) CHECK_STATUS(moe_net_pack(&nets[0], MOE_TYPE_Q8, memory, PACKED_ROOM, &error), MOE_OK);
+        CHECK_STATUS(moe_net_work_size(&nets[i], PACKED_TOKENS, 1, &bytes), MOE_OK);
+        if (!CHECK(bytes <= PACKED_ROOM) || !CHECK_STATUS(moe_net_forward(&nets[i], &call, work, bytes, &pass), MOE_OK))
+            return;
+        memcpy(y[i], pass.y, sizeof y[i]);
+        CHECK_STATUS(moe_net_backward(&nets[i], dy, NULL, &pass), MOE_OK);
+        CHECK_STATUS(moe_net_write(&nets[i], &stream, &error), MOE_OK);
+    }
+    CHECK(all_packed(&nets[0], 1) && same_bits(y[0], y[1], sizeof y[0]));
+    for (i = 0; i < nets[0].n_tensors; i++)
+        CHECK(same_bits(nets[0].tensors[i].gradient, nets[1].tensors[i].gradient,
+                        nets[0].tensors[i].count * sizeof(moe_real)));
+    CHECK(files[0].size == files[1].size && same_bits(files[0].data, files[1].data, files[0].size));
+    CHECK_STATUS(moe_net_read(&nets[2], files[0].data, files[0].size, 0, MOE_KERNELS_AUTO, NULL, &error), MOE_OK);
+    CHECK(all_packed(&nets[2], 0));
+    data.n = 4;
+    data.token_ids = ids;
+    data.labels = ids;
+    data.length = 2;
+    config.criterion = MOE_CRITERION_CROSS_ENTROPY;
+    config.batch = 4;
+    if (CHECK_STATUS(moe_trainer_init(&trainer, &nets[0], &config, &error), MOE_OK)) {
+        CHECK_STATUS(moe_trainer_step(&trainer, &data, NULL, &error), MOE_OK);
+        CHECK(all_packed(&nets[0], 0));
+        moe_trainer_free(&trainer);
+    }
+    for (i = 0; i < 3; i++) moe_net_free(&nets[i]);
+    for (i = 0; i < 2; i++) moe_buffer_free(&files[i]);
+    free(memory);
+    free(work);
+}
+
 int main(int count, char **words) {
+    CASE(test_packed_types());
+    CASE(test_packed_failures());
+    CASE(test_packed_training());
     CASE(test_attention_room());
     CASE(test_residual_logits());
     const char *folder = count > 1 ? words[1] : ".";
