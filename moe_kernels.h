@@ -8264,8 +8264,7 @@ MOEI_INLINE int32_t moei_flash_32(const unsigned char *at) {
             for each 4 inputs the 4 bytes
             a0 | b0 << 4,  a2 | b2 << 4,  a1 | b1 << 4,  a3 | b3 << 4, each as w + 8;
             -8 <= w <= 7
-   Two outputs share a word because Arm's DSP instructions multiply halfwords: a word is 256 w_b +
-   w_a of two inputs, and one instruction extracts its even bytes, w_a.
+   Arm's DSP instructions multiply halfwords, and one extracts the even bytes of a word.
    Below, block_jp is the block scale of output j at input p, and 1 for int8. */
 
 /* Bytes of a product's constants, a multiple of 4. 0: n or k is above 65532, or the size
@@ -8541,10 +8540,10 @@ MOEI_INLINE void *moei_int_finish_pair(const moei_int_shape *shape, int32_t weig
 MOEI_TOOL int32_t moei_int_sum(unsigned k, const int16_t *x) {
     int32_t sum = 0;
     __asm__ volatile(
-        ".syntax unified\n\tsubs %1, #8\n\tblt 2f\n"
-        "1:\tldm %2!, {r3, r4, r5, r6}\n\tsmlad %0, r3, %3, %0\n\tsmlad %0, r4, %3, %0\n\t"
-        "smlad %0, r5, %3, %0\n\tsmlad %0, r6, %3, %0\n\tsubs %1, #8\n\tbge 1b\n"
-        "2:\tadds %1, #8\n\tbeq 3f\n\tldm %2!, {r3, r4}\n\tsmlad %0, r3, %3, %0\n\tsmlad %0, r4, %3, %0\n3:"
+        ".syntax unified\nsubs %1,#8\nblt 2f\n"
+        "1:\tldm %2!,{r3,r4,r5,r6}\nsmlad %0,r3,%3,%0\nsmlad %0,r4,%3,%0\n"
+        "smlad %0,r5,%3,%0\nsmlad %0,r6,%3,%0\nsubs %1,#8\nbge 1b\n"
+        "2:\tadds %1,#8\nbeq 3f\nldm %2!,{r3,r4}\nsmlad %0,r3,%3,%0\nsmlad %0,r4,%3,%0\n3:"
         : "+r"(sum), "+r"(k), "+r"(x)
         : "r"(0x10001)
         : "r3", "r4", "r5", "r6", "cc", "memory");
@@ -8584,14 +8583,14 @@ MOEI_TOOL int32_t moei_int_sum(unsigned k, const int16_t *x) {
 MOEI_INLINE const int16_t *moei_int8_dot_part(const unsigned char **w, const int16_t *x, const int16_t *end,
                                               uint32_t *a, uint32_t *both) {
 #define MOEI_WORD(w) \
-    "ldm %1!, {%2}\n\tsxth %3, %2\n\tsxtb %4, " #w "\n\tmuls %4, %3, %4\n\tadd r8, %4\n\tsxth %4, " #w \
-    "\n\tmuls %4, %3, %4\n\t" \
-    "add r9, %4\n\tasrs %2, %2, #16\n\tasrs " #w ", " #w ", #16\n\tsxtb %4, " #w \
-    "\n\tmuls %4, %2, %4\n\tadd r8, %4\n\t" \
-    "muls " #w ", %2, " #w "\n\tadd r9, " #w "\n\t"
-    __asm__ volatile(".syntax unified\n\tmov r8, %2\n\tmov r9, %3\n\tmov r10, %4\n"
-                     "1:\tldm %0!, {r4, r5}\n\t" MOEI_WORD(r4)
-                         MOEI_WORD(r5) "cmp %1, r10\n\tbne 1b\n\tmov %2, r8\n\tmov %3, r9"
+    "ldm %1!,{%2}\nsxth %3,%2\nsxtb %4," #w "\nmuls %4,%3,%4\nadd r8,%4\nsxth %4," #w \
+    "\nmuls %4,%3,%4\n" \
+    "add r9,%4\nasrs %2,%2,#16\nasrs " #w "," #w ",#16\nsxtb %4," #w \
+    "\nmuls %4,%2,%4\nadd r8,%4\n" \
+    "muls " #w ", %2, " #w "\nadd r9," #w "\n"
+    __asm__ volatile(".syntax unified\nmov r8,%2\nmov r9,%3\nmov r10,%4\n"
+                     "1:\tldm %0!,{r4,r5}\n" MOEI_WORD(r4)
+                         MOEI_WORD(r5) "cmp %1,r10\nbne 1b\nmov %2,r8\nmov %3,r9"
                      : "+l"(*w), "+l"(x), "+l"(*a), "+l"(*both), "+l"(end)
                      :
                      : "r4", "r5", "r8", "r9", "r10", "cc", "memory");
@@ -8611,15 +8610,15 @@ MOEI_INLINE const int16_t *moei_int8_dot_part(const unsigned char **w, const int
 MOEI_INLINE const unsigned char *moei_int8_dot(unsigned k, const unsigned char *w, const int16_t *x, int32_t *a,
                                                int32_t *b) {
 #define MOEI_INPUT \
-    MOEI_LOAD " %5, Z+\n\t" MOEI_LOAD " %6, Z+\n\tld %7, X+\n\tld %8, X+\n\tsubi %5, 128\n\tsbci %6, 127\n\t" \
-    "mulsu %7, %5\n\tadd %A2, r0\n\tadc %B2, r1\n\tadc %C2, %8\n\tadc %D2, %8\n\t" \
-    "mulsu %7, %6\n\tadd %A3, r0\n\tadc %B3, r1\n\tadc %C3, %8\n\tadc %D3, %8\n\t"
+    MOEI_LOAD " %5,Z+\n" MOEI_LOAD " %6,Z+\nld %7,X+\nld %8,X+\nsubi %5,128\nsbci %6,127\n" \
+    "mulsu %7,%5\nadd %A2,r0\nadc %B2,r1\nadc %C2,%8\nadc %D2,%8\n" \
+    "mulsu %7,%6\nadd %A3,r0\nadc %B3,r1\nadc %C3,%8\nadc %D3,%8\n"
     int32_t sum_a = *a, sum_b = *b;
     unsigned count = k / 4;
     unsigned char byte_a, byte_b, code, sign;
     if (k == 0) return w;
     __asm__ volatile("1:\t" MOEI_INPUT MOEI_INPUT MOEI_INPUT MOEI_INPUT
-                     "sbiw %4, 1\n\tbreq 2f\n\trjmp 1b\n2:\tclr __zero_reg__"
+                     "sbiw %4,1\nbreq 2f\nrjmp 1b\n2:\tclr __zero_reg__"
                      : "+z"(w), "+x"(x), "+r"(sum_a), "+r"(sum_b), "+w"(count), "=&a"(byte_a), "=&a"(byte_b),
                        "=&a"(code), "=&r"(sign)
                      :
@@ -8683,13 +8682,13 @@ MOEI_INT_CALLED MOEI_TOOL const unsigned char *moei_int8_dot(unsigned k, const u
 MOEI_INLINE const unsigned char *moei_int4_dot(unsigned k, const unsigned char *w, const int16_t *x, int32_t *a,
                                                int32_t *b) {
 #define MOEI_INPUT(x) \
-    MOEI_LOAD " r18, Z+\n\tmov r19, r18\n\tandi r18, 15\n\tmulsu " x ", r18\n\tadd %A2, r0\n\tadc %B2, r1\n\t" \
-    "swap r19\n\tandi r19, 15\n\tmulsu " x ", r19\n\tadd %A3, r0\n\tadc %B3, r1\n\t"
+    MOEI_LOAD " r18,Z+\nmov r19,r18\nandi r18,15\nmulsu " x ",r18\nadd %A2,r0\nadc %B2,r1\n" \
+    "swap r19\nandi r19,15\nmulsu " x ",r19\nadd %A3,r0\nadc %B3,r1\n"
     uint16_t sum_a = (uint16_t)*a, sum_b = (uint16_t)*b;
     unsigned char count = (unsigned char)(k / 4);
-    __asm__ volatile("1:\tld r20, X+\n\tadiw r26, 1\n\tld r21, X+\n\tadiw r26, 1\n\tld r22, X+\n\tadiw r26, 1\n\tld "
-                     "r23, X+\n\tadiw r26, 1\n\t" MOEI_INPUT("r20") MOEI_INPUT("r22") MOEI_INPUT("r21")
-                         MOEI_INPUT("r23") "dec %4\n\tbreq 2f\n\trjmp 1b\n2:\tclr __zero_reg__"
+    __asm__ volatile("1:\tld r20,X+\nadiw r26,1\nld r21,X+\nadiw r26,1\nld r22,X+\nadiw r26,1\nld "
+                     "r23,X+\nadiw r26,1\n" MOEI_INPUT("r20") MOEI_INPUT("r22") MOEI_INPUT("r21")
+                         MOEI_INPUT("r23") "dec %4\nbreq 2f\nrjmp 1b\n2:\tclr __zero_reg__"
                      : "+z"(w), "+x"(x), "+r"(sum_a), "+r"(sum_b), "+r"(count)
                      :
                      : "r18", "r19", "r20", "r21", "r22", "r23", "memory");
@@ -8706,14 +8705,14 @@ MOEI_INLINE const unsigned char *moei_int4_dot(unsigned k, const unsigned char *
     int32_t both = 0, sum_b = 0;
 #if defined(MOEI_INT_THUMB1)
 #define MOEI_BYTE(place, x) \
-    "ldrb %4, [%0, " place "]\n\tlsrs %5, %4, #4\n\tmuls %4, " x ", %4\n\tadd r8, %4\n\tmuls %5, " x \
-    ", %5\n\tadd r9, %5\n\t"
+    "ldrb %4, [%0, " place "]\nlsrs %5,%4,#4\nmuls %4," x ",%4\nadd r8,%4\nmuls %5," x \
+    ",%5\nadd r9,%5\n"
     uint32_t first, second, byte = 0, product = 0;
     const int16_t *end = x + k;
-    __asm__ volatile(".syntax unified\n\tmov r8, %4\n\tmov r9, %5\n"
-                     "1:\tldm %1!, {%3}\n\tsxth %2, %3\n\tasrs %3, %3, #16\n\t" MOEI_BYTE("#0", "%2") MOEI_BYTE(
-                         "#2", "%3") "ldm %1!, {%3}\n\tsxth %2, %3\n\tasrs %3, %3, #16\n\t" MOEI_BYTE("#1", "%2")
-                         MOEI_BYTE("#3", "%3") "adds %0, #4\n\tcmp %1, %6\n\tbne 1b\n\tmov %4, r8\n\tmov %5, r9"
+    __asm__ volatile(".syntax unified\nmov r8,%4\nmov r9,%5\n"
+                     "1:\tldm %1!,{%3}\nsxth %2,%3\nasrs %3,%3,#16\n" MOEI_BYTE("#0", "%2") MOEI_BYTE(
+                         "#2", "%3") "ldm %1!,{%3}\nsxth %2,%3\nasrs %3,%3,#16\n" MOEI_BYTE("#1", "%2")
+                         MOEI_BYTE("#3", "%3") "adds %0,#4\ncmp %1,%6\nbne 1b\nmov %4,r8\nmov %5,r9"
                      : "+l"(w), "+l"(x), "=&l"(first), "=&l"(second), "+l"(byte), "+l"(product)
                      : "r"(end)
                      : "r8", "r9", "cc", "memory");
@@ -8780,25 +8779,24 @@ MOEI_INLINE moei_int_work moei_int_work_make(const moei_int_shape *shape, const 
     return w;
 }
 
-/* Both outputs are clamped at once, to low and high in both halves of a register; a 16 x 32-bit
-   product is one instruction. b is free afterwards. */
+/* Clamps a and b at once, to low and high in both halves of a register; b is free afterwards. */
 #define MOEI_CLAMP(a, b, shift, low, high) \
-    "asr " #a ", " #a ", " #shift "\n\tasr " #b ", " #b ", " #shift "\n\tssat " #a ", #16, " #a "\n\tssat " #b \
-    ", #16, " #b "\n\tpkhbt " #a ", " #a ", " #b ", lsl #16\n\tssub16 " #b ", " #a ", " #low "\n\tsel " #a ", " #a \
-    ", " #low "\n\tssub16 " #b ", " #high ", " #a "\n\tsel " #a ", " #a ", " #high "\n\t"
+    "asr " #a "," #a "," #shift "\nasr " #b "," #b "," #shift "\nssat " #a ", #16, " #a "\nssat " #b \
+    ", #16, " #b "\npkhbt " #a "," #a "," #b ",lsl #16\nssub16 " #b "," #a "," #low "\nsel " #a "," #a \
+    ", " #low "\nssub16 " #b "," #high "," #a "\nsel " #a "," #a "," #high "\n"
 #define MOEI_STORE(a, b, factors, round, shift, low, high) \
-    "smlawb " #a ", " #a ", " #factors ", " #round "\n\tsmlawt " #b ", " #b ", " #factors ", " #round \
-    "\n\t" MOEI_CLAMP(a, b, shift, low, high)
+    "smlawb " #a "," #a "," #factors "," #round "\nsmlawt " #b "," #b "," #factors "," #round \
+    "\n" MOEI_CLAMP(a, b, shift, low, high)
 #define MOEI_ADD(a, b, factors, weight, y, c, d) \
-    "smulwb " #a ", " #a ", " #factors "\n\tsmulwt " #b ", " #b ", " #factors "\n\tldm " #y ", {" #c ", " #d \
-    "}\n\tsmlawb " #c ", " #a ", " #weight ", " #c "\n\tsmlawb " #d ", " #b ", " #weight ", " #d "\n\tstm " #y \
-    "!, {" #c ", " #d "}\n\t"
+    "smulwb " #a "," #a "," #factors "\nsmulwt " #b "," #b "," #factors "\nldm " #y ", {" #c "," #d \
+    "}\nsmlawb " #c "," #a "," #weight "," #c "\nsmlawb " #d "," #b "," #weight "," #d "\nstm " #y \
+    "!, {" #c "," #d "}\n"
 /* The end of a pair. Registers: the sums a, b, their factors in one, r0 behind moei_int_work, r1
    the constants, r2, r4, r5, r6, r11, r12 free; label 0 is the next pair, 9 the end. */
 #define MOEI_INT_FINISH_PAIR(a, b, factors) \
-    "ldmdb r0, {r2, r4, r5, r6, r11, r12}\n\tcmp r4, #0\n\tblt 6f\n\t" MOEI_STORE( \
-        a, b, factors, r2, r4, r5, r6) "str " #a ", [r11], #4\n\tb 7f\n" \
-    "6:\t" MOEI_ADD(a, b, factors, r2, r11, r4, r5) "7:\tstr r11, [r0, #-8]\n\tcmp r1, r12\n\tbne 0b\n\tb 9f\n"
+    "ldmdb r0,{r2,r4,r5,r6,r11,r12}\ncmp r4,#0\nblt 6f\n" MOEI_STORE( \
+        a, b, factors, r2, r4, r5, r6) "str " #a ",[r11],#4\nb 7f\n" \
+    "6:\t" MOEI_ADD(a, b, factors, r2, r11, r4, r5) "7:\tstr r11,[r0,#-8]\ncmp r1,r12\nbne 0b\nb 9f\n"
 
 #if defined(MOEI_INT_MVE)
 typedef struct moei_int8_work {
@@ -8824,13 +8822,13 @@ MOEI_TOOL void moei_int8_pairs(const moei_int_shape *shape, const unsigned char 
     at = &work.x;
     __asm__ volatile(
         ".syntax unified\n"
-        "0:\tldm r0, {r3, r4, r5}\n\tldrd r8, r10, [r1], #8\n\tldr r9, [r1], #4\n\twls lr, r4, 2f\n"
-        "1:\tvld20.8 {q0, q1}, [r1]\n\tvld21.8 {q0, q1}, [r1]!\n\tvld20.8 {q2, q3}, [r3]\n\tvld21.8 {q2, q3}, [r3]!\n\t"
-        "vshr.u8 q3, q0, #7\n\tvadd.i8 q1, q1, q3\n\tvmladava.s8 r8, q0, q2\n\tvmladava.s8 r10, q1, q2\n\tle lr, 1b\n"
-        "2:\twls lr, r5, 4f\n"
-        "3:\tvldrh.u32 q0, [r1], #8\n\tvldrh.s32 q2, [r3], #8\n\tvmovlb.s8 q1, q0\n\tvmovlt.s8 q0, q0\n\t"
-        "vshr.u16 q3, q1, #15\n\tvadd.i16 q0, q0, q3\n\tvmladava.s16 r8, q1, q2\n\tvmladava.s16 r10, q0, q2\n\t"
-        "le lr, 3b\n"
+        "0:\tldm r0,{r3,r4,r5}\nldrd r8,r10,[r1],#8\nldr r9,[r1],#4\nwls lr,r4,2f\n"
+        "1:\tvld20.8 {q0,q1},[r1]\nvld21.8 {q0,q1},[r1]!\nvld20.8 {q2,q3},[r3]\nvld21.8 {q2,q3},[r3]!\n"
+        "vshr.u8 q3,q0,#7\nvadd.i8 q1,q1,q3\nvmladava.s8 r8,q0,q2\nvmladava.s8 r10,q1,q2\nle lr,1b\n"
+        "2:\twls lr,r5,4f\n"
+        "3:\tvldrh.u32 q0,[r1],#8\nvldrh.s32 q2,[r3],#8\nvmovlb.s8 q1,q0\nvmovlt.s8 q0,q0\n"
+        "vshr.u16 q3,q1,#15\nvadd.i16 q0,q0,q3\nvmladava.s16 r8,q1,q2\nvmladava.s16 r10,q0,q2\n"
+        "le lr,3b\n"
         "4:\t" MOEI_INT_FINISH_PAIR(r8, r10, r9) "9:"
         : "+r"(at), "+r"(w)
         :
@@ -8850,14 +8848,13 @@ typedef struct moei_int8_work {
    x in r4, so that both - a = 256 w_b . x, which fits in 32 bits for up to 512 inputs; c and d in
    r5 and r6. A missing second pair is the first one again, with factors of 0. A step of 8 inputs
    has 116 bytes of code; the loop of four begins 32 bytes behind pc of the first add (1: Thumb) and
-   is entered before any of them. Executed instructions: 29 for 8 inputs (32 products), 2 for 32
-   inputs, and 51 (adding: 41) for the pairs. */
+   is entered before any of them. */
 #define MOEI_WORD(w, x, a, both) \
-    "smlad " #both ", " #w ", " #x ", " #both "\n\tsxtb16 " #w ", " #w "\n\tsmlad " #a ", " #w ", " #x ", " #a "\n\t"
+    "smlad " #both "," #w "," #x "," #both "\nsxtb16 " #w "," #w "\nsmlad " #a "," #w "," #x "," #a "\n"
 #define MOEI_WORDS(from, x, x2, a, both) \
-    "ldm " #from "!, {r7, r12}\n\t" MOEI_WORD(r7, x, a, both) MOEI_WORD(r12, x2, a, both)
+    "ldm " #from "!,{r7,r12}\n" MOEI_WORD(r7, x, a, both) MOEI_WORD(r12, x2, a, both)
 #define MOEI_4_INPUTS(x, x2) MOEI_WORDS(r1, x, x2, r3, r4) MOEI_WORDS(r2, x, x2, r5, r6)
-#define MOEI_8_INPUTS "ldm r0!, {r8, r9, r10, r11}\n\t" MOEI_4_INPUTS(r8, r9) MOEI_4_INPUTS(r10, r11)
+#define MOEI_8_INPUTS "ldm r0!,{r8,r9,r10,r11}\n" MOEI_4_INPUTS(r8, r9) MOEI_4_INPUTS(r10, r11)
 
 MOEI_TOOL void moei_int8_pairs(const moei_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight,
                                void *y) {
@@ -8876,23 +8873,23 @@ MOEI_TOOL void moei_int8_pairs(const moei_int_shape *shape, const unsigned char 
     w = data;
     at = &work.x;
     __asm__ volatile(
-        ".syntax unified\n\tpush {r7}\n\tmov r7, r0\n\tldr r3, [r7, #12]\n\tadd r3, pc\n\t"
-        "str.w r3, [r7, #12]\n"
-        "0:\tldm r7, {r0, r2, r6, r12, lr}\n\tadd r2, r1\n\tcmp r2, r6\n\tldm r1!, {r3, r8, r9}\n\tbeq.w 3f\n\t"
-        "ldm r2!, {r5, r10, r11}\n"
-        "1:\tpush {r7, r8, r9, r10, r11}\n\tmov r4, r3\n\tmov r6, r5\n\tbx r12\n"
-        "2:\t.rept 4\n\t" MOEI_8_INPUTS ".endr\n\tsubs lr, lr, #32\n\tbge 2b\n\t"
-        "tst lr, #4\n\tbeq 5f\n\tldm r0!, {r8, r9}\n\t" MOEI_4_INPUTS(r8, r9)
-        "5:\tpop {r7, r8, r9, r10, r11}\n\tsub r4, r4, r3\n\tadd r8, r8, r4, asr #8\n\tsub r6, r6, r5\n\t"
-        "add r10, r10, r6, asr #8\n\tldr r4, [r7, #20]\n\tcmp r0, r4\n\tbne 4f\n\t"
-        "ldmdb r7, {r0, r1, r4, r6, r12, lr}\n\tcmp r1, #0\n\tblt 6f\n\t" 
+        ".syntax unified\npush {r7}\nmov r7,r0\nldr r3,[r7,#12]\nadd r3,pc\n"
+        "str.w r3,[r7,#12]\n"
+        "0:\tldm r7,{r0,r2,r6,r12,lr}\nadd r2,r1\ncmp r2,r6\nldm r1!,{r3,r8,r9}\nbeq.w 3f\n"
+        "ldm r2!,{r5,r10,r11}\n"
+        "1:\tpush {r7,r8,r9,r10,r11}\nmov r4,r3\nmov r6,r5\nbx r12\n"
+        "2:\t.rept 4\n" MOEI_8_INPUTS ".endr\nsubs lr,lr,#32\nbge 2b\n"
+        "tst lr,#4\nbeq 5f\nldm r0!,{r8,r9}\n" MOEI_4_INPUTS(r8, r9)
+        "5:\tpop {r7,r8,r9,r10,r11}\nsub r4,r4,r3\nadd r8,r8,r4,asr #8\nsub r6,r6,r5\n"
+        "add r10,r10,r6,asr #8\nldr r4,[r7,#20]\ncmp r0,r4\nbne 4f\n"
+        "ldmdb r7,{r0,r1,r4,r6,r12,lr}\ncmp r1,#0\nblt 6f\n" 
             MOEI_STORE(r3, r8, r9, r0, r1, r4, r6) MOEI_STORE(r5, r10, r11, r0, r1, r4, r6)
-        "stm r12!, {r3, r5}\n\tb 8f\n"
-        "6:\t" MOEI_ADD(r3, r8, r9, r0, r12, r4, r6) "cmp r11, #0\n\tbeq 7f\n\t" MOEI_ADD(r5, r10, r11, r0, r12, r4, r6)
-        "8:\tstr r12, [r7, #-8]\n\tmov r1, r2\n\tcmp r1, lr\n\tbne 0b\n\tb 9f\n"
-        "3:\tsub r2, r1, #12\n\tldm r2!, {r5, r10, r11}\n\tmov r11, #0\n\tb 1b\n"
-        "4:\tpush {r7, r8, r9, r10, r11}\n\tmov r4, r3\n\tmov r6, r5\n\tmov lr, #480\n\tb 2b\n"
-        "7:\tadd r12, r12, #8\n\tb 8b\n"
+        "stm r12!,{r3,r5}\nb 8f\n"
+        "6:\t" MOEI_ADD(r3, r8, r9, r0, r12, r4, r6) "cmp r11,#0\nbeq 7f\n" MOEI_ADD(r5, r10, r11, r0, r12, r4, r6)
+        "8:\tstr r12,[r7,#-8]\nmov r1,r2\ncmp r1,lr\nbne 0b\nb 9f\n"
+        "3:\tsub r2,r1,#12\nldm r2!,{r5,r10,r11}\nmov r11,#0\nb 1b\n"
+        "4:\tpush {r7,r8,r9,r10,r11}\nmov r4,r3\nmov r6,r5\nmov lr,#480\nb 2b\n"
+        "7:\tadd r12,r12,#8\nb 8b\n"
         "9:\tpop {r7}"
         : "+r"(at), "+r"(w)
         :
@@ -8930,16 +8927,16 @@ MOEI_TOOL void moei_int4_pairs(const moei_int_shape *shape, const unsigned char 
     at = &work.x;
     places = order;
     __asm__ volatile(
-        ".syntax unified\n\tvldrb.u8 q3, [r2]\n\tvmov.i8 q4, #15\n\tvmov.i8 q5, #8\n"
-        "0:\tldrd r9, r11, [r1], #8\n\tldr r6, [r1], #4\n\tldm r0, {r3, r4}\n\tcmp r4, #0\n\tbeq 3f\n"
-        "1:\tldr r5, [r1], #4\n\tmov r2, #32\n\tcmp r4, #32\n\tit lt\n\tmovlt r2, r4\n\tadd r12, r1, r2\n\t"
-        "mov r8, #0\n\tmov r10, #0\n\tdlstp.8 lr, r2\n"
-        "2:\tvldrb.u8 q0, [r1], #16\n\tvldrb.u8 q2, [r3, q3]\n\tvshr.u8 q1, q0, #4\n\tvand q0, q0, q4\n\tvsub.i8 q0, "
-        "q0, q5\n\t"
-        "vsub.i8 q1, q1, q5\n\tadd r3, r3, #32\n\tvmladava.s8 r8, q0, q2\n\tvmladava.s8 r10, q1, q2\n\tletp lr, 2b\n\t"
-        "mov r1, r12\n\tuxth r12, r5\n\tmla r9, r8, r12, r9\n\tlsr r5, r5, #16\n\tmla r11, r10, r5, r11\n\tsubs r4, "
-        "#32\n\tbgt 1b\n"
-        "3:\tmov r8, r6\n\tmov r10, r11\n\t" MOEI_INT_FINISH_PAIR(r9, r10, r8) "9:"
+        ".syntax unified\nvldrb.u8 q3,[r2]\nvmov.i8 q4,#15\nvmov.i8 q5,#8\n"
+        "0:\tldrd r9,r11,[r1],#8\nldr r6,[r1],#4\nldm r0,{r3,r4}\ncmp r4,#0\nbeq 3f\n"
+        "1:\tldr r5,[r1],#4\nmov r2,#32\ncmp r4,#32\nit lt\nmovlt r2,r4\nadd r12,r1,r2\n"
+        "mov r8,#0\nmov r10,#0\ndlstp.8 lr,r2\n"
+        "2:\tvldrb.u8 q0,[r1],#16\nvldrb.u8 q2,[r3,q3]\nvshr.u8 q1,q0,#4\nvand q0,q0,q4\nvsub.i8 q0,"
+        "q0,q5\n"
+        "vsub.i8 q1,q1,q5\nadd r3,r3,#32\nvmladava.s8 r8,q0,q2\nvmladava.s8 r10,q1,q2\nletp lr,2b\n"
+        "mov r1,r12\nuxth r12,r5\nmla r9,r8,r12,r9\nlsr r5,r5,#16\nmla r11,r10,r5,r11\nsubs r4,"
+        "#32\nbgt 1b\n"
+        "3:\tmov r8,r6\nmov r10,r11\n" MOEI_INT_FINISH_PAIR(r9, r10, r8) "9:"
         : "+r"(at), "+r"(w), "+r"(places)
         :
         : "r3", "r4", "r5", "r6", "r8", "r9", "r10", "r11", "r12", "lr", "q0", "q1", "q2", "q3", "q4", "q5", "cc",
@@ -8957,11 +8954,11 @@ typedef struct moei_int4_work {
    of a, the same of b, inputs 2 and 3 of a, of b. The sums of a block are in r3 and r11, those of
    the pair in r8 and r9, the mask in lr. A sentinel that no kept offset can equal follows them. */
 #define MOEI_STEP(w, x, x2) \
-    "and r12, lr, " #w "\n\tsmlad r3, r12, " #x ", r3\n\tand r12, lr, " #w ", lsr #4\n\tsmlad r11, r12, " #x \
-    ", r11\n\t" \
-    "and r12, lr, " #w ", lsr #8\n\tsmlad r3, r12, " #x2 ", r3\n\tand r12, lr, " #w \
-    ", lsr #12\n\tsmlad r11, r12, " #x2 ", r11\n\t"
-#define MOEI_8_INPUTS "ldm r1!, {r4, r5}\n\tldm r0!, {r6, r8, r9, r10}\n\t" MOEI_STEP(r4, r6, r8) MOEI_STEP(r5, r9, r10)
+    "and r12, lr, " #w "\nsmlad r3,r12," #x ",r3\nand r12,lr," #w ",lsr #4\nsmlad r11,r12," #x \
+    ",r11\n" \
+    "and r12, lr, " #w ",lsr #8\nsmlad r3,r12," #x2 ",r3\nand r12,lr," #w \
+    ",lsr #12\nsmlad r11,r12," #x2 ",r11\n"
+#define MOEI_8_INPUTS "ldm r1!,{r4,r5}\nldm r0!,{r6,r8,r9,r10}\n" MOEI_STEP(r4, r6, r8) MOEI_STEP(r5, r9, r10)
 
 MOEI_TOOL void moei_int4_pairs(const moei_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight,
                                void *y) {
@@ -8980,23 +8977,23 @@ MOEI_TOOL void moei_int4_pairs(const moei_int_shape *shape, const unsigned char 
     w = data;
     at = &work.x;
     __asm__ volatile(
-        ".syntax unified\n\tmov lr, #0x000f000f\n"
-        "0:\tldm r1!, {r8, r9, r10}\n\tpush {r0, r10}\n\tldm r0, {r0, r4, r6}\n\tcmp r4, #0\n\tbeq 5f\n"
-        "1:\tldr r5, [r1], #4\n\tldrsh r3, [r6], #2\n\tcmn r3, #0x8000\n\tbeq 8f\n"
-        "2:\tmov r2, #32\n\tsubs r4, #32\n\tit lt\n\taddlt r2, r4\n\tpush {r4, r5, r6, r8, r9}\n\tmov r11, r3\n\t"
-        "subs r2, #16\n\tblt 4f\n"
-        "3:\t" MOEI_8_INPUTS MOEI_8_INPUTS "subs r2, #16\n\tbge 3b\n"
-        "4:\tadds r2, #16\n\tbeq 4f\n"
-        "3:\tldr r4, [r1], #4\n\tldm r0!, {r6, r8}\n\t" MOEI_STEP(
-            r4, r6, r8) "subs r2, #4\n\tbne 3b\n"
-                        "4:\tpop {r4, r5, r6, r8, r9}\n\tuxth r12, r5\n\tmla r8, r3, r12, r8\n\tlsr r5, r5, #16\n\tmla "
-                        "r9, r11, r5, r9\n\t"
-                        "cmp r4, #0\n\tbgt 1b\n"
-                        "5:\tpop {r0, r3}\n\t" MOEI_INT_FINISH_PAIR(
-                            r8, r9, r3) "8:\tsub r6, #2\n\tmov r2, #32\n\tcmp r4, #32\n\tit lt\n\tmovlt r2, r4\n\tmov "
-                                        "r3, #0\n\tmov r10, #0x00010001\n\tmov r11, r0\n"
-                                        "3:\tldr r12, [r11], #4\n\tsmlad r3, r12, r10, r3\n\tsubs r2, #2\n\tbne "
-                                        "3b\n\tlsl r3, r3, #3\n\tneg r3, r3\n\tb 2b\n9:"
+        ".syntax unified\nmov lr,#0x000f000f\n"
+        "0:\tldm r1!,{r8,r9,r10}\npush {r0,r10}\nldm r0,{r0,r4,r6}\ncmp r4,#0\nbeq 5f\n"
+        "1:\tldr r5,[r1],#4\nldrsh r3,[r6],#2\ncmn r3,#0x8000\nbeq 8f\n"
+        "2:\tmov r2,#32\nsubs r4,#32\nit lt\naddlt r2,r4\npush {r4,r5,r6,r8,r9}\nmov r11,r3\n"
+        "subs r2,#16\nblt 4f\n"
+        "3:\t" MOEI_8_INPUTS MOEI_8_INPUTS "subs r2,#16\nbge 3b\n"
+        "4:\tadds r2,#16\nbeq 4f\n"
+        "3:\tldr r4,[r1],#4\nldm r0!,{r6,r8}\n" MOEI_STEP(
+            r4, r6, r8) "subs r2,#4\nbne 3b\n"
+                        "4:\tpop {r4,r5,r6,r8,r9}\nuxth r12,r5\nmla r8,r3,r12,r8\nlsr r5,r5,#16\nmla "
+                        "r9,r11,r5,r9\n"
+                        "cmp r4,#0\nbgt 1b\n"
+                        "5:\tpop {r0,r3}\n" MOEI_INT_FINISH_PAIR(
+                            r8, r9, r3) "8:\tsub r6,#2\nmov r2,#32\ncmp r4,#32\nit lt\nmovlt r2,r4\nmov "
+                                        "r3,#0\nmov r10,#0x00010001\nmov r11,r0\n"
+                                        "3:\tldr r12,[r11],#4\nsmlad r3,r12,r10,r3\nsubs r2,#2\nbne "
+                                        "3b\nlsl r3,r3,#3\nneg r3,r3\nb 2b\n9:"
         : "+r"(at), "+r"(w)
         :
         : "r2", "r3", "r4", "r5", "r6", "r8", "r9", "r10", "r11", "r12", "lr", "cc", "memory");
