@@ -1372,11 +1372,10 @@ typedef struct moe_progress {
      cosine  g(a) = (1 + cos(pi a)) / 2           linear  g(a) = 1 - a */
 enum { MOE_SCHEDULE_COSINE = 0, MOE_SCHEDULE_LINEAR, MOE_SCHEDULE_COUNT };
 
-/* Settings for some tensors or for rows of them. A tensor belongs to the first group whose pattern
-   matches its name, with or without its module's number. A pattern that ends in [e] or [a:b] is for
-   row e, or rows a to b - 1, of each tensor that it matches, and a row of experts.* is an expert;
-   the last one that matches a row holds for it in place of the tensor's group. A pattern that
-   matches no tensor with such rows is MOE_ERR_CONFIG. */
+/* Settings for some tensors or for rows of them. A pattern matches the name of a tensor, with or
+   without its module's number. A pattern that ends in [e] or [a:b] is for row e, or rows a to b - 1,
+   of each tensor that it matches, and a row of experts.* is an expert. Of the groups that match a
+   row the last one holds. A pattern that matches no tensor with such rows is MOE_ERR_CONFIG. */
 typedef struct moe_param_group {
     /* "*.router.*", "0.weight", "experts.*[3]", "2.experts.up[0:4]": * stands for any characters */
     const char *pattern;
@@ -9602,22 +9601,18 @@ static void moei_group_numbers(const moe_train_config *config, const moe_tensor 
     if (group->decay < MOEI_R(0.0)) out[1] = MOEI_R(0.0);
 }
 
-/* These two numbers for every row of a tensor. */
+/* These two numbers for every row of a tensor: of the last group that matches it. */
 static void moei_group_factors(const moe_net *net, const moe_train_config *config, const moe_tensor *t, moe_real *out) {
-    const moe_param_group *group = NULL;
     size_t rows = t->shape[0], first = moei_whole_first(net, t) / (t->count / rows), i;
     uint64_t from, to;
     int g;
-    for (g = 0; g < config->n_groups && group == NULL; g++)
-        if (moei_pattern_rows(config->groups[g].pattern, &from, &to) == 0 &&
-            moei_fits_name(config->groups[g].pattern, t->name))
-            group = &config->groups[g];
-    for (i = 0; i < rows; i++) moei_group_numbers(config, t, group, out + 2 * i);
+    for (i = 0; i < rows; i++) moei_group_numbers(config, t, NULL, out + 2 * i);
     for (g = 0; g < config->n_groups; g++) {
-        group = &config->groups[g];
-        if (moei_pattern_rows(group->pattern, &from, &to) == 0 || !moei_fits_name(group->pattern, t->name)) continue;
+        const moe_param_group *group = &config->groups[g];
+        const int whole = moei_pattern_rows(group->pattern, &from, &to) == 0;
+        if (!moei_fits_name(group->pattern, t->name)) continue;
         for (i = 0; i < rows; i++)
-            if (first + i >= from && first + i < to) moei_group_numbers(config, t, group, out + 2 * i);
+            if (whole || (first + i >= from && first + i < to)) moei_group_numbers(config, t, group, out + 2 * i);
     }
 }
 

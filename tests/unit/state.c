@@ -2656,7 +2656,7 @@ static void test_custom_differences(void) {
    a checkpoint in between changes no bit. */
 static void test_custom_training(void) {
     enum { BATCH = 32, STEPS = 40, SAVED = 15 };
-    const moe_param_group groups[] = {{"*.router.custom", 1, 1, 0}, {"*", 1, 1, 1}};
+    const moe_param_group groups[] = {{"*", 1, 1, 1}, {"*.router.custom", 1, 1, 0}};
     moe_train_config t;
     moe_data data = data_of(BATCH, MLP_D, 2, 12);
     moe_real *before[2];
