@@ -541,7 +541,8 @@ class Router:
         self.use(r.kept)
         wanted = self.gate(np.arange(r.n_experts))[experts] * 2.0 ** 15
         self.use(r.values)
-        wanted[~kept] = self.normalized(self.gate(experts[~kept]), r.over.replace("moei_int_weight_", ""))
+        if not kept.all():
+            wanted[~kept] = self.normalized(self.gate(experts[~kept]), r.over.replace("moei_int_weight_", ""))
         return wanted, 5.0
 
     def sparsemixer(self, experts):
