@@ -1823,6 +1823,134 @@ MOEI_ZIP_FUNCTION(q5_k, 256, 8)
 MOEI_ZIP_FUNCTION(q6_k, 256, 16)
 #endif
 
+/* ---- >>direct: a row of activations times rows of Q8_0 as they lie ----
+
+   Each row of weights is read from end to end, as fast as memory is; nothing is unpacked to memory.
+   The sums of its groups are whole numbers, and what they are multiplied by is computed beside
+   them. Both are then transposed for 16 rows, and a lane adds the groups of its row in the order of
+   panels: the same bits. */
+
+#if defined(MOEI_HAVE_ZIPS) && defined(MOEI_VNNI512) && !defined(MOE_NO_AVX512)
+#define MOEI_DIRECT MOEI_VNNI512 MOEI_INLINE
+enum { MOEI_DIRECT_COLUMN = 34, MOEI_DIRECT_GROUPS = 64, MOEI_DIRECT_STEP = 16, MOEI_DIRECT_AHEAD = 8192 };
+
+/* Groups of a row of activations: codes and initial sums of its two rows, scales of the second. */
+typedef struct moei_direct {
+    size_t groups;
+    const unsigned char *codes[2], *starts[2], *scales;
+} moei_direct;
+
+/* The sums of groups i and i + 1 of those from `at` on, eight lanes each. Behind group `last` they
+   are those of `last`, which nothing reads. */
+MOEI_DIRECT __m512i moei_direct_dot(size_t last, size_t i, const moei_direct *f, size_t at,
+                                    const unsigned char *p) {
+    const size_t a = i < last ? i : last, b = i + 1 < last ? i + 1 : last, x = (at + a) * MOEI_GROUP;
+    const __m256i first = MOEI_LOAD_256(p + a * MOEI_DIRECT_COLUMN + 2);
+    const __m256i second = MOEI_LOAD_256(p + b * MOEI_DIRECT_COLUMN + 2);
+    const __m512i codes = _mm512_maskz_inserti64x4((__mmask8)0xff, _mm512_castsi256_si512(first), second, 1);
+    const __m512i w = _mm512_xor_si512(codes, _mm512_set1_epi32((int)0x80808080u)); /* codes + 128 */
+    moei_int32x16 sum = moei_dot_vnni512(moei_zero_vnni512(), w, MOEI_LOAD_512(f->codes[0] + x));
+    sum = MOEI_AS(moei_int32x16, _mm512_maskz_slli_epi32(MOEI_ALL_LANES, MOEI_AS(__m512i, sum), 8));
+    return MOEI_AS(__m512i, moei_dot_vnni512(sum, w, MOEI_LOAD_512(f->codes[1] + x)));
+}
+
+/* The sums of lanes i and i + 2 of each four, of a and b in turn. */
+MOEI_DIRECT __m512 moei_direct_fold(__m512i a, __m512i b) {
+    const __m512i low = _mm512_maskz_unpacklo_epi64((__mmask8)0xff, a, b);
+    return _mm512_castsi512_ps(_mm512_add_epi32(low, _mm512_maskz_unpackhi_epi64((__mmask8)0xff, a, b)));
+}
+
+/* The sums of groups i .. i + 7, two lanes each. */
+MOEI_DIRECT __m512i moei_direct_eight(size_t last, size_t i, const moei_direct *f, size_t at,
+                                      const unsigned char *p) {
+    const __m512i a = moei_direct_dot(last, i, f, at, p);
+    const __m512i b = moei_direct_dot(last, i + 2, f, at, p);
+    const __m512i c = moei_direct_dot(last, i + 4, f, at, p);
+    const __m512i d = moei_direct_dot(last, i + 6, f, at, p);
+    const __m512 ab = moei_direct_fold(a, b), cd = moei_direct_fold(c, d);
+    return _mm512_add_epi32(_mm512_castps_si512(_mm512_maskz_shuffle_ps(MOEI_ALL_LANES, ab, cd, 0x88)),
+                            _mm512_castps_si512(_mm512_maskz_shuffle_ps(MOEI_ALL_LANES, ab, cd, 0xdd)));
+}
+
+/* 16 groups from `at` on: their sums, and what they are multiplied by. */
+MOEI_DIRECT void moei_direct_step(size_t last, const moei_direct *f, size_t at, const unsigned char *p, float *totals,
+                                  float *scales) {
+    const __m512i order = _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+    const __m512i a = moei_direct_eight(last, 0, f, at, p);
+    const __m512i b = moei_direct_eight(last, 8, f, at, p);
+    const __m512i sum = _mm512_add_epi32(_mm512_maskz_shuffle_i32x4(MOEI_ALL_LANES, a, b, 0x88),
+                                         _mm512_maskz_shuffle_i32x4(MOEI_ALL_LANES, a, b, 0xdd));
+    const __m512i high = _mm512_maskz_slli_epi32(MOEI_ALL_LANES, MOEI_LOAD_512(f->starts[0] + 4 * at), 8);
+    const __m512i start = _mm512_add_epi32(high, MOEI_LOAD_512(f->starts[1] + 4 * at));
+    const __m512i total = _mm512_add_epi32(_mm512_maskz_permutexvar_epi32(MOEI_ALL_LANES, order, sum), start);
+#define MOEI_HALF(i) (short)moei_get_16(p + ((i) < last ? (i) : last) * MOEI_DIRECT_COLUMN)
+    const __m256i halves = _mm256_setr_epi16(
+        MOEI_HALF(0), MOEI_HALF(1), MOEI_HALF(2), MOEI_HALF(3), MOEI_HALF(4), MOEI_HALF(5), MOEI_HALF(6), MOEI_HALF(7),
+        MOEI_HALF(8), MOEI_HALF(9), MOEI_HALF(10), MOEI_HALF(11), MOEI_HALF(12), MOEI_HALF(13), MOEI_HALF(14),
+        MOEI_HALF(15));
+#undef MOEI_HALF
+    _mm512_storeu_ps(totals, _mm512_maskz_cvtepi32_ps(MOEI_ALL_LANES, total));
+    _mm512_storeu_ps(scales, _mm512_mul_ps(_mm512_maskz_cvtph_ps(MOEI_ALL_LANES, halves),
+                                           _mm512_loadu_ps((const void *)(f->scales + 4 * at))));
+}
+
+/* A row of blocks of Q8_0. */
+MOEI_VNNI512 static void moei_direct_row(const moei_direct *f, const unsigned char *p, float *totals, float *scales) {
+    enum { BYTES = (int)MOEI_DIRECT_STEP * (int)MOEI_DIRECT_COLUMN };
+    size_t at, i;
+    for (at = 0; at < f->groups; at += MOEI_DIRECT_STEP, p += BYTES) {
+        const size_t left = f->groups - at;
+        for (i = 0; i < BYTES; i += MOEI_LINE) moei_zip_prefetch((uintptr_t)p + MOEI_DIRECT_AHEAD + i);
+        if (left >= MOEI_DIRECT_STEP) moei_direct_step(MOEI_DIRECT_STEP - 1, f, at, p, totals + at, scales + at);
+        else moei_direct_step(left - 1, f, at, p, totals + at, scales + at);
+    }
+}
+
+/* c[16] += the sums of `groups` groups times scales, [groups][16] each. */
+MOEI_VNNI512 static void moei_direct_add(size_t groups, const float *totals, const float *scales, float *c) {
+    __m512 sum = _mm512_loadu_ps((const void *)c);
+    size_t g;
+    for (g = 0; g < groups; g++, totals += MOEI_PANEL, scales += MOEI_PANEL)
+        sum = _mm512_fmadd_ps(_mm512_loadu_ps((const void *)totals), _mm512_loadu_ps((const void *)scales), sum);
+    _mm512_storeu_ps((void *)c, sum);
+}
+
+static void moei_direct_panel(const moe_external *w, size_t row, size_t inner, const unsigned char *x, float *c) {
+    enum { ALL = (int)MOEI_PANEL * MOEI_DIRECT_GROUPS };
+    float totals[ALL], scales[ALL], panels[2][ALL];
+    const size_t groups = inner / MOEI_GROUP;
+    moei_external_row r;
+    moei_direct f;
+    size_t g, i;
+    (void)moei_external_shape_row(inner, &r);
+    for (g = 0; g < groups; g += f.groups) {
+        f.groups = moei_smaller(groups - g, MOEI_DIRECT_GROUPS);
+        for (i = 0; i < 2; i++) {
+            f.codes[i] = x + i * r.size + g * MOEI_GROUP;
+            f.starts[i] = x + i * r.size + r.starts[0] + 4 * g;
+        }
+        f.scales = x + r.size + r.scales[0] + 4 * g;
+        for (i = 0; i < MOEI_PANEL; i++)
+            moei_direct_row(&f, moei_external_block(w, row + i, g * MOEI_GROUP), totals + i * MOEI_DIRECT_GROUPS,
+                            scales + i * MOEI_DIRECT_GROUPS);
+        moei_pack_transposed_avx2(MOEI_PANEL, f.groups, totals, MOEI_DIRECT_GROUPS, panels[0]);
+        moei_pack_transposed_avx2(MOEI_PANEL, f.groups, scales, MOEI_DIRECT_GROUPS, panels[1]);
+        moei_direct_add(f.groups, panels[0], panels[1], c);
+    }
+}
+
+/* The moe_external_type.direct of Q8_0; for blocks of four bits panels are faster. */
+static int moei_direct_q8_0(const moe_kernels *k, const moe_external *w, size_t row, size_t inner,
+                            const unsigned char *x, float *c) {
+    if (k->unpacked != moei_unpacked_vnni512 || w->column != MOEI_DIRECT_COLUMN) return 0;
+    moei_direct_panel(w, row, inner, x, c);
+    return 1;
+}
+#define MOEI_DIRECT_Q8_0 moei_direct_q8_0
+#else
+#define MOEI_DIRECT_Q8_0 NULL
+#endif
+
 /* The moe_external_type.fill. */
 static void moei_fill_blocks(const moe_kernels *k, const moe_external *w, size_t row, size_t rows, size_t from,
                              size_t count, unsigned char *codes, moe_real *scales, moe_real *minima) {
@@ -1908,45 +2036,45 @@ enum { MOEI_TYPE_E4M3 = -1, MOEI_TYPE_MXFP4 = -2 };
 #endif
 
 /* Element types of GGUF and of safetensors. 0 bytes: not supported. */
-#define MOEI_BLOCKS(name, code, numbers, bytes, group, minima, codes, zip) \
-    {{name, numbers, bytes, moei_unpack_blocks, group, minima, moei_fill_blocks}, code, MOE_DTYPE_COUNT, \
+#define MOEI_BLOCKS(name, code, numbers, bytes, group, minima, codes, zip, direct) \
+    {{name, numbers, bytes, moei_unpack_blocks, group, minima, moei_fill_blocks, direct}, code, MOE_DTYPE_COUNT, \
      moei_block_##codes, zip}
-#define MOEI_NO_BLOCKS(name, code) {{name, 1, 0, NULL, 0, 0, NULL}, code, MOE_DTYPE_COUNT, NULL, NULL}
+#define MOEI_NO_BLOCKS(name, code) {{name, 1, 0, NULL, 0, 0, NULL, NULL}, code, MOE_DTYPE_COUNT, NULL, NULL}
 static const moei_block_type moei_gguf_types[] = {
-    {{"F32", 1, 4, moei_unpack_numbers, 0, 0, NULL}, 0, MOE_DTYPE_F32, NULL, NULL},
-    {{"F16", 1, 2, moei_unpack_numbers, 0, 0, NULL}, 1, MOE_DTYPE_F16, NULL, NULL},
-    MOEI_BLOCKS("Q4_0", 2, 32, 18, 32, 0, q4_0, MOEI_ZIP_OF(q4_0)),
-    MOEI_BLOCKS("Q4_1", 3, 32, 20, 32, 1, q4_1, NULL),
-    MOEI_BLOCKS("Q5_0", 6, 32, 22, 32, 0, q5_0, NULL),
-    MOEI_BLOCKS("Q5_1", 7, 32, 24, 32, 1, q5_1, NULL),
-    MOEI_BLOCKS("Q8_0", 8, 32, 34, 32, 0, q8_0, MOEI_ZIP_OF(q8_0)),
+    {{"F32", 1, 4, moei_unpack_numbers, 0, 0, NULL, NULL}, 0, MOE_DTYPE_F32, NULL, NULL},
+    {{"F16", 1, 2, moei_unpack_numbers, 0, 0, NULL, NULL}, 1, MOE_DTYPE_F16, NULL, NULL},
+    MOEI_BLOCKS("Q4_0", 2, 32, 18, 32, 0, q4_0, MOEI_ZIP_OF(q4_0), NULL),
+    MOEI_BLOCKS("Q4_1", 3, 32, 20, 32, 1, q4_1, NULL, NULL),
+    MOEI_BLOCKS("Q5_0", 6, 32, 22, 32, 0, q5_0, NULL, NULL),
+    MOEI_BLOCKS("Q5_1", 7, 32, 24, 32, 1, q5_1, NULL, NULL),
+    MOEI_BLOCKS("Q8_0", 8, 32, 34, 32, 0, q8_0, MOEI_ZIP_OF(q8_0), MOEI_DIRECT_Q8_0),
     MOEI_NO_BLOCKS("Q8_1", 9),
-    MOEI_BLOCKS("Q2_K", 10, 256, 84, 16, 1, q2_k, NULL),
-    MOEI_BLOCKS("Q3_K", 11, 256, 110, 16, 0, q3_k, NULL),
-    MOEI_BLOCKS("Q4_K", 12, 256, 144, 32, 1, q4_k, MOEI_ZIP_OF(q4_k)),
-    MOEI_BLOCKS("Q5_K", 13, 256, 176, 32, 1, q5_k, MOEI_ZIP_OF(q5_k)),
-    MOEI_BLOCKS("Q6_K", 14, 256, 210, 16, 0, q6_k, MOEI_ZIP_OF(q6_k)),
+    MOEI_BLOCKS("Q2_K", 10, 256, 84, 16, 1, q2_k, NULL, NULL),
+    MOEI_BLOCKS("Q3_K", 11, 256, 110, 16, 0, q3_k, NULL, NULL),
+    MOEI_BLOCKS("Q4_K", 12, 256, 144, 32, 1, q4_k, MOEI_ZIP_OF(q4_k), NULL),
+    MOEI_BLOCKS("Q5_K", 13, 256, 176, 32, 1, q5_k, MOEI_ZIP_OF(q5_k), NULL),
+    MOEI_BLOCKS("Q6_K", 14, 256, 210, 16, 0, q6_k, MOEI_ZIP_OF(q6_k), NULL),
     MOEI_NO_BLOCKS("Q8_K", 15),
     MOEI_NO_BLOCKS("IQ2_XXS", 16),
     MOEI_NO_BLOCKS("IQ2_XS", 17),
     MOEI_NO_BLOCKS("IQ3_XXS", 18),
     MOEI_NO_BLOCKS("IQ1_S", 19),
-    MOEI_BLOCKS("IQ4_NL", 20, 32, 18, 32, 0, iq4_nl, MOEI_ZIP_OF(iq4_nl)),
+    MOEI_BLOCKS("IQ4_NL", 20, 32, 18, 32, 0, iq4_nl, MOEI_ZIP_OF(iq4_nl), NULL),
     MOEI_NO_BLOCKS("IQ3_S", 21),
     MOEI_NO_BLOCKS("IQ2_S", 22),
-    MOEI_BLOCKS("IQ4_XS", 23, 256, 136, 32, 0, iq4_xs, NULL),
+    MOEI_BLOCKS("IQ4_XS", 23, 256, 136, 32, 0, iq4_xs, NULL, NULL),
     MOEI_NO_BLOCKS("I8", 24),
     MOEI_NO_BLOCKS("I16", 25),
     MOEI_NO_BLOCKS("I32", 26),
     MOEI_NO_BLOCKS("I64", 27),
-    {{"F64", 1, 8, moei_unpack_numbers, 0, 0, NULL}, 28, MOE_DTYPE_F64, NULL, NULL},
+    {{"F64", 1, 8, moei_unpack_numbers, 0, 0, NULL, NULL}, 28, MOE_DTYPE_F64, NULL, NULL},
     MOEI_NO_BLOCKS("IQ1_M", 29),
-    {{"BF16", 1, 2, moei_unpack_numbers, 0, 0, NULL}, 30, MOE_DTYPE_BF16, NULL, NULL},
+    {{"BF16", 1, 2, moei_unpack_numbers, 0, 0, NULL, NULL}, 30, MOE_DTYPE_BF16, NULL, NULL},
     MOEI_NO_BLOCKS("TQ1_0", 34),
     MOEI_NO_BLOCKS("TQ2_0", 35),
-    MOEI_BLOCKS("MXFP4", 39, 32, 17, 32, 0, mxfp4, MOEI_ZIP_OF(mxfp4)),
-    {{"F8_E4M3", 1, 1, moei_unpack_e4m3, 0, 0, NULL}, MOEI_TYPE_E4M3, MOE_DTYPE_COUNT, NULL, NULL},
-    MOEI_BLOCKS("MXFP4", MOEI_TYPE_MXFP4, 32, 16, 32, 0, mxfp4_pairs, MOEI_ZIP_OF(mxfp4_pairs))};
+    MOEI_BLOCKS("MXFP4", 39, 32, 17, 32, 0, mxfp4, MOEI_ZIP_OF(mxfp4), NULL),
+    {{"F8_E4M3", 1, 1, moei_unpack_e4m3, 0, 0, NULL, NULL}, MOEI_TYPE_E4M3, MOE_DTYPE_COUNT, NULL, NULL},
+    MOEI_BLOCKS("MXFP4", MOEI_TYPE_MXFP4, 32, 16, 32, 0, mxfp4_pairs, MOEI_ZIP_OF(mxfp4_pairs), NULL)};
 
 enum { MOEI_GGUF_TYPE_COUNT = (int)(sizeof moei_gguf_types / sizeof moei_gguf_types[0]) };
 

@@ -93,7 +93,7 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
     M(s, exp_sum) M(s, entropy) M(s, panels) M(s, gated) M(s, gated_backward) M(s, adamw) M(s, quantized) \
     M(s, quantize) M(s, widen) M(s, half) M(s, unpacked)
 #define MOEI_OF_moe_external_type(M, s) M(s, name) M(s, block) M(s, bytes) M(s, unpack) M(s, group) M(s, minima) \
-    M(s, fill)
+    M(s, fill) M(s, direct)
 #define MOEI_OF_moe_external(M, s) M(s, type) M(s, data) M(s, row) M(s, column) M(s, scales) M(s, scale_row) \
     M(s, scale_rows) M(s, scale_columns) M(s, exact)
 #define MOEI_OF_moe_rng(M, s) M(s, state)

@@ -486,7 +486,7 @@ static void unpack(const moe_kernels *k, const moe_external *w, size_t row, size
 }
 
 static moe_external matrix_of(const moe_real *values, size_t columns) {
-    static const moe_external_type type = {"test", 1, (int)sizeof(moe_real), unpack, 0, 0, NULL};
+    static const moe_external_type type = {"test", 1, (int)sizeof(moe_real), unpack, 0, 0, NULL, NULL};
     moe_external w;
     memset(&w, 0, sizeof w);
     w.type = &type;
