@@ -6934,7 +6934,8 @@ MOEI_TOOL void moei_external_product(const moe_kernels *k, const moe_external *w
         outputs = moei_smaller(n - j, WIDE);
         for (i = 0; i < m; i += count) {
             count = moei_smaller(m - i, MOEI_EXTERNAL_M);
-            if (count > 1 || !moei_external_direct(moei_table(k), w, first + j, outputs, inner, rows + i * row_size, part))
+            if (count > 1 ||
+                !moei_external_direct(moei_table(k), w, first + j, outputs, inner, rows + i * row_size, part))
                 moei_external_panels(moei_table(k), w, first + j, count, outputs, inner, rows + i * row_size, part);
             for (at = 0; at < count; at++)
                 for (p = 0; p < outputs; p++)

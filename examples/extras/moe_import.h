@@ -1823,6 +1823,44 @@ MOEI_ZIP_FUNCTION(q5_k, 256, 8)
 MOEI_ZIP_FUNCTION(q6_k, 256, 16)
 #endif
 
+/* The moe_external_type.fill. */
+static void moei_fill_blocks(const moe_kernels *k, const moe_external *w, size_t row, size_t rows, size_t from,
+                             size_t count, unsigned char *codes, moe_real *scales, moe_real *minima) {
+    const size_t block = (size_t)w->type->block, group = (size_t)w->type->group;
+    moe_real scale[16], minimum[16];
+    signed char code[256];
+    size_t j, p, i;
+#ifdef MOEI_HAVE_ZIPS
+    if (rows == MOEI_PANEL && k->unpacked != moei_unpacked_c && moei_block_type_of(w)->zip != NULL) {
+        moei_zip z;
+        z.data = moei_external_block(w, row, from);
+        z.scale = w->scales != NULL ? moei_external_scale(w, row, from, 1) : z.data;
+        z.row = w->row;
+        z.scale_row = w->scale_row;
+        z.column = w->column;
+        z.blocks = count / block;
+        /* two panels are filled in turn: the next but one */
+        z.ahead = (uintptr_t)z.data + 2 * MOEI_PANEL * w->row + (MOEI_PANEL - 1) * (from / block) * w->column;
+        z.codes = codes;
+        z.scales = scales;
+        z.minima = minima;
+        moei_block_type_of(w)->zip(&z);
+        return;
+    }
+#endif
+    (void)k;
+    for (j = 0; j < MOEI_PANEL; j++)
+        for (p = 0; p < count; p += block) {
+            moei_external_codes(w, row + (j < rows ? j : rows - 1), from + p, code, scale, minimum);
+            for (i = 0; i < block; i++)
+                codes[(p + i) / 4 * MOEI_LINE + 4 * j + (p + i) % 4] = (unsigned char)(code[i] + 128);
+            for (i = 0; i < block / group; i++) {
+                scales[(p / group + i) * MOEI_PANEL + j] = scale[i];
+                if (w->type->minima) minima[(p / group + i) * MOEI_PANEL + j] = minimum[i];
+            }
+        }
+}
+
 /* ---- >>direct: a row of activations times rows of Q8_0 as they lie ----
 
    Each row of weights is read from end to end, as fast as memory is; nothing is unpacked to memory.
@@ -1844,7 +1882,8 @@ typedef struct moei_direct {
    are those of `last`, which nothing reads. */
 MOEI_DIRECT __m512i moei_direct_dot(size_t last, size_t i, const moei_direct *f, size_t at,
                                     const unsigned char *p) {
-    const size_t a = i < last ? i : last, b = i + 1 < last ? i + 1 : last, x = (at + a) * MOEI_GROUP;
+    const size_t a = i < last ? i : last, b = i + 1 < last ? i + 1 : last;
+    const size_t x = (at + a) * MOEI_GROUP;
     const __m256i first = MOEI_LOAD_256(p + a * MOEI_DIRECT_COLUMN + 2);
     const __m256i second = MOEI_LOAD_256(p + b * MOEI_DIRECT_COLUMN + 2);
     const __m512i codes = _mm512_maskz_inserti64x4((__mmask8)0xff, _mm512_castsi256_si512(first), second, 1);
@@ -1950,44 +1989,6 @@ static int moei_direct_q8_0(const moe_kernels *k, const moe_external *w, size_t 
 #else
 #define MOEI_DIRECT_Q8_0 NULL
 #endif
-
-/* The moe_external_type.fill. */
-static void moei_fill_blocks(const moe_kernels *k, const moe_external *w, size_t row, size_t rows, size_t from,
-                             size_t count, unsigned char *codes, moe_real *scales, moe_real *minima) {
-    const size_t block = (size_t)w->type->block, group = (size_t)w->type->group;
-    moe_real scale[16], minimum[16];
-    signed char code[256];
-    size_t j, p, i;
-#ifdef MOEI_HAVE_ZIPS
-    if (rows == MOEI_PANEL && k->unpacked != moei_unpacked_c && moei_block_type_of(w)->zip != NULL) {
-        moei_zip z;
-        z.data = moei_external_block(w, row, from);
-        z.scale = w->scales != NULL ? moei_external_scale(w, row, from, 1) : z.data;
-        z.row = w->row;
-        z.scale_row = w->scale_row;
-        z.column = w->column;
-        z.blocks = count / block;
-        /* two panels are filled in turn: the next but one */
-        z.ahead = (uintptr_t)z.data + 2 * MOEI_PANEL * w->row + (MOEI_PANEL - 1) * (from / block) * w->column;
-        z.codes = codes;
-        z.scales = scales;
-        z.minima = minima;
-        moei_block_type_of(w)->zip(&z);
-        return;
-    }
-#endif
-    (void)k;
-    for (j = 0; j < MOEI_PANEL; j++)
-        for (p = 0; p < count; p += block) {
-            moei_external_codes(w, row + (j < rows ? j : rows - 1), from + p, code, scale, minimum);
-            for (i = 0; i < block; i++)
-                codes[(p + i) / 4 * MOEI_LINE + 4 * j + (p + i) % 4] = (unsigned char)(code[i] + 128);
-            for (i = 0; i < block / group; i++) {
-                scales[(p / group + i) * MOEI_PANEL + j] = scale[i];
-                if (w->type->minima) minima[(p / group + i) * MOEI_PANEL + j] = minimum[i];
-            }
-        }
-}
 
 /* The moe_external_type.unpack of single numbers. */
 static void moei_unpack_numbers(const moe_kernels *k, const moe_external *w, size_t row, size_t from, size_t count,
