@@ -2516,6 +2516,27 @@ static const char moei_name_c[] = "c";
 
 static const moe_kernels moei_kernels_c = MOEI_KERNEL_SET(moei_name_c, MOE_KERNELS_C, c, MOEI_ROW_C, c, c);
 
+/* The product of all forms for an instruction set: its moei_block_ takes block_m rows at a time and
+   packs so many panels on the stack, aligned to a cache line. */
+#define MOEI_MATMUL(isa, target, block_m, panels) \
+    target static void moei_matmul_##isa(int op, size_t m, size_t n, size_t k, const float *a, size_t lda, \
+                                         const float *b, size_t ldb, float *c, size_t ldc, int accumulate) { \
+        const size_t ra = op == MOE_MATMUL_TN ? 1 : lda, ca = op == MOE_MATMUL_TN ? lda : 1; \
+        const size_t rb = op == MOE_MATMUL_NT ? 1 : ldb; \
+        float memory[panels * MOEI_BLOCK_K * MOEI_PANEL + 16]; \
+        float *room = memory + (64 - (uintptr_t)memory % 64) % 64 / sizeof(float); \
+        size_t i, p; \
+        if (k == 0 && !accumulate) moei_zero_rows(m, n, c, ldc); \
+        for (i = 0; i < m; i += block_m) { \
+            const size_t rows = moei_smaller(m - i, block_m); \
+            for (p = 0; p < k; p += MOEI_BLOCK_K) { \
+                const size_t block = moei_smaller(k - p, MOEI_BLOCK_K); \
+                moei_block_##isa(op, rows, n, block, a + i * ra + p * ca, ra, ca, b + p * rb, ldb, c + i * ldc, ldc, \
+                                 accumulate || p > 0, room); \
+            } \
+        } \
+    }
+
 /* An entry of a table that the instruction set's product of all forms computes. */
 #define MOEI_MATMUL_ENTRY(name, isa, op) \
     static void moei_##name##_##isa(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, \
@@ -3058,23 +3079,7 @@ MOEI_AVX2 static void moei_block_avx2(int op, size_t m, size_t n, size_t k, cons
     }
 }
 
-MOEI_AVX2 static void moei_matmul_avx2(int op, size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b,
-                                       size_t ldb, float *c, size_t ldc, int accumulate) {
-    const size_t ra = op == MOE_MATMUL_TN ? 1 : lda, ca = op == MOE_MATMUL_TN ? lda : 1;
-    const size_t rb = op == MOE_MATMUL_NT ? 1 : ldb;
-    float room[MOEI_BLOCK_K * MOEI_PANEL + 16];
-    float *panel = room + (64 - (uintptr_t)room % 64) % 64 / sizeof(float); /* aligned to a cache line */
-    size_t i, p;
-    if (k == 0 && !accumulate) moei_zero_rows(m, n, c, ldc);
-    for (i = 0; i < m; i += MOEI_PACKING_M) {
-        const size_t rows = moei_smaller(m - i, MOEI_PACKING_M);
-        for (p = 0; p < k; p += MOEI_BLOCK_K) {
-            const size_t block = moei_smaller(k - p, MOEI_BLOCK_K);
-            moei_block_avx2(op, rows, n, block, a + i * ra + p * ca, ra, ca, b + p * rb, ldb, c + i * ldc, ldc,
-                            accumulate || p > 0, panel);
-        }
-    }
-}
+MOEI_MATMUL(avx2, MOEI_AVX2, MOEI_PACKING_M, 1)
 
 /* A few rows of few columns, row by row; returns 0 if there are too many. */
 static int moei_nt_few_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b, size_t ldb,
@@ -3829,23 +3834,7 @@ MOEI_AVX512 static void moei_block_avx512(int op, size_t m, size_t n, size_t k, 
     }
 }
 
-MOEI_AVX512 static void moei_matmul_avx512(int op, size_t m, size_t n, size_t k, const float *a, size_t lda,
-                                           const float *b, size_t ldb, float *c, size_t ldc, int accumulate) {
-    const size_t ra = op == MOE_MATMUL_TN ? 1 : lda, ca = op == MOE_MATMUL_TN ? lda : 1;
-    const size_t rb = op == MOE_MATMUL_NT ? 1 : ldb;
-    float memory[2 * MOEI_BLOCK_K * MOEI_PANEL + 16];
-    float *room = memory + (64 - (uintptr_t)memory % 64) % 64 / sizeof(float);
-    size_t i, p;
-    if (k == 0 && !accumulate) moei_zero_rows(m, n, c, ldc);
-    for (i = 0; i < m; i += MOEI_PACKING_M) {
-        const size_t rows = moei_smaller(m - i, MOEI_PACKING_M);
-        for (p = 0; p < k; p += MOEI_BLOCK_K) {
-            const size_t block = moei_smaller(k - p, MOEI_BLOCK_K);
-            moei_block_avx512(op, rows, n, block, a + i * ra + p * ca, ra, ca, b + p * rb, ldb, c + i * ldc, ldc,
-                              accumulate || p > 0, room);
-        }
-    }
-}
+MOEI_MATMUL(avx512, MOEI_AVX512, MOEI_PACKING_M, 2)
 
 static void moei_nt_avx512(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb,
                            float *c, size_t ldc, int accumulate) {
@@ -5889,21 +5878,7 @@ static void moei_block_v4(int op, size_t m, size_t n, size_t k, const float *a, 
     }
 }
 
-static void moei_matmul_v4(int op, size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b, size_t ldb,
-                           float *c, size_t ldc, int accumulate) {
-    const size_t ra = op == MOE_MATMUL_TN ? 1 : lda, ca = op == MOE_MATMUL_TN ? lda : 1;
-    const size_t rb = op == MOE_MATMUL_NT ? 1 : ldb;
-    float panel[MOEI_BLOCK_K * MOEI_PANEL];
-    size_t i, p;
-    if (k == 0 && !accumulate) moei_zero_rows(m, n, c, ldc);
-    for (i = 0; i < m; i += MOEI_BLOCK_M_V4) {
-        const size_t rows = moei_smaller(m - i, MOEI_BLOCK_M_V4);
-        for (p = 0; p < k; p += MOEI_BLOCK_K) {
-            moei_block_v4(op, rows, n, moei_smaller(k - p, MOEI_BLOCK_K), a + i * ra + p * ca, ra, ca,
-                          b + p * rb, ldb, c + i * ldc, ldc, accumulate || p > 0, panel);
-        }
-    }
-}
+MOEI_MATMUL(v4, , MOEI_BLOCK_M_V4, 1)
 
 MOEI_MATMUL_ENTRY(nt, v4, MOE_MATMUL_NT)
 MOEI_MATMUL_ENTRY(nn, v4, MOE_MATMUL_NN)
