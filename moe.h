@@ -1373,9 +1373,10 @@ typedef struct moe_progress {
 enum { MOE_SCHEDULE_COSINE = 0, MOE_SCHEDULE_LINEAR, MOE_SCHEDULE_COUNT };
 
 /* Settings for some tensors or for rows of them. A pattern matches the name of a tensor, with or
-   without its module's number. A pattern that ends in [e] or [a:b] is for row e, or rows a to b - 1,
-   of each tensor that it matches, and a row of experts.* is an expert. Of the groups that match a
-   row the last one holds. A pattern that matches no tensor with such rows is MOE_ERR_CONFIG. */
+   without its module's number. A pattern that ends in [e] or [a:b] is for row e, or rows a to
+   b - 1, of each tensor that it matches, and a row of experts.* is an expert. Of the groups that
+   match a row the last one holds. A pattern that matches no tensor with such rows is
+   MOE_ERR_CONFIG. */
 typedef struct moe_param_group {
     /* "*.router.*", "0.weight", "experts.*[3]", "2.experts.up[0:4]": * stands for any characters */
     const char *pattern;

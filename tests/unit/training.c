@@ -602,7 +602,8 @@ static int row_group(const moe_tensor *t, size_t row) {
 }
 
 static const moe_param_group row_groups[] = {
-    {"experts.*[1]", 5, 0, 0}, {"*.experts.*", 7, 1, 1}, {"experts.*", (moe_real)0.5, 0, 0}, {"2.experts.down[0:4]", 2, -1, 0},
+    {"experts.*[1]", 5, 0, 0}, {"*.experts.*", 7, 1, 1}, {"experts.*", (moe_real)0.5, 0, 0},
+    {"2.experts.down[0:4]", 2, -1, 0},
     {"*.experts.*[0:2]", 2, -1, 0}, {"experts.*[1]", 0, 0, 1}};
 
 /* One step of every row against the formula. */
