@@ -49,7 +49,7 @@ static const struct recipe {
     {"select=top_p top_p=0.7", 0, 0, -1},
     {"select=grouped_top_k groups=2 groups_kept=1 group_score=top2_sum selection_bias=1 gate=sigmoid", 0, 0, -1},
     {"weight=sparsemixer", 0, 0, -1},
-    {"weight=one apply_to=input", 0, 0, -1},
+    {"weight=one scale=2 apply_to=input", 0, 0, -1},
     {"select=hash table_size=11 weight=one", 1, 0, -1},
     {"select=hash table_size=11 gate=sigmoid", 1, 0, -1},
     {"top_k=3 n_zero=1 n_copy=1 weight_over=nonzero", 0, 0, -1},
