@@ -106,7 +106,8 @@ def print_notes(kinds):
             continue
         print('\n**%s**\n' % name)
         for note in notes:
-            print('    ' + note)
+            for line in textwrap.wrap(re.sub(' +', ' ', note), 96, subsequent_indent='  '):
+                print('    ' + line)
 
 
 def reasons(name, count):
