@@ -974,10 +974,10 @@ int main(void) {
     CASE(test_last_only());
     CASE(test_refused());
     CASE(test_refused_modules());
-    CASE(test_router_in_file());
     CASE(test_window_cache());
 #if MOE_REAL_IS_DOUBLE
     test_gradients();
 #endif
+    CASE(test_router_in_file());
     return test_end();
 }
