@@ -1736,7 +1736,8 @@ static uint64_t test_scene(scene *s) {
     stage *g;
     int r, step, good = 1;
     turn++;
-    if (quick ? turn % 6 != 0 : local_routing_now && turn % 2 != 0) return 0;
+    /* few scenes have loss_load, which alone reads the noise of other ranks' tokens */
+    if (quick ? turn % 6 != 0 && !(s->config.router.loss_load > 0) : local_routing_now && turn % 2 != 0) return 0;
     if (s->config.router.select == MOE_SELECT_SOFT) s->with &= ~(unsigned)(WITH_GIVEN | WITH_LAST);
     s->local_routing = local_routing_now;
     /* distances are those of a call */
