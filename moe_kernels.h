@@ -2523,11 +2523,11 @@ static const moe_kernels moei_kernels_c = MOEI_KERNEL_SET(moei_name_c, MOE_KERNE
                                          const float *b, size_t ldb, float *c, size_t ldc, int accumulate) { \
         const size_t ra = op == MOE_MATMUL_TN ? 1 : lda, ca = op == MOE_MATMUL_TN ? lda : 1; \
         const size_t rb = op == MOE_MATMUL_NT ? 1 : ldb; \
-        float memory[panels * MOEI_BLOCK_K * MOEI_PANEL + 16]; \
+        float memory[(panels) * MOEI_BLOCK_K * MOEI_PANEL + 16]; \
         float *room = memory + (64 - (uintptr_t)memory % 64) % 64 / sizeof(float); \
         size_t i, p; \
         if (k == 0 && !accumulate) moei_zero_rows(m, n, c, ldc); \
-        for (i = 0; i < m; i += block_m) { \
+        for (i = 0; i < m; i += (block_m)) { \
             const size_t rows = moei_smaller(m - i, block_m); \
             for (p = 0; p < k; p += MOEI_BLOCK_K) { \
                 const size_t block = moei_smaller(k - p, MOEI_BLOCK_K); \
@@ -8644,8 +8644,8 @@ MOEI_INT_CALLED MOEI_TOOL const unsigned char *moei_int8_dot(unsigned k, const u
                                                             int32_t *a, int32_t *b) {
     int32_t sum_a = *a, both;
 #define MOEI_INPUT(i) \
-    both += (int32_t)moei_flash_16(w + 2 * i) * x[i]; \
-    sum_a += (int32_t)(signed char)moei_flash_8(w + 2 * i) * x[i];
+    both += (int32_t)moei_flash_16(w + 2 * (i)) * x[i]; \
+    sum_a += (int32_t)(signed char)moei_flash_8(w + 2 * (i)) * x[i];
     while (k > 0) {
         const int16_t *end = x + (k < 256 ? k : 256);
         k -= (unsigned)(end - x);
@@ -8874,7 +8874,7 @@ MOEI_TOOL void moei_int8_pairs(const moei_int_shape *shape, const unsigned char 
         "tst lr,#4\nbeq 5f\nldm r0!,{r8,r9}\n" MOEI_4_INPUTS(r8, r9)
         "5:\tpop {r7,r8,r9,r10,r11}\nsub r4,r4,r3\nadd r8,r8,r4,asr #8\nsub r6,r6,r5\n"
         "add r10,r10,r6,asr #8\nldr r4,[r7,#20]\ncmp r0,r4\nbne 4f\n"
-        "ldmdb r7,{r0,r1,r4,r6,r12,lr}\ncmp r1,#0\nblt 6f\n" 
+        "ldmdb r7,{r0,r1,r4,r6,r12,lr}\ncmp r1,#0\nblt 6f\n"
             MOEI_STORE(r3, r8, r9, r0, r1, r4, r6) MOEI_STORE(r5, r10, r11, r0, r1, r4, r6)
         "stm r12!,{r3,r5}\nb 8f\n"
         "6:\t" MOEI_ADD(r3, r8, r9, r0, r12, r4, r6) "cmp r11,#0\nbeq 7f\n" MOEI_ADD(r5, r10, r11, r0, r12, r4, r6)

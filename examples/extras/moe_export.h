@@ -4365,7 +4365,7 @@ static void moei_print_layer(moei_printer *p, const moe_net *net, size_t i) {
     moei_print_bits(p, layer->router.present);
     moei_print_item(p, ", ");
     moei_print_bits(p, layer->router.parts);
-    moei_print_item(p, ", {NULL}}, NULL, ");
+    moei_print_item(p, ", NULL, {NULL}}, NULL, ");
     moei_print_bits(p, layer->present);
     moei_print_item(p, ", ");
     if (moei_is_layer(&net->modules[i])) moei_print_parameters(p, net, i, MOE_LAYER_PARAMETER_COUNT, "");
