@@ -1734,10 +1734,11 @@ static uint64_t test_scene(scene *s) {
     static unsigned turn;
     uint64_t far_away = 0;
     stage *g;
-    int r, step, good = 1;
+    int r, step, rare, good = 1;
     turn++;
-    /* few scenes have loss_load, which alone reads the noise of other ranks' tokens */
-    if (quick ? turn % 6 != 0 && !(s->config.router.loss_load > 0) : local_routing_now && turn % 2 != 0) return 0;
+    /* few scenes have loss_load, which alone reads the noise of other ranks' tokens, or cutoffs */
+    rare = s->config.router.loss_load > 0 || s->config.router.select == MOE_SELECT_EXPERT_THRESHOLD;
+    if (quick ? turn % 6 != 0 && !rare : local_routing_now && turn % 2 != 0) return 0;
     if (s->config.router.select == MOE_SELECT_SOFT) s->with &= ~(unsigned)(WITH_GIVEN | WITH_LAST);
     s->local_routing = local_routing_now;
     /* distances are those of a call */
@@ -2242,10 +2243,12 @@ enum {
     OPEN_RANK = 0,
     OPEN_RANK_HIGH,
     OPEN_NONE,
+    OPEN_MANY,
     OPEN_NODE,
     OPEN_NODE_NEGATIVE,
     OPEN_LEVEL,
     OPEN_CHUNKS,
+    OPEN_CHUNKS_MANY,
     OPEN_APART,
     OPEN_NO_COUNTS,
     OPEN_NO_ROWS,
@@ -2268,10 +2271,15 @@ static void open_task(ranks_rank *self, void *ctx) {
             t.n_ranks = 0;
             t.rank = 0;
         }
+        if (o->kind == OPEN_MANY) {
+            t.n_ranks = MOE_MAX_EXPERTS + 1;
+            t.rank = 0;
+        }
         if (o->kind == OPEN_NODE) t.ranks_per_machine = 3;
         if (o->kind == OPEN_NODE_NEGATIVE) t.ranks_per_machine = -2;
         if (o->kind == OPEN_LEVEL) t.two_level = 2;
         if (o->kind == OPEN_CHUNKS) t.chunks = -1;
+        if (o->kind == OPEN_CHUNKS_MANY) t.chunks = MOE_MAX_EXPERTS + 1;
         if (o->kind == OPEN_APART) t.local_routing = 2;
         if (o->kind == OPEN_OTHER_APART) t.local_routing = 1;
         if (o->kind == OPEN_NO_COUNTS) t.counts = NULL;
@@ -2288,8 +2296,9 @@ static void open_task(ranks_rank *self, void *ctx) {
 
 static void test_begin(void) {
     static const char *const names[OPEN_COUNT] = {
-        "rank",   "rank", "n_ranks", "ranks_per_machine", "ranks_per_machine", "two_level", "chunks", "local_routing",
-        "counts", "rows", "sum",     "chunks",         "ranks_per_machine", "two_level", "local_routing",  ""};
+        "rank",      "rank",   "n_ranks",       "n_ranks", "ranks_per_machine", "ranks_per_machine",
+        "two_level", "chunks", "chunks",        "local_routing", "counts",      "rows",
+        "sum",       "chunks", "ranks_per_machine", "two_level", "local_routing", ""};
     int kind, odd, r;
     for (kind = 0; kind < OPEN_COUNT; kind++)
         for (odd = -1; odd < 4; odd++) {
