@@ -331,9 +331,9 @@
    Memory. Objects that own memory take it from a moe_allocator (NULL: the standard heap) and say
    so; forward and backward work in the caller's workspace and allocate nothing. The size of a
    workspace comes from the function that lays it out, so it is exact.
-   On Linux, blocks of the heap of 2 MiB and more ask for huge pages, with which one token reads
-   weights 1.06 to 1.14 times as fast; do the same with memory of your own (madvise with
-   MADV_HUGEPAGE, or a file on a file system that has them).
+   On Linux, blocks of the heap of 2 MiB and more ask for huge pages, which make reading weights
+   faster; do the same with memory of your own (madvise with MADV_HUGEPAGE, or a file on a file
+   system that has them).
 
    Arguments stand in the same order for layer, network and trainer: the object, the source (path,
    or bytes and size), trainable, kernels, allocator, error.

@@ -2115,7 +2115,6 @@ static moe_status moei_state_clashes(const moe_router_config *c, moe_error *erro
         MOEI_FOR(k_end, switch_from, 0xffffffffu - fixed_k),
         MOEI_NEEDS(tau_schedule, tau_end),
         MOEI_NEEDS(tau_end, tau_schedule),
-        MOEI_RULE(tau_schedule, MOEI_BIT(MOE_TAU_GATE_TEMPERATURE), gate, MOEI_TEMPERED, NULL),
         MOEI_RULE(tau_schedule, MOEI_BIT(MOE_TAU_COSINE_TAU), score, MOEI_BIT(MOE_SCORE_COSINE), NULL),
         MOEI_RULE(tau_schedule, MOEI_BIT(MOE_TAU_COSINE_TAU), cosine_learn_tau, MOEI_BIT(0), NULL),
         MOEI_RULE(tau_schedule, MOEI_BIT(MOE_TAU_SIMILARITY_TAU), refine, MOEI_BIT(MOE_REFINE_SIMILARITY), NULL),
@@ -2454,6 +2453,7 @@ static moe_status moei_idle_fields(moe_router_config *c, moe_error *error) {
         MOEI_ONLY(ac_rho, ac_mode, AC_RUNNING),
         MOEI_FOR3(slots, soft_normalise, soft_sequences, select, MOEI_BIT(MOE_SELECT_SOFT)),
         MOEI_FOR4(gate_temperature, tau_schedule, drop_rule, capacity_factor_eval, select, MOEI_BUT(MOE_SELECT_SOFT)),
+        MOEI_RULE(tau_schedule, MOEI_BIT(MOE_TAU_GATE_TEMPERATURE), gate, MOEI_TEMPERED, NULL),
         MOEI_RULE(selection_bias, 0, select, MOEI_BIASED, "it ignores the bias")};
     static const moei_rule unread[] = {MOEI_FOR2(input, raw_input, score, MOEI_READS_U)};
     const int seen = c->refine != MOE_REFINE_NONE || c->noise == MOE_NOISE_NOISY_TOPK || c->predictor || c->student;

@@ -1864,7 +1864,7 @@ static void moei_fill_blocks(const moe_kernels *k, const moe_external *w, size_t
 /* ---- >>direct: a row of activations times rows of Q8_0 as they lie ----
 
    Each row of weights is read from end to end, as fast as memory is; nothing is unpacked to memory.
-   The sums of its groups are whole numbers, and what they are multiplied by is computed beside
+   The sums of its groups are integers, and what they are multiplied by is computed beside
    them. Both are then transposed for 16 rows, and a lane adds the groups of its row in the order of
    panels: the same bits. */
 

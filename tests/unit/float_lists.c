@@ -210,8 +210,8 @@ static void compare(const moe_net *net, const moe_model *m) {
         for (i = 0, most = 1; i < (size_t)net->d_out; i++)
             if (MOEI_F(fabs)(pass.y[i]) > most) most = MOEI_F(fabs)(pass.y[i]);
         for (i = 0; i < (size_t)net->d_out; i++)
-            if (!CHECKF(MOEI_F(fabs)(pass.y[i] - y[i]) <= (moe_real)2e-5 * most + 30 * moved[i], "%g is not %g",
-                        (double)y[i], (double)pass.y[i]))
+            if (!CHECKF(MOEI_F(fabs)(pass.y[i] - y[i]) <= MOEI_F(fmax)((moe_real)2e-5 * most, 8 * moved[i]),
+                        "%g is not %g", (double)y[i], (double)pass.y[i]))
                 break;
         same_choices(net, &pass, m, b.scratch);
     }

@@ -603,6 +603,25 @@ static void test_clashes(void) {
     }
 }
 
+/* Settings without effect that files have, because their tensors are there: they stay. */
+static void test_idle_in_files(void) {
+    static const char *const rows[] = {"score=competition input=scaled_rms",
+                                       "switch_from=top_k switch_at=3",
+                                       "gate=identity weight=raw tau_schedule=gate_temperature tau_end=0.5 schedule_steps=9",
+                                       "select=top_p selection_bias=1"};
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        moe_router_config c = config_of(rows[i]), out;
+        moe_error error;
+        CHECK(moe_router_check(&c, NULL, NULL) == MOE_ERR_CONFIG, rows[i]);
+        c.preset = MOEI_OF_A_FILE;
+        if (!CHECK_STATUS(moe_router_check(&c, &out, &error), MOE_OK, rows[i])) continue;
+        CHECK(out.input == c.input && out.switch_at == c.switch_at && out.switch_from == c.switch_from &&
+                  out.tau_schedule == c.tau_schedule && out.selection_bias == c.selection_bias,
+              rows[i]);
+    }
+}
+
 /* K = 1 with a weight that is always 1. */
 static void test_training_check(void) {
     static const char *const refused[] = {"top_k=1",
@@ -3384,6 +3403,7 @@ int main(int argc, char **argv) {
     moe_rng_seed(&rng, 77);
     CASE(test_ranges());
     CASE(test_clashes());
+    CASE(test_idle_in_files());
     CASE(test_training_check());
     CASE(test_setting());
     CASE(test_reasons());
