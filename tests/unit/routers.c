@@ -607,7 +607,7 @@ static void test_clashes(void) {
 static void test_idle_in_files(void) {
     static const char *const rows[] = {"score=competition input=scaled_rms",
                                        "switch_from=top_k switch_at=3",
-                                       "gate=identity weight=raw tau_schedule=gate_temperature tau_end=0.5 schedule_steps=9",
+                                       "gate=relu tau_schedule=gate_temperature tau_end=0.5 schedule_steps=9",
                                        "select=top_p selection_bias=1"};
     size_t i;
     for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
