@@ -2337,7 +2337,7 @@ static moei_limits moei_limits_of(const moe_router_config *c) {
         const int bound = !(flags & MOEI_SELECT_LIMITS_LOAD) && c->capacity_bound != MOE_BOUND_NONE;
         const int any = bound || (!own && by_factor);
         l.factor |= own || !set;
-        l.eval |= !own && !set && by_factor;
+        l.eval |= !own && !set && by_factor && select != MOE_SELECT_SOFT;
         l.least |= select == MOE_SELECT_AFFINITY || (any && !set);
         l.any |= any || set;
         l.two |= c->n_experts > 1 && select != MOE_SELECT_AFFINITY &&
@@ -2452,7 +2452,7 @@ static moe_status moei_idle_fields(moe_router_config *c, moe_error *error) {
         MOEI_ONLY(threshold_rho, select, SELECT_EXPERT_THRESHOLD),
         MOEI_ONLY(ac_rho, ac_mode, AC_RUNNING),
         MOEI_FOR3(slots, soft_normalise, soft_sequences, select, MOEI_BIT(MOE_SELECT_SOFT)),
-        MOEI_FOR4(gate_temperature, tau_schedule, drop_rule, capacity_factor_eval, select, MOEI_BUT(MOE_SELECT_SOFT)),
+        MOEI_FOR3(gate_temperature, tau_schedule, drop_rule, select, MOEI_BUT(MOE_SELECT_SOFT)),
         MOEI_RULE(tau_schedule, MOEI_BIT(MOE_TAU_GATE_TEMPERATURE), gate, MOEI_TEMPERED, NULL),
         MOEI_RULE(selection_bias, 0, select, MOEI_BIASED, "it ignores the bias")};
     static const moei_rule unread[] = {MOEI_FOR2(input, raw_input, score, MOEI_READS_U)};
