@@ -2887,108 +2887,107 @@ MOEI_AVX2 MOEI_INLINE __m256 moei_column_avx2(const float *b, size_t ldb) {
 }
 
 #define MOEI_STEP(row, group, i) \
-    s##row##group = _mm256_fmadd_ps(_mm256_broadcast_ss(a + (row)*lda + p + (i)), y[i], s##row##group)
-#define MOEI_FOUR(row, group) \
-    if (rows > row) { \
-        MOEI_STEP(row, group, 0); \
-        MOEI_STEP(row, group, 1); \
-        MOEI_STEP(row, group, 2); \
-        MOEI_STEP(row, group, 3); \
+    if (rows > row) \
+        s##row##group = _mm256_fmadd_ps(_mm256_broadcast_ss(a + (row)*lda + p + (i)), y[i], s##row##group);
+#define MOEI_STEPS(group, i) \
+    MOEI_STEP(0, group, i) MOEI_STEP(1, group, i) MOEI_STEP(2, group, i) MOEI_STEP(3, group, i)
+#define MOEI_FOUR(group) \
+    if (groups > group) { \
+        __m256 y[4]; \
+        moei_transpose_avx2(b + (group)*8 * ldb + p, ldb, y); \
+        MOEI_STEPS(group, 0) MOEI_STEPS(group, 1) MOEI_STEPS(group, 2) MOEI_STEPS(group, 3) \
     }
-#define MOEI_LAST(row, group) \
-    if (rows > row) MOEI_STEP(row, group, 0);
+#define MOEI_LINE(group) \
+    for (p = from; p < from + 16; p += 4) MOEI_FOUR(group)
+#define MOEI_LAST(group) \
+    if (groups > group) { \
+        const __m256 y[1] = {moei_column_avx2(b + (group)*8 * ldb + p, ldb)}; \
+        MOEI_STEPS(group, 0) \
+    }
 #define MOEI_STORE(row, group) \
     if (rows > row && groups > group) { \
         float *at = c + (row) * ldc + (group) * 8; \
         _mm256_storeu_ps(at, _mm256_add_ps(load ? _mm256_loadu_ps(at) : zero, s##row##group)); \
     }
+#define MOEI_GROUPS(row, X) X(row, 0) X(row, 1) X(row, 2) X(row, 3)
 
-/* rows x (8 groups) of an NT product without packing: the right operand is transposed in registers.
-   rows (1 to 4) and groups are constants after inlining; groups is above 2 only for one row. */
-MOEI_AVX2 MOEI_INLINE void moei_nt_tile_avx2(int rows, int groups, size_t k, const float *a, size_t lda, const float *b,
-                                             size_t ldb, float *c, size_t ldc, int load) {
+/* rows x (8 groups) of one block of an NT product without packing: the right operand is transposed
+   in registers, with lines a whole cache line of eight of its rows at a time. rows (1 to 4) and
+   groups (1 or 2, for one row 2 or 4) are constants after inlining. */
+MOEI_AVX2 MOEI_INLINE void moei_nt_tile_avx2(int rows, int groups, int lines, size_t k, const float *a, size_t lda,
+                                             const float *b, size_t ldb, float *c, size_t ldc, int load) {
     const __m256 zero = _mm256_setzero_ps();
     __m256 s00 = zero, s01 = zero;
     __m256 s02 = zero, s03 = zero;
     __m256 s10 = zero, s11 = zero;
+    __m256 s12 = zero, s13 = zero;
     __m256 s20 = zero, s21 = zero;
+    __m256 s22 = zero, s23 = zero;
     __m256 s30 = zero, s31 = zero;
-    size_t p;
-    for (p = 0; p + 4 <= k; p += 4) {
-        __m256 y[4];
-        moei_transpose_avx2(b + p, ldb, y);
-        MOEI_FOUR(0, 0)
-        MOEI_FOUR(1, 0)
-        MOEI_FOUR(2, 0)
-        MOEI_FOUR(3, 0)
-        if (groups > 1) {
-            moei_transpose_avx2(b + 8 * ldb + p, ldb, y);
-            MOEI_FOUR(0, 1)
-            MOEI_FOUR(1, 1)
-            MOEI_FOUR(2, 1)
-            MOEI_FOUR(3, 1)
-        }
-        if (groups > 2) {
-            moei_transpose_avx2(b + 16 * ldb + p, ldb, y);
-            MOEI_FOUR(0, 2)
-            moei_transpose_avx2(b + 24 * ldb + p, ldb, y);
-            MOEI_FOUR(0, 3)
-        }
+    __m256 s32 = zero, s33 = zero;
+    size_t p, from;
+    for (from = 0; lines && from + 16 <= k; from += 16) {
+        MOEI_LINE(0)
+        MOEI_LINE(1)
+        MOEI_LINE(2)
+        MOEI_LINE(3)
+    }
+    for (p = from; p + 4 <= k; p += 4) {
+        MOEI_FOUR(0)
+        MOEI_FOUR(1)
+        MOEI_FOUR(2)
+        MOEI_FOUR(3)
     }
     for (; p < k; p++) {
-        __m256 y[1];
-        y[0] = moei_column_avx2(b + p, ldb);
-        MOEI_LAST(0, 0)
-        MOEI_LAST(1, 0)
-        MOEI_LAST(2, 0)
-        MOEI_LAST(3, 0)
-        if (groups > 1) {
-            y[0] = moei_column_avx2(b + 8 * ldb + p, ldb);
-            MOEI_LAST(0, 1)
-            MOEI_LAST(1, 1)
-            MOEI_LAST(2, 1)
-            MOEI_LAST(3, 1)
-        }
-        if (groups > 2) {
-            y[0] = moei_column_avx2(b + 16 * ldb + p, ldb);
-            MOEI_LAST(0, 2)
-            y[0] = moei_column_avx2(b + 24 * ldb + p, ldb);
-            MOEI_LAST(0, 3)
-        }
+        MOEI_LAST(0)
+        MOEI_LAST(1)
+        MOEI_LAST(2)
+        MOEI_LAST(3)
     }
-    MOEI_STORE(0, 0) MOEI_STORE(0, 1)
-    MOEI_STORE(0, 2)
-    MOEI_STORE(0, 3)
-    MOEI_STORE(1, 0) MOEI_STORE(1, 1)
-    MOEI_STORE(2, 0) MOEI_STORE(2, 1)
-    MOEI_STORE(3, 0)
-    MOEI_STORE(3, 1)
+    MOEI_GROUPS(0, MOEI_STORE)
+    MOEI_GROUPS(1, MOEI_STORE)
+    MOEI_GROUPS(2, MOEI_STORE)
+    MOEI_GROUPS(3, MOEI_STORE)
 }
 #undef MOEI_STEP
+#undef MOEI_STEPS
 #undef MOEI_FOUR
+#undef MOEI_LINE
 #undef MOEI_LAST
 #undef MOEI_STORE
+#undef MOEI_GROUPS
 
-/* The columns of up to four rows that fill vectors; returns how many were computed. */
+/* The columns of one to four rows that fill vectors (one row: pairs of them), column by column, so
+   that each row of b is read from its beginning to its end; returns how many were computed.
+   Matrices that come from memory, and rows a multiple of 4 KB apart, whose lines share a set of the
+   first-level cache, are read by whole cache lines. */
 MOEI_AVX2 static size_t moei_nt_unpacked_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b,
-                                              size_t ldb, float *c, size_t ldc, int load) {
-    size_t j = 0;
-#define MOEI_TILE_OF(rows, groups) moei_nt_tile_avx2(rows, groups, k, a, lda, b + j * ldb, ldb, c + j, ldc, load)
-    for (; m == 1 && j + 32 <= n; j += 32) MOEI_TILE_OF(1, 4);
-    for (; j + 16 <= n; j += 16) {
-        if (m == 1) MOEI_TILE_OF(1, 2);
-        else if (m == 2) MOEI_TILE_OF(2, 2);
-        else if (m == 3) MOEI_TILE_OF(3, 2);
-        else MOEI_TILE_OF(4, 2);
+                                              size_t ldb, float *c, size_t ldc, int accumulate) {
+    const int lines = n * ldb >= 131072 || (m == 1 && ldb % 1024 == 0);
+    size_t j, p, columns;
+    for (j = 0; j + (m > 1 ? 8 : 16) <= n; j += columns) {
+        columns = n - j < 16 ? 8 : m > 1 || n - j < 32 ? 16 : 32;
+        for (p = 0; p < k; p += MOEI_BLOCK_K) {
+            const size_t block = moei_smaller(k - p, MOEI_BLOCK_K);
+            const float *bj = b + j * ldb + p;
+#define MOEI_CASE(rows, groups) \
+    case 8 * (rows) + (groups): \
+        moei_nt_tile_avx2(rows, groups, lines, block, a + p, lda, bj, ldb, c + j, ldc, accumulate || p > 0); \
+        break;
+            switch (8 * m + columns / 8) {
+                MOEI_CASE(1, 2)
+                MOEI_CASE(1, 4)
+                MOEI_CASE(2, 1)
+                MOEI_CASE(2, 2)
+                MOEI_CASE(3, 1)
+                MOEI_CASE(3, 2)
+                MOEI_CASE(4, 1)
+            default:
+                MOEI_CASE(4, 2)
+            }
+#undef MOEI_CASE
+        }
     }
-    if (j + 8 <= n) {
-        if (m == 1) MOEI_TILE_OF(1, 1);
-        else if (m == 2) MOEI_TILE_OF(2, 1);
-        else if (m == 3) MOEI_TILE_OF(3, 1);
-        else MOEI_TILE_OF(4, 1);
-        j += 8;
-    }
-#undef MOEI_TILE_OF
     return j;
 }
 
@@ -3059,9 +3058,8 @@ MOEI_AVX2 static void moei_nt_row_avx2(size_t n, size_t k, const float *a, const
 /* One block of k for up to MOEI_PACKING_M rows. panel holds 256 x 16 numbers. */
 MOEI_AVX2 static void moei_block_avx2(int op, size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca,
                                       const float *b, size_t ldb, float *c, size_t ldc, int load, float *panel) {
-    size_t j = 0;
-    if (op == MOE_MATMUL_NT && m <= 4) j = moei_nt_unpacked_avx2(m, n, k, a, ra, b, ldb, c, ldc, load);
-    for (; j < n; j += MOEI_PANEL) {
+    size_t j;
+    for (j = 0; j < n; j += MOEI_PANEL) {
         const size_t columns = moei_smaller(n - j, MOEI_PANEL);
         const float *bj = op == MOE_MATMUL_NT ? b + j * ldb : b + j;
         const size_t row = ldb * sizeof(float);
@@ -3081,21 +3079,28 @@ MOEI_AVX2 static void moei_block_avx2(int op, size_t m, size_t n, size_t k, cons
 
 MOEI_MATMUL(avx2, MOEI_AVX2, MOEI_PACKING_M, 1)
 
-/* A few rows of few columns, row by row; returns 0 if there are too many. */
-static int moei_nt_few_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b, size_t ldb,
-                            float *c, size_t ldc, int accumulate) {
-    const int few = m <= 1 ? n <= MOEI_ROW_COLUMNS : m <= 4 && n < 8;
-    size_t i;
-    for (i = 0; few && k > 0 && i < m; i++) moei_nt_row_avx2(n, k, a + i * lda, b, ldb, c + i * ldc, accumulate);
-    return few && k > 0;
+/* A product of one to four rows. The columns that do not fill vectors, or are few, are computed row
+   by row. */
+static void moei_nt_few_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b, size_t ldb,
+                             float *c, size_t ldc, int accumulate) {
+    size_t j = 0, i;
+    if (k == 0 && !accumulate) moei_zero_rows(m, n, c, ldc);
+    if (m > 1 || n > MOEI_ROW_COLUMNS) j = moei_nt_unpacked_avx2(m, n, k, a, lda, b, ldb, c, ldc, accumulate);
+    for (i = 0; k > 0 && j < n && i < m; i++)
+        moei_nt_row_avx2(n - j, k, a + i * lda, b + j * ldb, ldb, c + i * ldc + j, accumulate);
 }
 
-static void moei_nt_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c,
-                         size_t ldc, int accumulate) {
-    if (!moei_nt_few_avx2(m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate))
-        moei_matmul_avx2(MOE_MATMUL_NT, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
-}
+/* The last rows are few; a product that packs computes the others. */
+#define MOEI_NT_ENTRY(isa) \
+    static void moei_nt_##isa(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, \
+                              float *c, size_t ldc, int accumulate) { \
+        const size_t few = m % MOEI_PACKING_M > 4 ? 0 : m % MOEI_PACKING_M, most = m - few; \
+        if (most > 0) moei_matmul_##isa(MOE_MATMUL_NT, most, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate); \
+        if (few > 0) \
+            moei_nt_few_avx2(few, n, k, a + most * lda, lda, (const float *)b, ldb, c + most * ldc, ldc, accumulate); \
+    }
 
+MOEI_NT_ENTRY(avx2)
 MOEI_MATMUL_ENTRY(nn, avx2, MOE_MATMUL_NN)
 MOEI_MATMUL_ENTRY(tn, avx2, MOE_MATMUL_TN)
 
@@ -3810,10 +3815,9 @@ MOEI_AVX512 static void moei_panels_avx512(size_t m, size_t n, size_t k, const f
 MOEI_AVX512 static void moei_block_avx512(int op, size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca,
                                           const float *b, size_t ldb, float *c, size_t ldc, int load, float *room) {
     const size_t row = ldb * sizeof(float);
-    size_t j = 0, half, columns;
+    size_t j, half, columns;
     moei_prefetch next;
-    if (op == MOE_MATMUL_NT && m <= 4) j = moei_nt_unpacked_avx2(m, n, k, a, ra, b, ldb, c, ldc, load);
-    for (; j < n; j += columns) {
+    for (j = 0; j < n; j += columns) {
         const float *bj = op == MOE_MATMUL_NT ? b + j * ldb : b + j;
         columns = n - j < 32 ? n - j : 32;
         next = op == MOE_MATMUL_NT
@@ -3836,12 +3840,7 @@ MOEI_AVX512 static void moei_block_avx512(int op, size_t m, size_t n, size_t k, 
 
 MOEI_MATMUL(avx512, MOEI_AVX512, MOEI_PACKING_M, 2)
 
-static void moei_nt_avx512(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb,
-                           float *c, size_t ldc, int accumulate) {
-    if (!moei_nt_few_avx2(m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate))
-        moei_matmul_avx512(MOE_MATMUL_NT, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
-}
-
+MOEI_NT_ENTRY(avx512)
 MOEI_MATMUL_ENTRY(nn, avx512, MOE_MATMUL_NN)
 MOEI_MATMUL_ENTRY(tn, avx512, MOE_MATMUL_TN)
 
