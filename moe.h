@@ -332,8 +332,7 @@
    so; forward and backward work in the caller's workspace and allocate nothing. The size of a
    workspace comes from the function that lays it out, so it is exact.
    On Linux, blocks of the heap of 2 MiB and more ask for huge pages, which make reading weights
-   faster; do the same with memory of your own (madvise with MADV_HUGEPAGE, or a file on a file
-   system that has them).
+   faster; do the same with memory of your own (MADV_HUGEPAGE).
 
    Arguments stand in the same order for layer, network and trainer: the object, the source (path,
    or bytes and size), trainable, kernels, allocator, error.
@@ -1657,7 +1656,7 @@ typedef struct moe_model {
 } moe_model;
 
 /* The required moe_model.version. It changes with the format of models. */
-#define MOE_MODEL_VERSION 6
+#define MOE_MODEL_VERSION 7
 
 /* Private: the operations of integer models, void moei_int_op_NAME(op, run), named by constants. */
 #define MOEI_INT_OPS(X) \
@@ -1665,7 +1664,7 @@ typedef struct moe_model {
     X(int4)         /* the same, 4-bit codes */ \
     X(int8_add)     /* sum out += weight (W in + b) */ \
     X(int4_add)     /* the same, 4-bit codes */ \
-    X(int16)        /* out = W in + b, 8-bit codes of weights, 16-bit codes of inputs */ \
+    X(int16)        /* out = W in + b, 16-bit codes of inputs */ \
     X(int16_add)    /* sum out += weight (W in + b), the same */ \
     X(curve)        /* out = c(in), a curve of 65 points */ \
     X(multiply)     /* out = in * other */ \
@@ -12038,30 +12037,36 @@ static int16_t *moei_int_vector(const moei_int_run *run, uint32_t at) { return r
 
 static int32_t *moei_int_wide(const moei_int_run *run, uint32_t at) { return (int32_t *)(void *)(run->vectors + at); }
 
-/* To an even end. A loop, for memset of small C libraries writes bytes; the empty asm keeps gcc
-   from calling it. */
-static void moei_int_fill(int32_t *sum, const int32_t *end, int32_t value) {
-    for (; sum < end; sum += 2) {
+/* n sums, rounded up to 4. */
+static void moei_int_fill(int32_t *sum, unsigned n, int32_t value) {
+    const int32_t *end = sum + n;
+    for (; sum < end; sum += 4) {
         sum[0] = value;
         sum[1] = value;
-#if defined(__GNUC__) && !defined(__TINYC__)
-        __asm__ volatile("");
-#endif
+        sum[2] = value;
+        sum[3] = value;
     }
 }
 
-#define MOEI_INT_PRODUCT(name) \
+/* The sums of an int4 product's input, in other; index = 1: those of an earlier product. */
+MOEI_INLINE const int16_t *moei_int_sums(const moei_int_op *op, const moei_int_run *run) {
+    int16_t *sums = moei_int_vector(run, op->other);
+    if (op->index == 0) moei_int4_sums(op->shape.k, moei_int_vector(run, op->in), sums);
+    return sums;
+}
+
+#define MOEI_INT4_IN moei_int_vector(run, op->in), moei_int_sums(op, run)
+#define MOEI_INT_PRODUCT(name, IN) \
     void moei_int_op_##name(const moei_int_op *op, moei_int_run *run) { \
-        moei_##name##_product(&op->shape, run->base + op->at, moei_int_vector(run, op->in), \
-                              moei_int_vector(run, op->out)); \
+        moei_##name##_product(&op->shape, run->base + op->at, IN, moei_int_vector(run, op->out)); \
     } \
     void moei_int_op_##name##_add(const moei_int_op *op, moei_int_run *run) { \
-        moei_##name##_product_add(&op->shape, run->base + op->at, moei_int_vector(run, op->in), run->weight, \
-                                  moei_int_wide(run, op->out)); \
+        moei_##name##_product_add(&op->shape, run->base + op->at, IN, run->weight, moei_int_wide(run, op->out)); \
     }
-MOEI_INT_PRODUCT(int8)
-MOEI_INT_PRODUCT(int4)
+MOEI_INT_PRODUCT(int8, moei_int_vector(run, op->in))
+MOEI_INT_PRODUCT(int4, MOEI_INT4_IN)
 #undef MOEI_INT_PRODUCT
+#undef MOEI_INT4_IN
 
 /* Products of 16-bit inputs, with as many digits as the inputs of this call have: with M the
    bitwise or of all |x_p| and e <= 14 the largest power with 2^e M <= 32639 (else 0), x_p 2^e =
@@ -12072,7 +12077,7 @@ MOEI_INT_PRODUCT(int4)
      v_j = u_j 2^(6 - e), halves rounded up, + ((bias_j w) >> 16)
      int16       out_j = clamp((v_j + round) >> shift) with w = MOEI_INT_UPPER
      int16_add   sum_j += v_j with the weight of the expert
-   other: int16 [2 (k rounded up to 4) + 2 (n rounded up to 2)]. |v_j| < 2^30. */
+   other: int16 [2 (k rounded up to 4) + 2 (n rounded up to 4)]. |v_j| < 2^30. */
 enum { MOEI_INT_UPPER = 127 * 256, MOEI_INT_GUARD = 6 };
 
 /* upper and, k4 behind it, lower; returns e. */
@@ -12091,30 +12096,31 @@ static int moei_int_halves(unsigned k, const int16_t *x, int16_t *upper, unsigne
     return e;
 }
 
-/* v in scratch memory. */
-static int32_t *moei_int_wide_product(const moei_int_op *op, moei_int_run *run, int16_t weight) {
+/* v + more in scratch memory. */
+static int32_t *moei_int_wide_product(const moei_int_op *op, moei_int_run *run, int16_t weight, int32_t more) {
     const unsigned n = op->shape.n, k4 = (op->shape.k + 3u) & ~3u;
     const unsigned char *data = run->base + op->at, *bias = data + moei_int8_size(n, op->shape.k);
     int16_t *upper = moei_int_vector(run, op->other);
     int32_t *v = moei_int_wide(run, op->other + 2 * k4);
     const int e = moei_int_halves(op->shape.k, moei_int_vector(run, op->in), upper, k4) - MOEI_INT_GUARD;
     unsigned j;
-    moei_int_fill(v, v + (n + 1u) / 2 * 2, 1); /* two halves that products round down */
+    moei_int_fill(v, n, 1); /* two halves that products round down */
     moei_int8_product_add(&op->shape, data, upper, weight, v);
     moei_int8_product_add(&op->shape, data, upper + k4, (int16_t)((weight + 128) >> 8), v);
     for (j = 0; j < n; j++) {
         v[j] = e > 0 ? (v[j] + ((int32_t)1 << e >> 1)) >> e : v[j] * ((int32_t)1 << -e);
-        v[j] += moei_int_scale(moei_flash_32(bias + 4 * j), weight);
+        v[j] += moei_int_scale(moei_flash_32(bias + 4 * j), weight) + more;
     }
     return v;
 }
 
 void moei_int_op_int16(const moei_int_op *op, moei_int_run *run) {
-    moei_int_store(&op->shape, moei_int_wide_product(op, run, MOEI_INT_UPPER), moei_int_vector(run, op->out));
+    moei_int_store(&op->shape, moei_int_wide_product(op, run, MOEI_INT_UPPER, moei_int_round(&op->shape)),
+                   moei_int_vector(run, op->out));
 }
 
 void moei_int_op_int16_add(const moei_int_op *op, moei_int_run *run) {
-    const int32_t *v = moei_int_wide_product(op, run, run->weight), *end = v + op->shape.n;
+    const int32_t *v = moei_int_wide_product(op, run, run->weight, 0), *end = v + op->shape.n;
     int32_t *sum = moei_int_wide(run, op->out);
     while (v != end) *sum++ += *v++;
 }
@@ -12143,7 +12149,7 @@ void moei_int_op_rescale(const moei_int_op *op, moei_int_run *run) {
 
 /* out_p = clamp(((((w_p << 15) * factor) >> 16) + round) >> shift) for n numbers, zeros behind
    them, where w_p and factor are those of output r of an int8 product with k outputs and n inputs
-   (moe_kernels.h), which is how rows lie, so that a tied module may have the same. r is the token
+   (moe_kernels.h), so that a tied module may have the same. r is the token
    (index = 0) or its position (1). A row out of range is MOE_ERR_ARGUMENT. */
 void moei_int_op_row(const moei_int_op *op, moei_int_run *run) {
     const unsigned n = op->shape.n;
@@ -12177,12 +12183,11 @@ static int16_t moei_int_inverse_root(uint64_t d, int *e) {
 
 /* Both norms are the same but for a sum that one leaves out: with s = sum_p x_p for a layer norm
    (index = 1), 0 for a root mean square norm (index = 0),
-     d = (n sum_p x_p^2 - s^2) 4^factor + eps    all of its bits; 0 counts as 1        v_p = n x_p -
-                                                 s
+     d = (n sum_p x_p^2 - s^2) 4^factor + eps, all of its bits; 0 counts as 1
+     v_p = n x_p - s
    a number in units of its spread is 2^factor v_p / sqrt(d): with m, e and quotient r as in
    moei_int_inverse_root (2^factor |v_p| < sqrt(n d), so nothing overflows)
-     t_p = ((v_p * 2^(7 + factor - e)) * r) >> 16        in units of 2^-21; a negative power is a
-                                                         shift, rounding down
+     t_p = ((v_p * 2^(7 + factor - e)) * r) >> 16, in units of 2^-21; a negative power shifts down
      out_p = clamp((((t_p sign_p * |gain_p|) >> 16) + bias_p + round) >> shift), zeros behind n;
      sign_p that of the gain
    Constants: eps uint32 low, uint32 high; gain int16 [n rounded up to 2]; layer norm: bias int32
@@ -12222,10 +12227,10 @@ void moei_int_op_norm(const moei_int_op *op, moei_int_run *run) {
 }
 
 /* Rotates n / k heads of k numbers; (a, b) are numbers i and k/2 + i of a head:
-     c = (c1 c2 - s1 s2) >> 15                       s = (s1 c2 + c1 s2) >> 15
-     a' = clamp((a c - b s + round) >> shift)        b' = clamp((a s + b c + round) >> shift)
+     c = (c1 c2 - s1 s2) >> 15, a' = clamp((a c - b s + round) >> shift)
+     s = (s1 c2 + c1 s2) >> 15, b' = clamp((a s + b c + round) >> shift)
    where (c1, s1) are cosine and sine, in 1/32767, of angle i of the position modulo 16, and
-   (c2, s2) those of the position's multiple of 16, so a table of 16 + length/16 rows is enough.
+   (c2, s2) those of the position's multiple of 16.
    Constants: int16 c, s for each i of each row. Zeros beyond n; in and out may be one vector;
    |a|, |b| <= MOEI_INT_ROTATED. */
 enum { MOEI_INT_ANGLES = 16, MOEI_INT_ROTATED = 23169 };
@@ -12322,10 +12327,10 @@ static void moei_int_mix(const moei_int_head *h) {
 /* Attention of one token. in: q, wide; other: its key, attention.value: its value, both narrow,
    which are appended to those in the state first. With n = place + 1 tokens, less = the bits of
    place >> 9, and for each head
-     s_j = sum_p q_p key_jp       w_j = the smaller of 32767 and moei_int_exp2(((max s - s_j) *
-                                  factor) >> 16, bits) >> less       total = sum_j w_j
-     down: the least with total >> down < 2^16            r = ((factor2 << 15) >> less) / (total >>
-                                                          down), rounded down
+     s_j = sum_p q_p key_jp; total = sum_j w_j
+     w_j = min(32767, moei_int_exp2(((max s - s_j) * factor) >> 16, bits) >> less)
+     r = ((factor2 << 15) >> less) / (total >> down), rounded down, with the least `down` for which
+       total >> down < 2^16
      out_p = clamp((((sum_j w_j value_jp >> down) * r >> 16) + round) >> (shift - less))
        round is that of shift - less; zeros behind the heads
    The maker sees to |s_j| < 2^30; factor2 <= 32766; 7 <= shift; n <= 65535, so that total <= 2^24
@@ -12358,7 +12363,7 @@ void moei_int_op_attention(const moei_int_op *op, moei_int_run *run) {
     moei_int_put_zeros(width, moei_int_vector(run, op->out));
 }
 
-/* The constants outside of experts; without any, an address from which nothing is read. */
+/* The constants outside of experts, if there are any. */
 MOEI_INLINE const unsigned char *moei_int_constants(const moe_model *model) {
     return model->weights != NULL ? model->weights : (const unsigned char *)model;
 }
@@ -12368,8 +12373,7 @@ static void moei_int_ops(moei_int_run *run, uint32_t first, uint32_t n) {
     for (; op < end && run->status == MOE_OK; op++) op->run(op, run);
 }
 
-/* The constants of an expert: in place, or the first size bytes of them copied to scratch
-   memory. */
+/* The constants of an expert: in place, or the first size bytes in scratch memory. */
 static const unsigned char *moei_int_block(const moei_int_mixture *m, moei_int_run *run, uint32_t expert,
                                            uint32_t size) {
     const size_t at = (size_t)m->experts + (size_t)expert * (size_t)m->stride;
@@ -12406,15 +12410,16 @@ void moei_int_op_mixture(const moei_int_op *op, moei_int_run *run) {
     int16_t *choices = moei_int_vector(run, m->choices), *experts = choices + 1;
     int16_t *weights = experts + m->router.most;
     int32_t *sum = moei_int_wide(run, m->sum);
-    size_t count = 0;
+    size_t count = 0, left;
     int i, last = -1;
     moei_int_ops(run, m->score, m->n_score);
     if (run->status == MOE_OK)
         run->status = moei_int_route(&m->router, run->model->weights, run->token, moei_int_vector(run, m->z),
                                      moei_int_wide(run, m->p), experts, weights, &count);
     choices[0] = (int16_t)count;
-    moei_int_fill(sum, sum + (op->shape.n + 1) / 2 * 2, ((int32_t)count * op->factor + op->factor2) >> 1);
-    while (run->status == MOE_OK && (i = moei_int_next(experts, (int)count, last)) >= 0) {
+    moei_int_fill(sum, op->shape.n, moei_int_round(&op->shape) + (((int32_t)count * op->factor + op->factor2) >> 1));
+    for (left = count; left > 0 && run->status == MOE_OK; left--) {
+        if ((i = moei_int_next(experts, (int)count, last)) < 0) break;
         last = experts[i];
         run->weight = weights[i];
         moei_int_expert(m, run, (unsigned)last);
@@ -12613,15 +12618,18 @@ void moei_int_op_add_rest(const moei_int_op *op, moei_int_run *run) {
 
 /* The input as a vector. */
 static void moei_int_enter(int16_t *x, const signed char *input, size_t n) {
-    const signed char *end = input + n / 4 * 4;
-    for (; input < end; input += 4, x += 4) {
-        x[0] = input[0];
-        x[1] = input[1];
-        x[2] = input[2];
-        x[3] = input[3];
-    }
-    if (n % 4 == 0) return;
-    for (end = input + n % 4; input < end;) *x++ = *input++;
+    const signed char *end = input + n;
+#if defined(MOEI_INT_DSP) && defined(__ARM_FEATURE_UNALIGNED)
+    if (n >= 8)
+        __asm__ volatile(
+            "1:\tldr r4,[%1],#4\nldr r6,[%1],#4\nsxtb16 r5,r4,ror #8\nsxtb16 r4,r4\npkhbt r3,r4,r5,lsl #16\n"
+            "pkhtb r4,r5,r4,asr #16\nsxtb16 r12,r6,ror #8\nsxtb16 r6,r6\npkhbt r5,r6,r12,lsl #16\n"
+            "pkhtb r6,r12,r6,asr #16\nstm %0!,{r3,r4,r5,r6}\ncmp %1,%2\nbne 1b"
+            : "+r"(x), "+r"(input)
+            : "r"(input + (n & ~(size_t)7))
+            : "r3", "r4", "r5", "r6", "r12", "cc", "memory");
+#endif
+    while (input != end) *x++ = *input++;
     for (; n % 4 != 0; n++) *x++ = 0;
 }
 
@@ -12646,9 +12654,13 @@ MOEI_INLINE moe_status moei_int_begin(const moe_model *model, const moe_loader *
 /* Its operations, and the bytes of its output. */
 MOEI_INLINE moe_status moei_int_end(moei_int_run *run, void *output, size_t size) {
     const moe_model *model = run->model;
+    const int16_t *from;
+    int16_t *to = (int16_t *)output, *end = to + size / sizeof *to;
     moei_int_ops(run, 0, model->n_main);
     if (run->status != MOE_OK) return run->status;
-    memcpy(output, moei_int_vector(run, model->ops[model->n_main - 1].out), size);
+    from = moei_int_vector(run, model->ops[model->n_main - 1].out);
+    do *to++ = *from++;
+    while (to != end);
     run->place++;
     if (model->length > 0) memcpy(run->state, &run->place, sizeof run->place);
     return MOE_OK;
@@ -12675,7 +12687,7 @@ moe_status moe_infer(const moe_model *model, const moe_loader *loader, const voi
     return model->run(model, loader, input, output, scratch);
 }
 
-/* code * 2^bits, within int32; a configuration's scale makes bits large or small. */
+/* code * 2^bits, within int32. */
 static int32_t moei_choice_weight(int32_t level, int bits) {
     if (bits < 0) return level >> (bits < -31 ? 31 : -bits);
     if (bits <= 16 || level == 0) return level * ((int32_t)1 << (bits <= 16 ? bits : 0));

@@ -8247,14 +8247,16 @@ MOEI_INLINE int32_t moei_flash_32(const unsigned char *at) {
 }
 #endif
 
-/* The constants of a product, for each pair of outputs a = 2 i, b = 2 i + 1 (a missing b is all
-   zero), k4 = k rounded up to 4:
-     int32 bias_a, int32 bias_b, int16 factor_a, int16 factor_b, then
-     int8   k4 times: int16 256 w_b + w_a;     |w| <= 127
-     int4   for each block of 32 inputs, the last one shorter: uint16 block_a, uint16 block_b, then
-            for each 4 inputs the 4 bytes
-            a0 | b0 << 4,  a2 | b2 << 4,  a1 | b1 << 4,  a3 | b3 << 4, each as w + 8;
-            -8 <= w <= 7
+/* The constants of a product (of outputs that are missing all are 0), k4 = k rounded up to 4:
+     int8   for each pair of outputs a, b
+              int32 bias_a, int32 bias_b, int16 factor_a, int16 factor_b,
+              k4 times: int16 256 w_b + w_a;     |w| <= 127
+     int4   for each four outputs a to d
+              int32 bias_a to bias_d, then for each block of 32 inputs, the last one shorter,
+                for each input: int16 4096 w_d + 256 (w_c + 8) + 16 (w_b + 8) + w_a + 8;
+                -8 <= w <= 7
+                int16 block_a to block_d,
+              int16 factor_a to factor_d
    Arm's DSP instructions multiply halfwords, and one extracts the even bytes of a word.
    Below, block_jp is the block scale of output j at input p, and 1 for int8. */
 
@@ -8263,9 +8265,9 @@ MOEI_INLINE int32_t moei_flash_32(const unsigned char *at) {
 MOEI_TOOL size_t moei_int8_size(size_t n, size_t k);
 MOEI_TOOL size_t moei_int4_size(size_t n, size_t k);
 #ifndef MOE_NO_TRAIN
-/* Packs codes [n,k], rows ld apart, bias [n], factor [n] within 0..32767 and (int4) block
-   [n][ceil(k/32)] into out [moei_int8_size or moei_int4_size bytes]. bias NULL: 0.
-   MOE_ERR_ARGUMENT: a code or factor is out of range, a pointer is missing, or ld < k.
+/* Packs codes [n,k], rows ld apart, bias [n], factor [n] and (int4) block [n][ceil(k/32)], both
+   within 0..32767, into out [moei_int8_size or moei_int4_size bytes]. bias NULL: 0.
+   MOE_ERR_ARGUMENT: a code, factor or block is out of range, a pointer is missing, or ld < k.
    MOE_ERR_OVERFLOW: the size overflows, or |bias_j| + 127 sum_p |w_jp| block_jp reaches 2^30. On
    error out is unchanged. */
 MOEI_TOOL moe_status moei_int8_pack(size_t n, size_t k, const signed char *codes, size_t ld, const int32_t *bias,
@@ -8276,20 +8278,24 @@ MOEI_TOOL moe_status moei_int4_pack(size_t n, size_t k, const signed char *codes
 /* With sum_j = bias_j + sum_p w_jp block_jp x_p and t_j = (sum_j * factor_j) >> 16 (all bits of the
    product), x narrow [k]:
      product       y_j = clamp((t_j + round) >> shift), zeros behind n
-     product_add   y_j += (t_j * weight) >> 16, 32767 being a weight of 1; y [n rounded up to 2];
-                   the caller ensures |y_j| < 2^31; low, high and shift are ignored
-   y overlaps neither x nor data. n = 0 or k = 0 is allowed. */
+     product_add   y_j += (t_j * weight) >> 16, 32767 being a weight of 1; y [n rounded up to 4],
+                   any value behind n; the caller ensures |y_j| < 2^31; low, high and shift are
+                   ignored
+     int4_sums     sums [ceil(k/32)] = -8 times the sum of each block of x, which int4 products need
+   y overlaps neither x, sums nor data. n = 0 or k = 0 is allowed. */
 MOEI_TOOL void moei_int8_product(const moei_int_shape *shape, const unsigned char *data, const int16_t *x, int16_t *y);
 MOEI_TOOL void moei_int8_product_add(const moei_int_shape *shape, const unsigned char *data, const int16_t *x,
                                      int16_t weight, int32_t *y);
-MOEI_TOOL void moei_int4_product(const moei_int_shape *shape, const unsigned char *data, const int16_t *x, int16_t *y);
+MOEI_TOOL void moei_int4_sums(unsigned k, const int16_t *x, int16_t *sums);
+MOEI_TOOL void moei_int4_product(const moei_int_shape *shape, const unsigned char *data, const int16_t *x,
+                                 const int16_t *sums, int16_t *y);
 MOEI_TOOL void moei_int4_product_add(const moei_int_shape *shape, const unsigned char *data, const int16_t *x,
-                                     int16_t weight, int32_t *y);
+                                     const int16_t *sums, int16_t weight, int32_t *y);
 
 /* The following functions process vectors of n, each with zeros behind n in y; y may be x, a or
    b. */
 
-/* y_j = clamp((sum_j + round) >> shift); |sum_j| < 2^30. y does not overlap sum. */
+/* y_j = clamp(sum_j >> shift), sum [n rounded up to 4]; |sum_j| <= 2^30. y does not overlap sum. */
 MOEI_TOOL void moei_int_store(const moei_int_shape *shape, const int32_t *sum, int16_t *y);
 /* Linear interpolation between 65 points c_0..c_64 (int16, constants as above) over wide x: with u
    = x + 32768, i = u >> 10, f = u & 1023 y = clamp((c_i + (((c_{i+1} - c_i) * f) >> 10) + round) >>
@@ -8320,26 +8326,27 @@ MOEI_TOOL size_t moei_int_top_k(size_t n, const int32_t *key, size_t k, int16_t 
 enum { MOEI_INT_HEADER = 12, MOEI_INT_BLOCK = 32 };
 #define MOEI_INT_WIDEST 65532u
 
-/* Bytes of one pair of outputs. */
+/* Bytes of one pair or of four outputs. */
 MOEI_TOOL size_t moei_int8_pair_size(size_t k) { return MOEI_INT_HEADER + 2 * ((k + 3) & ~(size_t)3); }
 
-MOEI_TOOL size_t moei_int4_pair_size(size_t k) {
-    return MOEI_INT_HEADER + ((k + 3) & ~(size_t)3) + (k + MOEI_INT_BLOCK - 1) / MOEI_INT_BLOCK * 4;
+MOEI_TOOL size_t moei_int4_four_size(size_t k) {
+    return 2 * MOEI_INT_HEADER + 2 * ((k + 3) & ~(size_t)3) + (k + MOEI_INT_BLOCK - 1) / MOEI_INT_BLOCK * 8;
 }
 
-/* With a size_t of 32 bits or more, the size of a pair cannot overflow; with 16 bits it can. */
-MOEI_TOOL size_t moei_int_size(size_t n, size_t k, size_t pair, size_t bytes_per_input) {
+/* With a size_t of 32 bits or more, the size of a group of outputs cannot overflow; with 16 bits it
+   can. */
+MOEI_TOOL size_t moei_int_size(size_t groups, size_t k, size_t group) {
     size_t bytes;
-    if (n > MOEI_INT_WIDEST || k > MOEI_INT_WIDEST || k > ((size_t)-1 - 64) / (bytes_per_input + 1)) return 0;
-    return moei_mul((n + 1) / 2, pair, &bytes) ? bytes : 0;
+    if (k > MOEI_INT_WIDEST || k > ((size_t)-1 - 64) / 3) return 0;
+    return moei_mul(groups, group, &bytes) ? bytes : 0;
 }
 
 static size_t moei_int8_size(size_t n, size_t k) {
-    return moei_int_size(n, k, moei_int8_pair_size(k), 2);
+    return n > MOEI_INT_WIDEST ? 0 : moei_int_size((n + 1) / 2, k, moei_int8_pair_size(k));
 }
 
 static size_t moei_int4_size(size_t n, size_t k) {
-    return moei_int_size(n, k, moei_int4_pair_size(k), 1);
+    return n > MOEI_INT_WIDEST ? 0 : moei_int_size((n + 3) / 4, k, moei_int4_four_size(k));
 }
 
 #ifndef MOE_NO_TRAIN
@@ -8366,7 +8373,7 @@ static moe_status moei_int_check(const moei_int_source *s) {
         if (s->factor[j] < 0) return MOE_ERR_ARGUMENT;
         for (p = 0; p < s->k; p++) {
             const int w = s->codes[j * s->ld + p];
-            if (w < lowest || w > highest) return MOE_ERR_ARGUMENT;
+            if (w < lowest || w > highest || moei_int_block_scale(s, j, p) > 32767) return MOE_ERR_ARGUMENT;
             bound += 127 * (uint64_t)(w < 0 ? -w : w) * moei_int_block_scale(s, j, p);
         }
         if (bound >= (uint64_t)1 << 30) return MOE_ERR_OVERFLOW;
@@ -8384,11 +8391,16 @@ static int moei_int_code(const moei_int_source *s, size_t j, size_t p) {
     return j < s->n && p < s->k ? s->codes[j * s->ld + p] : 0;
 }
 
-static unsigned char *moei_int_put_header(const moei_int_source *s, size_t j, unsigned char *out) {
-    const size_t count = s->n - j < 2 ? s->n - j : 2;
-    size_t i;
-    for (i = 0; i < 2; i++) out = moei_int_put(out, i < count && s->bias != NULL ? (uint32_t)s->bias[j + i] : 0, 4);
-    for (i = 0; i < 2; i++) out = moei_int_put(out, i < count ? (uint32_t)s->factor[j + i] : 0, 2);
+/* The biases of `count` outputs from j. */
+static unsigned char *moei_int_put_biases(const moei_int_source *s, size_t j, size_t count, unsigned char *out) {
+    const size_t end = j + count;
+    for (; j < end; j++) out = moei_int_put(out, j < s->n && s->bias != NULL ? (uint32_t)s->bias[j] : 0, 4);
+    return out;
+}
+
+static unsigned char *moei_int_put_factors(const moei_int_source *s, size_t j, size_t count, unsigned char *out) {
+    const size_t end = j + count;
+    for (; j < end; j++) out = moei_int_put(out, j < s->n ? (uint32_t)s->factor[j] : 0, 2);
     return out;
 }
 
@@ -8402,21 +8414,21 @@ static unsigned char *moei_int8_put_inputs(const moei_int_source *s, size_t j, u
 }
 
 static unsigned char *moei_int4_put_inputs(const moei_int_source *s, size_t j, unsigned char *out) {
-    static const unsigned char order[4] = {0, 2, 1, 3};
+    const size_t k4 = (s->k + 3) & ~(size_t)3;
     size_t p, i;
-    for (p = 0; p < s->k; p += 4) {
-        if (p % MOEI_INT_BLOCK == 0)
-            for (i = 0; i < 2; i++)
-                out = moei_int_put(out, j + i < s->n ? (uint32_t)moei_int_block_scale(s, j + i, p) : 0, 2);
-        for (i = 0; i < 4; i++) {
-            const int a = moei_int_code(s, j, p + order[i]) + 8, b = moei_int_code(s, j + 1, p + order[i]) + 8;
-            out = moei_int_put(out, (uint32_t)(a + 16 * b), 1);
-        }
+    for (p = 0; p < k4; p++) {
+        int32_t codes = 0x888;
+        for (i = 0; i < 4; i++) codes += moei_int_code(s, j + i, p) * ((int32_t)1 << 4 * i);
+        out = moei_int_put(out, (uint32_t)codes, 2);
+        if ((p + 1) % MOEI_INT_BLOCK != 0 && p + 1 < k4) continue;
+        for (i = 0; i < 4; i++)
+            out = moei_int_put(out, j + i < s->n ? (uint32_t)moei_int_block_scale(s, j + i, p - p % 4) : 0, 2);
     }
     return out;
 }
 
 static moe_status moei_int_pack(const moei_int_source *s, size_t size, unsigned char *out) {
+    const size_t group = s->block != NULL ? 4 : 2;
     size_t j;
     moe_status status;
     if (s->n == 0) return MOE_OK;
@@ -8424,9 +8436,10 @@ static moe_status moei_int_pack(const moei_int_source *s, size_t size, unsigned 
     if (out == NULL) return MOE_ERR_ARGUMENT;
     status = moei_int_check(s);
     if (status != MOE_OK) return status;
-    for (j = 0; j < s->n; j += 2) {
-        out = moei_int_put_header(s, j, out);
-        out = s->block != NULL ? moei_int4_put_inputs(s, j, out) : moei_int8_put_inputs(s, j, out);
+    for (j = 0; j < s->n; j += group) {
+        out = moei_int_put_biases(s, j, group, out);
+        if (group == 2) out = moei_int8_put_inputs(s, j, moei_int_put_factors(s, j, 2, out));
+        else out = moei_int_put_factors(s, j, 4, moei_int4_put_inputs(s, j, out));
     }
     return MOE_OK;
 }
@@ -8505,14 +8518,13 @@ MOEI_INLINE void moei_int_put_zeros(unsigned n, int16_t *y) {
    of what an integer model needs. */
 #define MOEI_INT_NO_WEIGHT ((int32_t)1 << 16)
 
-/* Finishes the sums a and b of the pair of outputs whose constants begin at head; returns the
-   position for the next pair. */
-MOEI_INLINE void *moei_int_finish_pair(const moei_int_shape *shape, int32_t weight, const unsigned char *head,
+/* Finishes the sums a and b of a pair of outputs; returns the position for the next pair. */
+MOEI_INLINE void *moei_int_finish_pair(const moei_int_shape *shape, int32_t weight, const unsigned char *factors,
                                        int32_t a, int32_t b, void *at) {
     int32_t *sum = (int32_t *)at;
     int16_t *y = (int16_t *)at;
-    a = moei_int_scale(a, moei_flash_16(head + 8));
-    b = moei_int_scale(b, moei_flash_16(head + 10));
+    a = moei_int_scale(a, moei_flash_16(factors));
+    b = moei_int_scale(b, moei_flash_16(factors + 2));
     if (weight != MOEI_INT_NO_WEIGHT) {
         sum[0] += moei_int_scale(a, weight);
         sum[1] += moei_int_scale(b, weight);
@@ -8666,86 +8678,86 @@ MOEI_INT_CALLED MOEI_TOOL const unsigned char *moei_int8_dot(unsigned k, const u
 #endif
 #endif
 
-/* *a += (w_a + 8) . x, *b += (w_b + 8) . x over the k > 0 inputs of a block; returns the end of its
-   weights. */
+/* Adds a block of k > 0 inputs to the four sums; offset: from moei_int4_sums. Returns its end. */
 #if defined(MOEI_INT_AVR)
 /* The block's sum fits in 16 bits (8 * 127 * 32 < 32768), so its partial sums may wrap. */
-MOEI_INLINE const unsigned char *moei_int4_dot(unsigned k, const unsigned char *w, const int16_t *x, int32_t *a,
-                                               int32_t *b) {
-#define MOEI_INPUT(x) \
-    MOEI_LOAD " r18,Z+\nmov r19,r18\nandi r18,15\nmulsu " x ",r18\nadd %A2,r0\nadc %B2,r1\n" \
-    "swap r19\nandi r19,15\nmulsu " x ",r19\nadd %A3,r0\nadc %B3,r1\n"
-    uint16_t sum_a = (uint16_t)*a, sum_b = (uint16_t)*b;
+MOEI_INLINE const unsigned char *moei_int4_dot(unsigned k, const unsigned char *w, const int16_t *x, int32_t offset,
+                                               int32_t *sum) {
+#define MOEI_TERM(code, sum) "andi " code ",15\nmulsu r20," code "\nadd %A" sum ",r0\nadc %B" sum ",r1\n"
+#define MOEI_INPUT \
+    MOEI_LOAD " r18,Z+\n" MOEI_LOAD " r19,Z+\nld r20,X+\nadiw r26,1\nmov r21,r18\n" \
+    MOEI_TERM("r21", "2") "swap r18\n" MOEI_TERM("r18", "3") "mov r21,r19\n" MOEI_TERM("r21", "4") \
+    "subi r19,128\nswap r19\n" MOEI_TERM("r19", "5")
+    uint16_t a = (uint16_t)offset, b = a;
+    uint16_t c = a, d = a;
     unsigned char count = (unsigned char)(k / 4);
-    __asm__ volatile("1:\tld r20,X+\nadiw r26,1\nld r21,X+\nadiw r26,1\nld r22,X+\nadiw r26,1\nld "
-                     "r23,X+\nadiw r26,1\n" MOEI_INPUT("r20") MOEI_INPUT("r22") MOEI_INPUT("r21")
-                         MOEI_INPUT("r23") "dec %4\nbreq 2f\nrjmp 1b\n2:\tclr __zero_reg__"
-                     : "+z"(w), "+x"(x), "+r"(sum_a), "+r"(sum_b), "+r"(count)
+    __asm__ volatile("1:\t" MOEI_INPUT MOEI_INPUT MOEI_INPUT MOEI_INPUT
+                     "dec %6\nbreq 2f\nrjmp 1b\n2:\tclr __zero_reg__"
+                     : "+z"(w), "+x"(x), "+r"(a), "+r"(b), "+r"(c), "+r"(d), "+r"(count)
                      :
-                     : "r18", "r19", "r20", "r21", "r22", "r23", "memory");
+                     : "r18", "r19", "r20", "r21", "memory");
 #undef MOEI_INPUT
-    *a = (int16_t)sum_a;
-    *b = (int16_t)sum_b;
-    return w;
+#undef MOEI_TERM
+    sum[0] += (int32_t)(int16_t)a * moei_flash_16(w);
+    sum[1] += (int32_t)(int16_t)b * moei_flash_16(w + 2);
+    sum[2] += (int32_t)(int16_t)c * moei_flash_16(w + 4);
+    sum[3] += (int32_t)(int16_t)d * moei_flash_16(w + 6);
+    return w + 8;
 }
 #undef MOEI_LOAD
-#else
-/* The byte is w_a + 8 + 16 (w_b + 8), so its sum contains both. */
-MOEI_INLINE const unsigned char *moei_int4_dot(unsigned k, const unsigned char *w, const int16_t *x, int32_t *a,
-                                               int32_t *b) {
-    int32_t both = 0, sum_b = 0;
+#elif !defined(MOEI_INT_DSP)
+/* The sums of the codes, shifted by 0, 4, 8 and 12 bits: each contains 16 times the next one. */
+MOEI_INLINE const unsigned char *moei_int4_dot(unsigned k, const unsigned char *w, const int16_t *x, int32_t offset,
+                                               int32_t *sum) {
+    const int16_t *end = x + k;
+    int32_t a = 0, b = 0;
+    int32_t c = 0, d = 0;
 #if defined(MOEI_INT_THUMB1)
-#define MOEI_BYTE(place, x) \
-    "ldrb %4, [%0, " place "]\nlsrs %5,%4,#4\nmuls %4," x ",%4\nadd r8,%4\nmuls %5," x \
-    ",%5\nadd r9,%5\n"
-    uint32_t first, second, byte = 0, product = 0;
-    const int16_t *end = x + k;
-    __asm__ volatile(".syntax unified\nmov r8,%4\nmov r9,%5\n"
-                     "1:\tldm %1!,{%3}\nsxth %2,%3\nasrs %3,%3,#16\n" MOEI_BYTE("#0", "%2") MOEI_BYTE(
-                         "#2", "%3") "ldm %1!,{%3}\nsxth %2,%3\nasrs %3,%3,#16\n" MOEI_BYTE("#1", "%2")
-                         MOEI_BYTE("#3", "%3") "adds %0,#4\ncmp %1,%6\nbne 1b\nmov %4,r8\nmov %5,r9"
-                     : "+l"(w), "+l"(x), "=&l"(first), "=&l"(second), "+l"(byte), "+l"(product)
+#define MOEI_INPUT \
+    "asrs %3,%2,#4\nmuls %3,%4,%3\nadd r9,%3\nasrs %3,%2,#8\nmuls %3,%4,%3\nadd r10,%3\n" \
+    "asrs %3,%2,#12\nmuls %3,%4,%3\nadd r11,%3\nmuls %2,%4,%2\nadd r8,%2\n"
+    int32_t inputs;
+    __asm__ volatile(".syntax unified\nmov r8,%2\nmov r9,%2\nmov r10,%2\nmov r11,%2\n"
+                     "1:\tldm %0!,{%5}\nldm %1!,{%6}\nsxth %2,%5\nsxth %4,%6\n" MOEI_INPUT
+                     "asrs %2,%5,#16\nasrs %4,%6,#16\n" MOEI_INPUT
+                     "cmp %1,%7\nbne 1b\nmov %2,r8\nmov %3,r9\nmov %4,r10\nmov %5,r11"
+                     : "+l"(w), "+l"(x), "+l"(a), "=&l"(b), "=&l"(c), "=&l"(d), "=&l"(inputs)
                      : "r"(end)
-                     : "r8", "r9", "cc", "memory");
-    both = (int32_t)byte;
-    sum_b = (int32_t)product;
-#undef MOEI_BYTE
+                     : "r8", "r9", "r10", "r11", "cc", "memory");
+#undef MOEI_INPUT
 #else
-    const int16_t *end = x + k;
+#define MOEI_INPUT(i) \
+    v = moei_flash_16(w + 2 * (i)); \
+    a += v * x[i]; \
+    b += (v >> 4) * x[i]; \
+    c += (v >> 8) * x[i]; \
+    d += (v >> 12) * x[i];
     do {
-        unsigned v = moei_flash_8(w);
-        both += (int32_t)v * x[0];
-        sum_b += (int32_t)(v >> 4) * x[0];
-        v = moei_flash_8(w + 2);
-        both += (int32_t)v * x[1];
-        sum_b += (int32_t)(v >> 4) * x[1];
-        v = moei_flash_8(w + 1);
-        both += (int32_t)v * x[2];
-        sum_b += (int32_t)(v >> 4) * x[2];
-        v = moei_flash_8(w + 3);
-        both += (int32_t)v * x[3];
-        sum_b += (int32_t)(v >> 4) * x[3];
+        int32_t v;
+        MOEI_INPUT(0)
+        MOEI_INPUT(1)
+        MOEI_INPUT(2)
+        MOEI_INPUT(3)
         x += 4;
-        w += 4;
+        w += 8;
     } while (x != end);
+#undef MOEI_INPUT
 #endif
-    *a += both - 16 * sum_b;
-    *b += sum_b;
-    return w;
+    sum[0] += (int32_t)(int16_t)(a - 16 * b + offset) * moei_flash_16(w);
+    sum[1] += (int32_t)(int16_t)(b - 16 * c + offset) * moei_flash_16(w + 2);
+    sum[2] += (int32_t)(int16_t)(c - 16 * d + offset) * moei_flash_16(w + 4);
+    sum[3] += d * moei_flash_16(w + 6);
+    return w + 8;
 }
 #endif
 
 /* ---- products ---- */
 
-enum { MOEI_INT_OFFSETS = 32 };
-
-/* kept[i] = -8 times the sum of block i, which cancels the offset of the weights. Computed once for
-   all pairs, for the first blocks. */
-MOEI_TOOL void moei_int4_offsets(unsigned k, const int16_t *x, int16_t *kept) {
-    unsigned i, count;
-    for (i = 0; k > 0 && i < MOEI_INT_OFFSETS; i++, k -= count, x += count) {
+static void moei_int4_sums(unsigned k, const int16_t *x, int16_t *sums) {
+    unsigned count;
+    for (k = (k + 3u) & ~3u; k > 0; k -= count, x += count) {
         count = k < MOEI_INT_BLOCK ? k : (unsigned)MOEI_INT_BLOCK;
-        kept[i] = (int16_t)(-8 * moei_int_sum(count, x));
+        *sums++ = (int16_t)(-8 * moei_int_sum(count, x));
     }
 }
 
@@ -8757,8 +8769,8 @@ typedef struct moei_int_work {
     const unsigned char *data_end;
 } moei_int_work;
 
-MOEI_INLINE moei_int_work moei_int_work_make(const moei_int_shape *shape, const unsigned char *data, size_t pair,
-                                             int32_t weight, void *y) {
+MOEI_INLINE moei_int_work moei_int_work_make(const moei_int_shape *shape, const unsigned char *data_end, int32_t weight,
+                                             void *y) {
     moei_int_work w;
     const int adding = weight != MOEI_INT_NO_WEIGHT;
     w.round = adding ? weight : moei_int_round(shape);
@@ -8766,7 +8778,7 @@ MOEI_INLINE moei_int_work moei_int_work_make(const moei_int_shape *shape, const 
     w.low = (int32_t)((uint32_t)(uint16_t)shape->low * 0x10001u);
     w.high = (int32_t)((uint32_t)(uint16_t)shape->high * 0x10001u);
     w.y = y;
-    w.data_end = data + (shape->n + 1u) / 2 * pair;
+    w.data_end = data_end;
     return w;
 }
 
@@ -8778,6 +8790,17 @@ MOEI_INLINE moei_int_work moei_int_work_make(const moei_int_shape *shape, const 
 #define MOEI_STORE(a, b, factors, round, shift, low, high) \
     "smlawb " #a "," #a "," #factors "," #round "\nsmlawt " #b "," #b "," #factors "," #round \
     "\n" MOEI_CLAMP(a, b, shift, low, high)
+/* The end of four outputs: `work` is behind moei_int_work, f and g the factors. */
+#define MOEI_INT_FINISH_FOUR(work, round, shift, low, high, y, a, b, c, d, f, g) \
+    "ldmdb " #work ",{" #round "," #shift "," #low "," #high "," #y ",lr}\ncmp " #shift ",#0\nblt 6f\n" \
+    MOEI_STORE(a, b, f, round, shift, low, high) MOEI_STORE(c, d, g, round, shift, low, high) \
+    "stm " #y "!,{" #a "," #c "}\nb 7f\n" \
+    "6:\tsmulwb " #a "," #a "," #f "\nsmulwt " #b "," #b "," #f "\nsmulwb " #c "," #c "," #g "\nsmulwt " #d "," #d \
+    "," #g "\nldm " #y ",{" #shift "," #low "," #high "," #f "}\nsmlawb " #shift "," #a "," #round "," #shift \
+    "\nsmlawb " #low "," #b "," #round "," #low "\nsmlawb " #high "," #c "," #round "," #high "\nsmlawb " #f "," #d \
+    "," #round "," #f "\nstm " #y "!,{" #shift "," #low "," #high "," #f "}\n7:\tstr " #y ",[" #work ",#-8]\n"
+
+#if defined(MOEI_INT_MVE)
 #define MOEI_ADD(a, b, factors, weight, y, c, d) \
     "smulwb " #a "," #a "," #factors "\nsmulwt " #b "," #b "," #factors "\nldm " #y ", {" #c "," #d \
     "}\nsmlawb " #c "," #a "," #weight "," #c "\nsmlawb " #d "," #b "," #weight "," #d "\nstm " #y \
@@ -8789,7 +8812,6 @@ MOEI_INLINE moei_int_work moei_int_work_make(const moei_int_shape *shape, const 
         a, b, factors, r2, r4, r5, r6) "str " #a ",[r11],#4\nb 7f\n" \
     "6:\t" MOEI_ADD(a, b, factors, r2, r11, r4, r5) "7:\tstr r11,[r0,#-8]\ncmp r1,r12\nbne 0b\nb 9f\n"
 
-#if defined(MOEI_INT_MVE)
 typedef struct moei_int8_work {
     moei_int_work ends;
     const int16_t *x;
@@ -8805,7 +8827,7 @@ MOEI_TOOL void moei_int8_pairs(const moei_int_shape *shape, const unsigned char 
     register const int16_t **at __asm__("r0");
     register const unsigned char *w __asm__("r1");
     if (shape->n == 0) return;
-    work.ends = moei_int_work_make(shape, data, MOEI_INT_HEADER + 2 * k, weight, y);
+    work.ends = moei_int_work_make(shape, data + (shape->n + 1u) / 2 * (MOEI_INT_HEADER + 2 * k), weight, y);
     work.x = x;
     work.steps = k / 16;
     work.last_steps = k % 16 / 4;
@@ -8827,173 +8849,133 @@ MOEI_TOOL void moei_int8_pairs(const moei_int_shape *shape, const unsigned char 
 }
 #else
 typedef struct moei_int8_work {
-    moei_int_work ends;
+    moei_int_work ends; /* data_end is that of the last pair's beginning */
     const int16_t *x;
     size_t pair;
-    const unsigned char *data_end;
-    uint32_t entry, count; /* of the first part; each further one has 512 inputs */
+    uint32_t entry, count; /* of the first part; each further one, 1 in the count, has 512 inputs */
     const int16_t *x_end;
 } moei_int8_work;
 
 /* Two pairs a, b and c, d share the loads of x. a = sum w_a x in r3 and both = sum (256 w_b + w_a)
    x in r4, so that both - a = 256 w_b . x, which fits in 32 bits for up to 512 inputs; c and d in
-   r5 and r6. A missing second pair is the first one again, with factors of 0. A step of 8 inputs
-   has 116 bytes of code; the loop of four begins 32 bytes behind pc of the first add (1: Thumb) and
-   is entered before any of them. */
+   r5 and r6. Where there is no second pair, it is the first one again (pair is 0). A step of 8
+   inputs has 116 bytes of code; the loop of four begins 26 bytes behind pc of the first add (1:
+   Thumb) and is entered before any of them. */
 #define MOEI_WORD(w, x, a, both) \
     "smlad " #both "," #w "," #x "," #both "\nsxtb16 " #w "," #w "\nsmlad " #a "," #w "," #x "," #a "\n"
 #define MOEI_WORDS(from, x, x2, a, both) \
     "ldm " #from "!,{r7,r12}\n" MOEI_WORD(r7, x, a, both) MOEI_WORD(r12, x2, a, both)
 #define MOEI_4_INPUTS(x, x2) MOEI_WORDS(r1, x, x2, r3, r4) MOEI_WORDS(r2, x, x2, r5, r6)
+#define MOEI_PARTS \
+    "pop {r7,r8,r9,r10,r11}\nsub r4,r4,r3\nadd r8,r8,r4,asr #8\nsub r6,r6,r5\nadd r10,r10,r6,asr #8\n"
 #define MOEI_8_INPUTS "ldm r0!,{r8,r9,r10,r11}\n" MOEI_4_INPUTS(r8, r9) MOEI_4_INPUTS(r10, r11)
 
 MOEI_TOOL void moei_int8_pairs(const moei_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight,
                                void *y) {
     moei_int8_work work;
-    const unsigned k = (shape->k + 3u) & ~3u, steps = k % 512 / 8;
+    const unsigned k = (shape->k + 3u) & ~3u, part = k & 504u;
     register const int16_t **at __asm__("r0");
     register const unsigned char *w __asm__("r1");
     if (shape->n == 0) return;
     work.pair = MOEI_INT_HEADER + 2 * k;
-    work.ends = moei_int_work_make(shape, data, work.pair, weight, y);
-    work.data_end = work.ends.data_end;
-    work.entry = 33 + (steps == 0 ? 464 : 116 * (-steps & 3));
-    work.count = k % 8 + (steps == 0 ? 0 : (steps - 1) / 4 * 32);
+    work.ends = moei_int_work_make(shape, data + (shape->n - 1u) / 2 * work.pair, weight, y);
+    if (shape->n <= 2) work.pair = 0;
+    work.entry = part == 0 ? 27 + 464 : 27 + 116 * (-(part / 8) & 3);
+    work.count = ((part - 8) & ~31u) | (k & 4u) | (k >= 512);
     work.x = x;
     work.x_end = x + k;
     w = data;
     at = &work.x;
     __asm__ volatile(
-        ".syntax unified\npush {r7}\nmov r7,r0\nldr r3,[r7,#12]\nadd r3,pc\n"
-        "str.w r3,[r7,#12]\n"
-        "0:\tldm r7,{r0,r2,r6,r12,lr}\nadd r2,r1\ncmp r2,r6\nldm r1!,{r3,r8,r9}\nbeq.w 3f\n"
-        "ldm r2!,{r5,r10,r11}\n"
-        "1:\tpush {r7,r8,r9,r10,r11}\nmov r4,r3\nmov r6,r5\nbx r12\n"
+        ".syntax unified\npush {r7}\nmov r7,r0\nldr r3,[r7,#8]\nadd r3,pc\n"
+        "str.w r3,[r7,#8]\n"
+        "0:\tldm r7,{r0,r2,r12,lr}\nadd r2,r1\nldm r1!,{r3,r8,r9}\nldm r2!,{r5,r10,r11}\n"
+        "push {r7,r8,r9,r10,r11}\nmov r4,r3\nmov r6,r5\nbx r12\n"
         "2:\t.rept 4\n" MOEI_8_INPUTS ".endr\nsubs lr,lr,#32\nbge 2b\n"
-        "tst lr,#4\nbeq 5f\nldm r0!,{r8,r9}\n" MOEI_4_INPUTS(r8, r9)
-        "5:\tpop {r7,r8,r9,r10,r11}\nsub r4,r4,r3\nadd r8,r8,r4,asr #8\nsub r6,r6,r5\n"
-        "add r10,r10,r6,asr #8\nldr r4,[r7,#20]\ncmp r0,r4\nbne 4f\n"
-        "ldmdb r7,{r0,r1,r4,r6,r12,lr}\ncmp r1,#0\nblt 6f\n"
-            MOEI_STORE(r3, r8, r9, r0, r1, r4, r6) MOEI_STORE(r5, r10, r11, r0, r1, r4, r6)
-        "stm r12!,{r3,r5}\nb 8f\n"
-        "6:\t" MOEI_ADD(r3, r8, r9, r0, r12, r4, r6) "cmp r11,#0\nbeq 7f\n" MOEI_ADD(r5, r10, r11, r0, r12, r4, r6)
-        "8:\tstr r12,[r7,#-8]\nmov r1,r2\ncmp r1,lr\nbne 0b\nb 9f\n"
-        "3:\tsub r2,r1,#12\nldm r2!,{r5,r10,r11}\nmov r11,#0\nb 1b\n"
-        "4:\tpush {r7,r8,r9,r10,r11}\nmov r4,r3\nmov r6,r5\nmov lr,#480\nb 2b\n"
-        "7:\tadd r12,r12,#8\nb 8b\n"
+        "tst lr,#5\nbne 3f\n"
+        "1:\t" MOEI_PARTS
+        "10:\t" MOEI_INT_FINISH_FOUR(r7, r0, r1, r4, r6, r12, r3, r8, r5, r10, r9, r11)
+        "mov r1,r2\ncmp r1,lr\nblo 0b\nbne 9f\nmov r2,#0\nstr r2,[r7,#4]\nb 0b\n"
+        "3:\ttst lr,#4\nbeq 5f\nldm r0!,{r8,r9}\n" MOEI_4_INPUTS(r8, r9)
+        "5:\ttst lr,#1\nbeq 1b\n" MOEI_PARTS "ldr r4,[r7,#16]\ncmp r0,r4\nbeq 10b\n"
+        "push {r7,r8,r9,r10,r11}\nmov r4,r3\nmov r6,r5\nmovw lr,#481\nb 2b\n"
         "9:\tpop {r7}"
         : "+r"(at), "+r"(w)
         :
         : "r2", "r3", "r4", "r5", "r6", "r8", "r9", "r10", "r11", "r12", "lr", "cc", "memory");
 }
+#undef MOEI_PARTS
 #undef MOEI_4_INPUTS
 #undef MOEI_WORDS
 #undef MOEI_WORD
 #undef MOEI_8_INPUTS
 #endif
 
+typedef struct moei_int4_work {
+    moei_int_work ends;
+    const int16_t *x, *sums;
+    uint32_t k;
+} moei_int4_work;
+
+/* The sums of codes times inputs in r10, without w_d in r8, of the lower byte in r6, of w_a in r4.
+   A step has 8 inputs. */
 #if defined(MOEI_INT_MVE)
-typedef struct moei_int4_work {
-    moei_int_work ends;
-    const int16_t *x;
-    uint32_t k;
-} moei_int4_work;
-
-/* Lower bytes of x in the order of the weights, w_a and w_b in q0 and q1; predication masks the
-   elements behind the last input of a short block. The sums of a block are in r8 and r10, those of
-   the pair in r9 and r11. */
-MOEI_TOOL void moei_int4_pairs(const moei_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight,
-                               void *y) {
-    static const unsigned char order[16] = {0, 4, 2, 6, 8, 12, 10, 14, 16, 20, 18, 22, 24, 28, 26, 30};
-    moei_int4_work work;
-    const unsigned k = (shape->k + 3u) & ~3u;
-    register const int16_t **at __asm__("r0");
-    register const unsigned char *w __asm__("r1");
-    register const unsigned char *places __asm__("r2");
-    if (shape->n == 0) return;
-    work.ends = moei_int_work_make(shape, data, moei_int4_pair_size(k), weight, y);
-    work.x = x;
-    work.k = k;
-    w = data;
-    at = &work.x;
-    places = order;
-    __asm__ volatile(
-        ".syntax unified\nvldrb.u8 q3,[r2]\nvmov.i8 q4,#15\nvmov.i8 q5,#8\n"
-        "0:\tldrd r9,r11,[r1],#8\nldr r6,[r1],#4\nldm r0,{r3,r4}\ncmp r4,#0\nbeq 3f\n"
-        "1:\tldr r5,[r1],#4\nmov r2,#32\ncmp r4,#32\nit lt\nmovlt r2,r4\nadd r12,r1,r2\n"
-        "mov r8,#0\nmov r10,#0\ndlstp.8 lr,r2\n"
-        "2:\tvldrb.u8 q0,[r1],#16\nvldrb.u8 q2,[r3,q3]\nvshr.u8 q1,q0,#4\nvand q0,q0,q4\nvsub.i8 q0,"
-        "q0,q5\n"
-        "vsub.i8 q1,q1,q5\nadd r3,r3,#32\nvmladava.s8 r8,q0,q2\nvmladava.s8 r10,q1,q2\nletp lr,2b\n"
-        "mov r1,r12\nuxth r12,r5\nmla r9,r8,r12,r9\nlsr r5,r5,#16\nmla r11,r10,r5,r11\nsubs r4,"
-        "#32\nbgt 1b\n"
-        "3:\tmov r8,r6\nmov r10,r11\n" MOEI_INT_FINISH_PAIR(r9, r10, r8) "9:"
-        : "+r"(at), "+r"(w), "+r"(places)
-        :
-        : "r3", "r4", "r5", "r6", "r8", "r9", "r10", "r11", "r12", "lr", "q0", "q1", "q2", "q3", "q4", "q5", "cc",
-          "memory");
-}
+#define MOEI_STEPS \
+    "mov r5,#32\n2:\tadd r2,r1,r5,lsl #1\ndlstp.16 lr,r5\n3:\tvldrh.u16 q0,[r1],#16\nvldrh.u16 q1,[r0],#16\n" \
+    "vmladava.s16 r10,q0,q1\nvbic.i16 q0,#0xf000\nvmladava.s16 r8,q0,q1\nvmovlb.u8 q0,q0\n" \
+    "vmladava.s16 r6,q0,q1\nvbic.i16 q0,#0xf0\n" \
+    "vmladava.s16 r4,q0,q1\nletp lr,3b\nmov r1,r2\n"
+#define MOEI_SOME "mov r5,r3\nb 2b\n"
+#define MOEI_VECTORS "q0", "q1",
 #else
-typedef struct moei_int4_work {
-    moei_int_work ends;
-    const int16_t *x;
-    uint32_t k;
-    const int16_t *kept;
-} moei_int4_work;
+#define MOEI_WORD(w, x) \
+    "smlad r10," #w "," #x ",r10\nbic " #w "," #w ",#0xf000f000\nsmlad r8," #w "," #x ",r8\nuxtb16 " #w "," #w \
+    "\nsmlad r6," #w "," #x ",r6\nand " #w "," #w ",#0x000f000f\nsmlad r4," #w "," #x ",r4\n"
+#define MOEI_STEPS \
+    "2:\t.rept 4\nldm.n r0!,{r2,r3,r5,r7}\nldm r1!,{r9,r11,r12,lr}\n" MOEI_WORD(r9, r2) MOEI_WORD(r11, r3) \
+    MOEI_WORD(r12, r5) MOEI_WORD(lr, r7) ".endr\n"
+/* Four inputs first, if they are no whole step; then into the steps, which have 118 bytes each. */
+#define MOEI_SOME \
+    "tst r3,#4\nbeq 3f\nldm r0!,{r2,r5}\nldm r1!,{r9,r11}\n" MOEI_WORD(r9, r2) MOEI_WORD(r11, r5) \
+    "3:\tlsr r3,r3,#3\nrsb r3,r3,#4\nmov r2,#118\nmul r3,r3,r2\nadr.w r2,2b\nadd r2,r3\nadd r2,#1\nbx r2\n"
+#define MOEI_VECTORS
+#endif
 
-/* A mask extracts halfwords that hold a code from 0 to 15 each from a word: in turn inputs 0 and 1
-   of a, the same of b, inputs 2 and 3 of a, of b. The sums of a block are in r3 and r11, those of
-   the pair in r8 and r9, the mask in lr. A sentinel that no kept offset can equal follows them. */
-#define MOEI_STEP(w, x, x2) \
-    "and r12, lr, " #w "\nsmlad r3,r12," #x ",r3\nand r12,lr," #w ",lsr #4\nsmlad r11,r12," #x \
-    ",r11\n" \
-    "and r12, lr, " #w ",lsr #8\nsmlad r3,r12," #x2 ",r3\nand r12,lr," #w \
-    ",lsr #12\nsmlad r11,r12," #x2 ",r11\n"
-#define MOEI_8_INPUTS "ldm r1!,{r4,r5}\nldm r0!,{r6,r8,r9,r10}\n" MOEI_STEP(r4, r6, r8) MOEI_STEP(r5, r9, r10)
-
-MOEI_TOOL void moei_int4_pairs(const moei_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight,
-                               void *y) {
-    int16_t kept[MOEI_INT_OFFSETS + 1];
+MOEI_TOOL void moei_int4_fours(const moei_int_shape *shape, const unsigned char *data, const int16_t *x,
+                               const int16_t *sums, int32_t weight, void *y) {
     moei_int4_work work;
     const unsigned k = (shape->k + 3u) & ~3u;
     register const int16_t **at __asm__("r0");
     register const unsigned char *w __asm__("r1");
     if (shape->n == 0) return;
-    work.ends = moei_int_work_make(shape, data, moei_int4_pair_size(k), weight, y);
+    work.ends = moei_int_work_make(shape, data + (shape->n + 3u) / 4 * moei_int4_four_size(k), weight, y);
     work.x = x;
+    work.sums = sums;
     work.k = k;
-    work.kept = kept;
-    moei_int4_offsets(k, x, kept);
-    kept[MOEI_INT_OFFSETS] = INT16_MIN;
     w = data;
     at = &work.x;
+    /* on the stack: the sums of the outputs, the next of x, the inputs that are left */
     __asm__ volatile(
-        ".syntax unified\nmov lr,#0x000f000f\n"
-        "0:\tldm r1!,{r8,r9,r10}\npush {r0,r10}\nldm r0,{r0,r4,r6}\ncmp r4,#0\nbeq 5f\n"
-        "1:\tldr r5,[r1],#4\nldrsh r3,[r6],#2\ncmn r3,#0x8000\nbeq 8f\n"
-        "2:\tmov r2,#32\nsubs r4,#32\nit lt\naddlt r2,r4\npush {r4,r5,r6,r8,r9}\nmov r11,r3\n"
-        "subs r2,#16\nblt 4f\n"
-        "3:\t" MOEI_8_INPUTS MOEI_8_INPUTS "subs r2,#16\nbge 3b\n"
-        "4:\tadds r2,#16\nbeq 4f\n"
-        "3:\tldr r4,[r1],#4\nldm r0!,{r6,r8}\n" MOEI_STEP(
-            r4, r6, r8) "subs r2,#4\nbne 3b\n"
-                        "4:\tpop {r4,r5,r6,r8,r9}\nuxth r12,r5\nmla r8,r3,r12,r8\nlsr r5,r5,#16\nmla "
-                        "r9,r11,r5,r9\n"
-                        "cmp r4,#0\nbgt 1b\n"
-                        "5:\tpop {r0,r3}\n" MOEI_INT_FINISH_PAIR(
-                            r8, r9, r3) "8:\tsub r6,#2\nmov r2,#32\ncmp r4,#32\nit lt\nmovlt r2,r4\nmov "
-                                        "r3,#0\nmov r10,#0x00010001\nmov r11,r0\n"
-                                        "3:\tldr r12,[r11],#4\nsmlad r3,r12,r10,r3\nsubs r2,#2\nbne "
-                                        "3b\nlsl r3,r3,#3\nneg r3,r3\nb 2b\n9:"
+        ".syntax unified\npush {r0,r7}\nsub sp,#24\n"
+        "0:\tldr r0,[sp,#24]\nldm r1!,{r7,r9,r11,r12}\nldm r0,{r0,r2,r3}\n"
+        "1:\tldrsh r4,[r2],#2\nstm sp,{r7,r9,r11,r12}\nadd r6,r4,r4,lsl #4\nadd r8,r6,r4,lsl #8\nmov r10,r8\n"
+        "subs r3,#32\nstrd r2,r3,[sp,#16]\nblt 5f\n" MOEI_STEPS
+        "ldm r1!,{r2,r3}\nldm sp,{r7,r9,r11,r12}\nsub r10,r10,r8\nsub r8,r8,r6\nsubs r6,r6,r4\nasr r10,r10,#12\n"
+        "asr r8,r8,#8\nasrs r6,r6,#4\nsmlabb r7,r4,r2,r7\nsmlabt r9,r6,r2,r9\nsmlabb r11,r8,r3,r11\n"
+        "smlabt r12,r10,r3,r12\nldrd r2,r3,[sp,#16]\ncmp r3,#0\nbgt 1b\n"
+        "4:\tldm r1!,{r6,r8}\nldr r0,[sp,#24]\n" MOEI_INT_FINISH_FOUR(r0, r2, r3, r4, r5, r10, r7, r9, r11, r12, r6, r8)
+        "cmp r1,lr\nbne 0b\nb 9f\n.p2align 2\n" /* adr must know where words begin */
+        "5:\tadds r3,#32\nbeq 4b\n" MOEI_SOME
+        "9:\tadd sp,#24\npop {r0,r7}"
         : "+r"(at), "+r"(w)
         :
-        : "r2", "r3", "r4", "r5", "r6", "r8", "r9", "r10", "r11", "r12", "lr", "cc", "memory");
+        : "r2", "r3", "r4", "r5", "r6", "r8", "r9", "r10", "r11", "r12", "lr", MOEI_VECTORS "cc", "memory");
 }
-#undef MOEI_8_INPUTS
-#undef MOEI_STEP
-#endif
-#undef MOEI_INT_FINISH_PAIR
-#undef MOEI_ADD
+#undef MOEI_VECTORS
+#undef MOEI_SOME
+#undef MOEI_STEPS
+#undef MOEI_WORD
+#undef MOEI_INT_FINISH_FOUR
 #undef MOEI_STORE
 #else
 MOEI_TOOL void moei_int8_pairs(const moei_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight,
@@ -9011,32 +8993,28 @@ MOEI_TOOL void moei_int8_pairs(const moei_int_shape *shape, const unsigned char 
         b -= offset;
 #endif
         data = moei_int8_dot(k, head + MOEI_INT_HEADER, x, &a, &b);
-        y = moei_int_finish_pair(shape, weight, head, a, b, y);
+        y = moei_int_finish_pair(shape, weight, head + 8, a, b, y);
     }
 }
 
-MOEI_TOOL void moei_int4_pairs(const moei_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight,
-                               void *y) {
-    int16_t kept[MOEI_INT_OFFSETS];
+MOEI_TOOL void moei_int4_fours(const moei_int_shape *shape, const unsigned char *data, const int16_t *x,
+                               const int16_t *sums, int32_t weight, void *y) {
     const unsigned k = (shape->k + 3u) & ~3u;
-    unsigned left = (shape->n + 1u) / 2;
-    moei_int4_offsets(k, x, kept);
-    for (; left > 0; left--) {
-        const unsigned char *head = data;
-        const int16_t *at = x, *offset = kept;
-        uint32_t a = (uint32_t)moei_flash_32(head), b = (uint32_t)moei_flash_32(head + 4);
+    unsigned left = (shape->n + 3u) / 4, i;
+    for (; left > 0; left--, data += 8) {
+        const int16_t *at = x, *offset = sums;
+        int32_t sum[4];
         unsigned rest, count;
-        data += MOEI_INT_HEADER;
+        sum[0] = moei_flash_32(data);
+        sum[1] = moei_flash_32(data + 4);
+        sum[2] = moei_flash_32(data + 8);
+        sum[3] = moei_flash_32(data + 12);
+        data += 16;
         for (rest = k; rest > 0; rest -= count, at += count) {
-            const uint32_t blocks = (uint32_t)moei_flash_32(data);
-            int32_t part_a, part_b;
             count = rest < MOEI_INT_BLOCK ? rest : (unsigned)MOEI_INT_BLOCK;
-            part_a = part_b = offset != kept + MOEI_INT_OFFSETS ? *offset++ : -8 * moei_int_sum(count, at);
-            data = moei_int4_dot(count, data + 4, at, &part_a, &part_b);
-            a += (uint32_t)part_a * (blocks & 0xffffu);
-            b += (uint32_t)part_b * (blocks >> 16);
+            data = moei_int4_dot(count, data, at, *offset++, sum);
         }
-        y = moei_int_finish_pair(shape, weight, head, (int32_t)a, (int32_t)b, y);
+        for (i = 0; i < 4; i += 2) y = moei_int_finish_pair(shape, weight, data + 2 * i, sum[i], sum[i + 1], y);
     }
 }
 #endif
@@ -9051,14 +9029,15 @@ static void moei_int8_product_add(const moei_int_shape *shape, const unsigned ch
     moei_int8_pairs(shape, data, x, weight, y);
 }
 
-static void moei_int4_product(const moei_int_shape *shape, const unsigned char *data, const int16_t *x, int16_t *y) {
-    moei_int4_pairs(shape, data, x, MOEI_INT_NO_WEIGHT, y);
+static void moei_int4_product(const moei_int_shape *shape, const unsigned char *data, const int16_t *x,
+                              const int16_t *sums, int16_t *y) {
+    moei_int4_fours(shape, data, x, sums, MOEI_INT_NO_WEIGHT, y);
     moei_int_put_zeros(shape->n, y);
 }
 
 static void moei_int4_product_add(const moei_int_shape *shape, const unsigned char *data, const int16_t *x,
-                                  int16_t weight, int32_t *y) {
-    moei_int4_pairs(shape, data, x, weight, y);
+                                  const int16_t *sums, int16_t weight, int32_t *y) {
+    moei_int4_fours(shape, data, x, sums, weight, y);
 }
 
 /* ---- elementwise operations ---- */
@@ -9084,18 +9063,19 @@ MOEI_INLINE int16_t moei_int_rescale(moei_int_range l, int32_t value) {
 }
 
 static void moei_int_store(const moei_int_shape *shape, const int32_t *sum, int16_t *y) {
-    const moei_int_range l = moei_int_range_of(shape);
     int16_t *at = y, *end = y + shape->n;
 #if defined(MOEI_INT_DSP)
-    const uint32_t low = 0x10001u * (uint16_t)l.low, high = 0x10001u * (uint16_t)l.high;
-    if (shape->n == 0) return;
-    do {
-        int32_t a = *sum++ + l.round, b = *sum++ + l.round;
-        __asm__(MOEI_CLAMP(%0, %1, %2, %3, %4) : "+r"(a), "+r"(b) : "r"(l.shift), "r"(low), "r"(high) : "cc");
-        *(moei_flash_word *)(void *)at = a;
-        at += 2;
-    } while (at < end);
+    const uint32_t low = 0x10001u * (uint16_t)shape->low, high = 0x10001u * (uint16_t)shape->high;
+    const int32_t shift = shape->shift;
+    for (; at < end;)
+        __asm__ volatile("ldm %1!,{r8,r9,r10,r11}\n" MOEI_CLAMP(r8, r9, %2, %3, %4) MOEI_CLAMP(r10, r11, %2, %3, %4)
+                         "stm %0!,{r8,r10}"
+                         : "+r"(at), "+r"(sum)
+                         : "r"(shift), "r"(low), "r"(high)
+                         : "r8", "r9", "r10", "r11", "cc", "memory");
 #else
+    moei_int_range l = moei_int_range_of(shape);
+    l.round = 0;
     while (at != end) *at++ = moei_int_rescale(l, *sum++);
 #endif
     moei_int_put_zeros(shape->n, y);

@@ -327,20 +327,20 @@ static int64_t moei_check_int8_row(const unsigned char *pair, uint32_t k, uint32
     return sum;
 }
 
-static int64_t moei_check_int4_row(const unsigned char *pair, uint32_t k, uint32_t side) {
-    const unsigned char *at = pair + MOEI_INT_HEADER;
+/* kept: the sums of the input may be any, so those of blocks are within int16. */
+static int64_t moei_check_int4_row(const unsigned char *at, uint32_t k, uint32_t side, int kept) {
     const uint32_t k4 = moei_check_up(k, 4);
-    int64_t sum = 0, block = 0;
+    int64_t sum = 0, part = 0;
     uint32_t p;
-    for (p = 0; p < k4; p++, at++) {
-        int w;
-        if (p % MOEI_INT_BLOCK == 0) {
-            const uint32_t blocks = (uint32_t)moei_flash_32(at);
-            block = side == 0 ? blocks & 0xffffu : blocks >> 16;
-            at += 4;
-        }
-        w = (int)(moei_flash_8(at) >> 4 * side & 15u) - 8;
-        sum += (w < 0 ? -w : w) * block;
+    for (p = 0, at += 16; p < k4; at += 2) {
+        const int codes = (int16_t)(moei_flash_16(at) ^ 0x888), w = (int)((long)codes * (1 << (12 - 4 * (int)side)));
+        part += moei_check_size((w & 0x7000) / 4096 - (w & 0x8000 ? 8 : 0));
+        if (++p % MOEI_INT_BLOCK != 0 && p < k4) continue;
+        if (moei_flash_16(at + 2 + 2 * side) < 0) return -1;
+        if (kept) part = 259; /* 32768 / 127, rounded up */
+        sum += part * moei_flash_16(at + 2 + 2 * side);
+        part = 0;
+        at += 8;
     }
     return sum;
 }
@@ -350,20 +350,32 @@ static int64_t moei_check_int4_row(const unsigned char *pair, uint32_t k, uint32
    processors add: they start at the bias, and 128 * 127 * 65532 more is below 2^31. */
 static moe_status moei_check_product_rows(const moei_check *c, const moei_int_op *op, int int4, int64_t *most) {
     const uint32_t n = op->shape.n, k = op->shape.k;
-    const size_t pair = int4 ? moei_int4_pair_size(k) : moei_int8_pair_size(k);
+    const uint32_t group = int4 ? 4 : 2;
+    const size_t size = int4 ? moei_int4_four_size(k) : moei_int8_pair_size(k);
     uint32_t j;
     *most = 0;
-    for (j = 0; j < moei_check_up(n, 2); j++) {
-        const unsigned char *at = c->base + op->at + j / 2 * pair;
-        const int64_t row = int4 ? moei_check_int4_row(at, k, j % 2) : moei_check_int8_row(at, k, j % 2);
-        const int64_t sum = moei_check_size(moei_flash_32(at + 4 * (j % 2))) + 127 * row;
-        const int64_t factor = moei_flash_16(at + 8 + 2 * (j % 2));
-        MOEI_CHECK_NEED(row >= 0, "at", "a weight is beyond +-127");
+    for (j = 0; j < moei_check_up(n, group); j++) {
+        const unsigned char *at = c->base + op->at + j / group * size;
+        const int64_t row = int4 ? moei_check_int4_row(at, k, j % 4, op->index) : moei_check_int8_row(at, k, j % 2);
+        const int64_t sum = moei_check_size(moei_flash_32(at + 4 * (j % group))) + 127 * row;
+        const int64_t factor = moei_flash_16(at + (int4 ? size - 8 : 8) + 2 * (j % group));
+        MOEI_CHECK_NEED(row >= 0, "at", "a weight is beyond +-127, or the factor of a block is negative");
         MOEI_CHECK_NEED(factor >= 0, "at", "a factor of an output is negative");
         MOEI_CHECK_FITS(sum < (int64_t)1 << 30, "at");
         if (sum * factor / 65536 + 1 > *most) *most = sum * factor / 65536 + 1;
     }
     return MOE_OK;
+}
+
+/* The sums that an int4 product reads, or makes first. */
+static moe_status moei_check_sums(moei_check *c, const moei_int_op *op) {
+    const moei_check_span sums = moei_check_span_of(op->other, (op->shape.k + MOEI_INT_BLOCK - 1u) / MOEI_INT_BLOCK);
+    MOEI_CHECK_NEED(op->index <= 1, "index", "must be 0 or 1");
+    if (op->index == 1) return moei_check_read(c, "other", sums.at, sums.n, MOEI_CHECK_ANY, NULL);
+    MOEI_CHECK_NEED(!moei_check_meet(sums, moei_check_span_of(op->in, moei_check_up(op->shape.k, 4))) &&
+                        !moei_check_meet(sums, moei_check_span_of(op->out, moei_check_up(op->shape.n, 4))),
+                    "other", "overlaps the input or the result");
+    return moei_check_write(c, "other", sums.at, sums.n, MOEI_CHECK_ANY);
 }
 
 /* A product of 8-bit inputs. */
@@ -373,6 +385,7 @@ static moe_status moei_check_product(moei_check *c, const moei_int_op *op, int i
     MOEI_CHECK_NEED(k > 0 && size > 0, "shape.k", "must be 1 to 65532");
     MOEI_CHECK_DO(moei_check_bytes(c, "at", op->at, size, c->base_size));
     MOEI_CHECK_DO(moei_check_read(c, "in", op->in, moei_check_up(k, 4), 127, NULL));
+    if (int4) MOEI_CHECK_DO(moei_check_sums(c, op));
     return moei_check_product_rows(c, op, int4, most);
 }
 
@@ -444,7 +457,7 @@ static moe_status moei_check_op_int4(moei_check *c, const moei_int_op *op) {
 
 /* What this operation adds to the sum of its MoE layer. */
 static moe_status moei_check_adds(moei_check *c, const moei_int_op *op, int64_t most) {
-    MOEI_CHECK_NEED(op->out == c->sum.at && 2 * moei_check_up(op->shape.n, 2) <= c->sum.n, "out",
+    MOEI_CHECK_NEED(op->out == c->sum.at && 2 * moei_check_up(op->shape.n, 4) <= c->sum.n, "out",
                     "not the sum of this MoE layer, or wider");
     c->added += most;
     return MOE_OK;
@@ -467,7 +480,7 @@ static moe_status moei_check_halves(moei_check *c, const moei_int_op *op, int64_
     const uint32_t n = op->shape.n, k = op->shape.k;
     const uint32_t n2 = moei_check_up(n, 2), k4 = moei_check_up(k, 4);
     const size_t size = moei_int8_size(n, k);
-    const moei_check_span room = moei_check_span_of(op->other, 2 * k4 + 2 * n2);
+    const moei_check_span room = moei_check_span_of(op->other, 2 * k4 + 2 * moei_check_up(n, 4));
     const unsigned char *bias = c->base + op->at + size;
     int64_t largest = 0;
     uint32_t j;
@@ -969,8 +982,8 @@ static moe_status moei_check_layer(moei_check *c, const moei_int_mixture *m, uin
     c->number = number;
     c->name = " (mixture)";
     MOEI_CHECK_DO(moei_check_routing(c, m));
-    MOEI_CHECK_DO(moei_check_write(c, "sum", m->sum, 2 * moei_check_up(width, 2), MOEI_CHECK_ANY));
-    c->sum = moei_check_span_of(m->sum, 2 * moei_check_up(width, 2));
+    MOEI_CHECK_DO(moei_check_write(c, "sum", m->sum, 2 * moei_check_up(width, 4), MOEI_CHECK_ANY));
+    c->sum = moei_check_span_of(m->sum, 2 * moei_check_up(width, 4));
     for (e = 0; e < m->router.n_experts; e++)
         moei_check_forget(c, moei_check_part_of(m, e).first, moei_check_part_of(m, e).n);
     for (e = 0; e < m->router.n_experts; e++) {

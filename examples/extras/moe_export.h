@@ -304,6 +304,8 @@ typedef struct moei_vector {
     double scale;                 /* float = code * scale */
     double range;                 /* the largest magnitude seen in calibration */
     uint32_t narrow;              /* a narrow copy; MOEI_INT_NONE: not made yet */
+    uint32_t sums;                /* those of moei_int4_sums, the same */
+    int branch;                   /* where these are made */
     int keeps_16;                 /* 1: products read all 16 bits */
     uint32_t first_use, last_use; /* times of the clock */
     uint32_t offset;              /* in scratch, in int16 */
@@ -327,6 +329,8 @@ typedef struct moei_maker {
     moei_vector *vectors;
     moei_int_op *main_ops, *inner_ops; /* they refer to vectors by number until these have offsets */
     int inner;                         /* 1: appends to the inner operations, those of MoE layers */
+    int branch;                        /* 0: these operations run in every call; 1 and more: those of a layer's
+                                          experts; -1: those of any other experts */
     int in_block;                      /* 1: constants belong to experts and go to the blocks */
     moei_int_op *last_op;              /* appended last */
     uint32_t clock;
@@ -381,7 +385,7 @@ static uint32_t moei_vector_new(moei_maker *m, size_t width, int limit, double s
     v.limit = limit;
     v.scale = scale > 0 ? scale : 1;
     v.range = range;
-    v.narrow = MOEI_INT_NONE;
+    v.narrow = v.sums = MOEI_INT_NONE;
     v.first_use = v.last_use = m->clock;
     return moei_maker_push(m, &m->vectors, &v, sizeof v);
 }
@@ -392,8 +396,10 @@ static uint32_t moei_vector_int32(moei_maker *m, size_t width) {
     return v;
 }
 
+/* Its sums are in use as long as the vector is. */
 static void moei_vector_use(moei_maker *m, uint32_t v) {
-    if (m->status == MOE_OK && m->vectors[v].last_use < m->clock) m->vectors[v].last_use = m->clock;
+    for (; m->status == MOE_OK && v != MOEI_INT_NONE; v = m->vectors[v].sums)
+        if (m->vectors[v].last_use < m->clock) m->vectors[v].last_use = m->clock;
 }
 
 static moei_int_op moei_op(void (*run)(const moei_int_op *op, moei_int_run *run), size_t n, size_t k, int low, int high,
@@ -928,6 +934,21 @@ static uint32_t moei_product_constants(moei_maker *m, const moei_matrix *x, moei
     return (uint32_t)at;
 }
 
+/* Where an int4 product finds the sums of its input: those of an earlier product that has certainly
+   run, or new ones. */
+static uint32_t moei_product_sums(moei_maker *m, uint32_t in, moei_int_op *op) {
+    const moei_vector v = m->vectors[in];
+    uint32_t sums;
+    op->index = v.sums != MOEI_INT_NONE && (v.branch == 0 || (v.branch > 0 && v.branch == m->branch));
+    if (op->index == 1) return v.sums;
+    sums = moei_vector_new(m, (op->shape.k + MOEI_INT_BLOCK - 1u) / MOEI_INT_BLOCK, MOEI_WIDE, 1, 0);
+    if (m->status != MOE_OK) return in;
+    m->vectors[sums].first_use = m->clock + 1;
+    m->vectors[in].sums = sums;
+    m->vectors[in].branch = m->branch;
+    return sums;
+}
+
 /* Appends a product, out or sum += W x + b, of codes of 8 or 16 bits. */
 static void moei_product_append(moei_maker *m, moei_int_op op, int adding, uint32_t in, uint32_t out) {
     const size_t k = (size_t)(op.shape.k + 3) / 4 * 4;
@@ -935,10 +956,13 @@ static void moei_product_append(moei_maker *m, moei_int_op op, int adding, uint3
     if (m->status != MOE_OK) return;
     if (m->vectors[in].limit == MOEI_WIDE) {
         op.run = adding ? moei_int_op_int16_add : moei_int_op_int16;
-        room = moei_vector_new(m, 2 * k + 2 * ((size_t)(op.shape.n + 1) / 2 * 2), MOEI_WIDE, 1, 0);
+        room = moei_vector_new(m, 2 * k + 2 * ((size_t)(op.shape.n + 3) / 4 * 4), MOEI_WIDE, 1, 0);
         if (m->status == MOE_OK) m->vectors[room].first_use = m->clock + 1;
     } else if (m->weights == MOE_WEIGHTS_INT8) op.run = adding ? moei_int_op_int8_add : moei_int_op_int8;
-    else op.run = adding ? moei_int_op_int4_add : moei_int_op_int4;
+    else {
+        op.run = adding ? moei_int_op_int4_add : moei_int_op_int4;
+        room = moei_product_sums(m, in, &op);
+    }
     moei_op_append(m, op, in, room, out);
 }
 
@@ -2177,7 +2201,8 @@ static uint32_t moei_logits_grap(moei_maker *m, moei_scoring *s) {
 
 /* Appends a copy of inner operation i, which reads and writes the same vectors. */
 static void moei_op_copy(moei_maker *m, uint32_t i) {
-    const moei_int_op op = m->inner_ops[i];
+    moei_int_op op = m->inner_ops[i];
+    op.index = 0; /* its input may have no sums yet */
     moei_op_append(m, op, op.in, op.other, op.out);
 }
 
@@ -2690,6 +2715,7 @@ static moei_sum_units moei_mixture_experts(moei_maker *m, moei_scoring *s, const
     uint32_t hidden, out;
     mixture->expert = s->expert = moei_ops_count(m);
     m->in_block = 1;
+    m->branch = (int)m->module + 1;
     run.needed |= moei_ancestors(run.kind, scored);
     hidden = moei_expert_hidden(
         m, &run, experts,
@@ -2725,7 +2751,9 @@ static moei_sum_units moei_mixture_experts(moei_maker *m, moei_scoring *s, const
     mixture->n_expert = s->n_expert = moei_ops_count(m) - mixture->expert;
     moei_mixture_blocks(m, mixture, experts);
     m->in_block = 0;
+    m->branch = -1;
     moei_mixture_without(m, s, mixture, to);
+    m->branch = 0;
     s->output_unit = ldexp(to.scale, -(1 + to.bits + to.shift));
     s->output_scale = s->range->node[MOE_NODE_OUTPUT].most * MOEI_HEADROOM / MOEI_WIDE;
     return to;
@@ -3144,7 +3172,7 @@ static uint32_t moei_module_make(moei_maker *m, const moe_module *module, const 
 /* ---- >>scratch: vectors get their offsets ---- */
 
 /* The int16 elements of a vector, a multiple of 4. */
-static size_t moei_vector_room(const moei_vector *v) { return ((v->is_int32 ? 2 * v->width : v->width) + 3) / 4 * 4; }
+static size_t moei_vector_room(const moei_vector *v) { return (v->width + 3) / 4 * (v->is_int32 ? 8 : 4); }
 
 /* Gives vector i the lowest offset at which no other vector is live at the same time. */
 static void moei_vector_assign(moei_maker *m, size_t i, size_t *most) {

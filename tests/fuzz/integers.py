@@ -160,13 +160,13 @@ class Model:
     def matrix(self, op):
         """bias [n], factor [n] and weights times block scales [n,k]."""
         four = op.run.startswith("int4")
-        k4, pairs = (op.k + 3) // 4 * 4, (op.n + 1) // 2
-        blocks = (op.k + 31) // 32
-        size = 12 + (k4 + 4 * blocks if four else 2 * k4)
-        raw = np.frombuffer(self.base, np.uint8, pairs * size, self.base_at + op.at).reshape(pairs, size)
-        bias = raw[:, :8].copy().view("<i4").astype(np.int64).reshape(-1)
-        factor = raw[:, 8:12].copy().view("<i2").astype(np.int64).reshape(-1)
-        rows = self.codes_4(raw[:, 12:], op.k) if four else self.codes_8(raw[:, 12:])
+        k4, blocks, group = (op.k + 3) // 4 * 4, (op.k + 31) // 32, 4 if four else 2
+        groups, head = (op.n + group - 1) // group, 4 * group
+        size = 24 + 2 * k4 + 8 * blocks if four else 12 + 2 * k4
+        raw = np.frombuffer(self.base, np.uint8, groups * size, self.base_at + op.at).reshape(groups, size)
+        bias = raw[:, :head].copy().view("<i4").astype(np.int64).reshape(-1)
+        factor = (raw[:, -8:] if four else raw[:, 8:12]).copy().view("<i2").astype(np.int64).reshape(-1)
+        rows = self.codes_4(raw[:, 16:-8], op.k) if four else self.codes_8(raw[:, 12:])
         return bias[:op.n], factor[:op.n], rows.reshape(-1, k4)[:op.n, :op.k]
 
     @staticmethod
@@ -177,16 +177,20 @@ class Model:
 
     @staticmethod
     def codes_4(raw, k):
-        """[pairs, 2, k4]: nibbles a0 b0, a2 b2, a1 b1, a3 b3 of each 4 inputs."""
+        """[fours, 4, k4]: of each input the sum of its four codes times 1, 16, 256 and 4096."""
         parts, at = [], 0
         for first in range(0, k, 32):
             count = (min(k - first, 32) + 3) // 4 * 4
-            scale = raw[:, at:at + 4].copy().view("<u2").astype(np.int64)
-            codes = raw[:, at + 4:at + 4 + count].reshape(len(raw), -1, 4)[:, :, [0, 2, 1, 3]].reshape(len(raw), -1)
-            both = np.stack([codes & 15, codes >> 4], 1).astype(np.int64) - 8
-            parts.append(both * scale[:, :, None])
-            at += 4 + count
-        return np.concatenate(parts, 2) if parts else np.zeros((len(raw), 2, 0), np.int64)
+            left = raw[:, at:at + 2 * count].copy().view("<i2").astype(np.int64) - 0x888
+            codes = []
+            for _ in range(4):
+                codes.append((left + 8) % 16 - 8)
+                left = (left - codes[-1]) // 16
+            at += 2 * count
+            scale = raw[:, at:at + 8].copy().view("<i2").astype(np.int64)
+            parts.append(np.stack(codes, 1) * scale[:, :, None])
+            at += 8
+        return np.concatenate(parts, 2) if parts else np.zeros((len(raw), 4, 0), np.int64)
 
     def products(self, op):
         bias, factor, w = self.matrix(op)

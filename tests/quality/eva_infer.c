@@ -33,14 +33,13 @@ static moe_model model;
 
 static int any(int low, int high) { return Frama_C_interval(low, high); }
 
-/* signs: bit 0 that of the biases of even outputs, bit 1 of odd ones. */
-static void biases(unsigned n, unsigned pair, int signs) {
-    unsigned char *at = constants;
+/* Those of groups of `group` outputs, which have `size` bytes each; signs: bit 0 that of the biases
+   of even outputs, bit 1 of odd ones. */
+static void biases(unsigned n, unsigned group, unsigned size, int signs) {
     unsigned i;
-    for (i = 0; i < (n + 1) / 2; i++, at += pair) {
-        at[3] = (unsigned char)((signs & 1) != 0 ? any(193, 255) : any(0, 62));
-        at[7] = (unsigned char)((signs & 2) != 0 ? any(193, 255) : any(0, 62));
-    }
+    for (i = 0; i < (n + group - 1) / group * group; i++)
+        constants[i / group * size + i % group * 4 + 3] =
+            (unsigned char)((signs >> i % 2 & 1) != 0 ? any(193, 255) : any(0, 62));
 }
 
 static void model_of(unsigned n, unsigned k) {
@@ -89,7 +88,7 @@ int main(void) {
 #ifdef PAIR
     const unsigned k = (unsigned)Frama_C_interval_split(1, D);
     model_of(n, k);
-    biases(n, PAIR == 8 ? 12 + 2 * ((k + 3) / 4 * 4) : 16 + (k + 3) / 4 * 4, Frama_C_interval_split(0, 3));
+    biases(n, PAIR == 8 ? 2 : 4, (PAIR == 8 ? 12 : 32) + 2 * ((k + 3) / 4 * 4), Frama_C_interval_split(0, 3));
 #else
     model_of(n, D);
 #endif

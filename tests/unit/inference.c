@@ -34,7 +34,7 @@ typedef struct machine {
     const unsigned char *experts, *base;
     cell *cells;
     size_t n_cells;
-    long runs;
+    long runs, kept;
     int32_t token;
     int64_t weight;
     size_t multiplications, longest;
@@ -154,19 +154,14 @@ static levels levels_begin(size_t n, size_t k) {
     return l;
 }
 
-/* Output j is the first (side 0) or second one of its pair, whose constants begin at pair. */
-static void levels_head(levels *l, const unsigned char *pair, size_t j, int side) {
-    l->bias[j] = bytes_signed(pair + 4 * side, 4);
-    l->factor[j] = bytes_signed(pair + 8 + 2 * side, 2);
-}
-
 static levels levels_of_int8(const unsigned char *data, size_t n, size_t k) {
     const size_t pair = 12 + 2 * up_to_4(k);
     levels l = levels_begin(n, k);
     size_t j, p;
     for (j = 0; j < n; j++) {
         const unsigned char *at = data + j / 2 * pair;
-        levels_head(&l, at, j, (int)(j % 2));
+        l.bias[j] = bytes_signed(at + 4 * (j % 2), 4);
+        l.factor[j] = bytes_signed(at + 8 + 2 * (j % 2), 2);
         for (p = 0; p < k; p++)
             l.w[j * k + p] = j % 2 == 0 ? bytes_signed(at + 12 + 2 * p, 1)
                                         : (bytes_signed(at + 12 + 2 * p, 2) - bytes_signed(at + 12 + 2 * p, 1)) / 256;
@@ -174,19 +169,21 @@ static levels levels_of_int8(const unsigned char *data, size_t n, size_t k) {
     return l;
 }
 
+/* The lowest three of the four levels of an input have 8 more. */
 static levels levels_of_int4(const unsigned char *data, size_t n, size_t k) {
-    static const size_t place[4] = {0, 2, 1, 3}; /* of input p within its four bytes */
-    const size_t blocks = (k + 31) / 32, pair = 12 + 4 * blocks + up_to_4(k);
+    const size_t blocks = (k + 31) / 32, four = 24 + 8 * blocks + 2 * up_to_4(k);
     levels l = levels_begin(n, k);
     size_t j, p;
     for (j = 0; j < n; j++) {
-        const unsigned char *at = data + j / 2 * pair;
-        const int side = (int)(j % 2);
-        levels_head(&l, at, j, side);
+        const unsigned char *at = data + j / 4 * four;
+        const size_t side = j % 4;
+        l.bias[j] = bytes_signed(at + 4 * side, 4);
+        l.factor[j] = bytes_signed(at + four - 8 + 2 * side, 2);
         for (p = 0; p < k; p++) {
-            const unsigned char *block = at + 12 + p / 32 * 36; /* 4 bytes of multipliers, 32 of levels */
-            const int both = block[4 + p % 32 / 4 * 4 + place[p % 4]];
-            l.w[j * k + p] = ((side == 0 ? both % 16 : both / 16) - 8) * bytes_unsigned(block + 2 * side, 2);
+            const size_t first = p / 32 * 32, count = up_to_4(k) - first < 32 ? up_to_4(k) - first : 32;
+            const unsigned char *block = at + 16 + p / 32 * 72; /* 64 bytes of levels, 8 of multipliers */
+            const int64_t w = floor_half(bytes_signed(block + 2 * (p % 32), 2), (int)(4 * side));
+            l.w[j * k + p] = (side == 3 ? w : (w % 16 + 16) % 16 - 8) * bytes_signed(block + 2 * (count + side), 2);
         }
     }
     return l;
@@ -214,8 +211,25 @@ static int64_t *product_of(machine *m, const moei_int_op *op, int int4, const in
     return t;
 }
 
+/* The sums of the blocks of an int4 product's input are written, or they are there. */
+static void block_sums(machine *m, const moei_int_op *op, const int64_t *x) {
+    const size_t blocks = (op->shape.k + 31u) / 32;
+    int64_t *sums = (int64_t *)grab(blocks, sizeof *sums), *kept;
+    size_t p;
+    for (p = 0; p < blocks; p++) sums[p] = 0;
+    for (p = 0; p < op->shape.k; p++) sums[p / 32] -= 8 * x[p];
+    if (op->index == 0) vector_write(m, op->other, blocks, sums);
+    kept = vector_read(m, op->other, blocks, 32767);
+    for (p = 0; p < blocks; p++)
+        if (kept[p] != sums[p]) machine_wrong(m, "the sums of another input");
+    m->kept += op->index;
+    free(sums);
+    free(kept);
+}
+
 static int64_t *product(machine *m, const moei_int_op *op, int int4) {
     int64_t *x = vector_read(m, op->in, op->shape.k, 127), *t = product_of(m, op, int4, x);
+    if (int4) block_sums(m, op, x);
     free(x);
     return t;
 }
@@ -307,7 +321,7 @@ static void machine_mixture(machine *m, const moei_int_op *op) {
 
 /* The room of a product of 16-bit inputs may be overwritten at any time. */
 static void machine_spoil(machine *m, const moei_int_op *op) {
-    const size_t room = 2 * up_to_4(op->shape.k) + 2 * ((op->shape.n + 1u) / 2 * 2);
+    const size_t room = 2 * up_to_4(op->shape.k) + 2 * up_to_4(op->shape.n);
     size_t i;
     m->runs++;
     for (i = 0; i < room && op->other + room <= m->n_cells; i++) m->cells[op->other + i].writer = 0;
@@ -729,7 +743,7 @@ static moe_status shelf_fetch(void *ctx, size_t at, size_t size, void *to) {
 }
 
 typedef struct agreement {
-    long models, refused, calls;
+    long models, refused, calls, kept; /* kept: products that found the sums of their input */
     long ops[64]; /* how often each of op_names stood in a model */
 } agreement;
 
@@ -783,6 +797,7 @@ static void compare_interpreters(moe_rng *rng, const moe_built_model *built, siz
     CHECK(!s.wrong, "a loader is asked for bytes within the experts', for memory aligned to 4");
     CHECK(m.longest <= model->multiplications, "no call takes more multiplications than the model says");
     all->calls += (long)i;
+    all->kept += m.kept;
     free(m.cells);
     free(x);
     free(ours);
@@ -883,6 +898,7 @@ static void test_random_nets(void) {
         moe_net_free(&net);
     }
     CHECK(all.models == (long)nets, "as many models as wanted");
+    CHECK(all.kept > all.models, "int4 products of one input share its sums");
     for (i = 0; i < OPS; i++) CHECK(quick || all.ops[i] > 10, op_names[i]);
     printf("note: %ld random models, %ld calls agree in every bit; %ld nets refused\n", all.models, all.calls,
            all.refused);

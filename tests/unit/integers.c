@@ -22,7 +22,7 @@
 #include <string.h>
 
 #ifdef MOE_TEST_SMALL
-enum { LARGEST_INT8 = 604, LARGEST_INT4 = 1060, WIDEST = 12, DATA = 1260 };
+enum { LARGEST_INT8 = 604, LARGEST_INT4 = 540, WIDEST = 12, DATA = 1260 };
 #else
 enum { LARGEST_INT8 = 3000, LARGEST_INT4 = 3000, WIDEST = 160, DATA = 20000 };
 #endif
@@ -83,7 +83,7 @@ static unsigned block_count(unsigned k) {
 
 /* Keeps the bound of a product: 127 * 8 * k * block below 5e8. */
 static uint16_t block(const problem *p, unsigned j, unsigned b) {
-    const int32_t room = 490000 / (int32_t)(p->k + 1), most = room < 65535 ? room : 65535;
+    const int32_t room = 490000 / (int32_t)(p->k + 1), most = room < 32767 ? room : 32767;
     return (uint16_t)(p->mode != RANDOM ? most : any(p->seed + 3, j, b, 0, most));
 }
 
@@ -104,27 +104,24 @@ static int level_or_0(const problem *p, unsigned j, unsigned i) {
 
 /* Packs as the header describes it; returns the bytes. */
 static size_t pack(const problem *p, unsigned char *out) {
-    static const unsigned place[4] = {0, 2, 1, 3};
+    const unsigned group = p->four ? 4 : 2, k4 = (p->k + 3) / 4 * 4;
     unsigned char *at = out;
-    unsigned j, i, b;
-    for (j = 0; j < p->n; j += 2) {
-        const int second = j + 1 < p->n;
-        at = put(at, (uint32_t)bias(p, j), 4);
-        at = put(at, second ? (uint32_t)bias(p, j + 1) : 0, 4);
-        at = put(at, (uint32_t)factor(p, j), 2);
-        at = put(at, second ? (uint32_t)factor(p, j + 1) : 0, 2);
-        for (i = 0; i < (p->k + 3) / 4 * 4; i++) {
+    unsigned j, i, c;
+    for (j = 0; j < p->n; j += group) {
+        for (c = j; c < j + group; c++) at = put(at, c < p->n ? (uint32_t)bias(p, c) : 0, 4);
+        for (c = j; c < j + 2 && !p->four; c++) at = put(at, c < p->n ? (uint32_t)factor(p, c) : 0, 2);
+        for (i = 0; i < k4; i++) {
             if (!p->four) {
                 at = put(at, (uint32_t)(level_or_0(p, j, i) + 256L * level_or_0(p, j + 1, i)), 2);
                 continue;
             }
-            if (i % 32 == 0) {
-                at = put(at, block(p, j, i / 32), 2);
-                at = put(at, second ? block(p, j + 1, i / 32) : 0, 2);
-            }
-            b = i / 4 * 4 + place[i % 4];
-            at = put(at, (uint32_t)((level_or_0(p, j, b) + 8) + (level_or_0(p, j + 1, b) + 8) * 16), 1);
+            at = put(at, (uint32_t)((level_or_0(p, j, i) + 8) + (level_or_0(p, j + 1, i) + 8) * 16 +
+                                    (level_or_0(p, j + 2, i) + 8) * 256L + level_or_0(p, j + 3, i) * 4096L),
+                     2);
+            for (c = j; c < j + 4 && (i % 32 == 31 || i + 1 == k4); c++)
+                at = put(at, c < p->n ? block(p, c, i / 32) : 0, 2);
         }
+        for (c = j; c < j + 4 && p->four; c++) at = put(at, c < p->n ? (uint32_t)factor(p, c) : 0, 2);
     }
     return (size_t)(at - out);
 }
@@ -160,6 +157,7 @@ static int64_t product(const problem *p, unsigned j) {
 
 #ifdef MOE_TEST_SMALL
 static int32_t room_data[DATA / 4], room_x[LONGEST / 2], room_y[(WIDEST + 4) / 2], room_sum[WIDEST + 4];
+static int32_t room_blocks[LONGEST / 64 + 1];
 
 static void *take(int32_t *room, size_t bytes, size_t most) {
     if (!CHECK_OF(bytes <= most, bytes)) exit(1);
@@ -189,7 +187,8 @@ static void run_product(const problem *p) {
     unsigned char *data = (unsigned char *)TAKE(room_data, bytes);
     int16_t *x = (int16_t *)TAKE(room_x, up(p->k, 4) * sizeof(int16_t));
     int16_t *y = (int16_t *)TAKE(room_y, (up(p->n, 4) + 1) * sizeof(int16_t));
-    int32_t *sum = (int32_t *)TAKE(room_sum, (up(p->n, 2) + 1) * sizeof(int32_t));
+    int32_t *sum = (int32_t *)TAKE(room_sum, (up(p->n, 4) + 1) * sizeof(int32_t));
+    int16_t *blocks = (int16_t *)TAKE(room_blocks, block_count(p->k) * sizeof(int16_t));
     const int16_t weight = (int16_t)any(p->seed, 98, 0, -32767, 32767);
     moei_int_shape s;
     unsigned i;
@@ -202,10 +201,11 @@ static void run_product(const problem *p) {
     CHECK_OF(pack(p, data) == bytes, bytes);
     for (i = 0; i < up(p->k, 4); i++) x[i] = i < p->k ? input(p, i) : (int16_t)0;
     for (i = 0; i < up(p->n, 4) + 1; i++) y[i] = 12345;
-    for (i = 0; i < up(p->n, 2) + 1; i++) sum[i] = any(p->seed, 97, i, -100000000, 100000000);
+    for (i = 0; i < up(p->n, 4) + 1; i++) sum[i] = any(p->seed, 97, i, -100000000, 100000000);
     if (p->four) {
-        moei_int4_product(&s, data, x, y);
-        moei_int4_product_add(&s, data, x, weight, sum);
+        moei_int4_sums(p->k, x, blocks);
+        moei_int4_product(&s, data, x, blocks, y);
+        moei_int4_product_add(&s, data, x, blocks, weight, sum);
     } else {
         moei_int8_product(&s, data, x, y);
         moei_int8_product_add(&s, data, x, weight, sum);
@@ -214,12 +214,18 @@ static void run_product(const problem *p) {
         const int64_t t = i < p->n ? product(p, i) : 0;
         const int64_t before = any(p->seed, 97, i, -100000000, 100000000);
         good = CHECK_OF(y[i] == (i < p->n ? held(rounded(t, s.shift), &s) : 0), i) && good;
-        if (i < up(p->n, 2)) good = CHECK_OF(sum[i] == before + floor_shift(t * weight, 16), i) && good;
+        if (i < p->n) good = CHECK_OF(sum[i] == before + floor_shift(t * weight, 16), i) && good;
         add_hash(y[i], 2);
         if (i < p->n) add_hash(sum[i], 4);
     }
     CHECK_OF(y[i] == 12345, i);
-    CHECK_OF(sum[up(p->n, 2)] == any(p->seed, 97, up(p->n, 2), -100000000, 100000000), i);
+    CHECK_OF(sum[up(p->n, 4)] == any(p->seed, 97, up(p->n, 4), -100000000, 100000000), i);
+    for (i = 0; p->four && i < block_count(p->k); i++) {
+        int32_t all = 0;
+        unsigned q;
+        for (q = 32 * i; q < 32 * i + 32 && q < p->k; q++) all += x[q];
+        CHECK_OF(blocks[i] == -8 * all, i);
+    }
     for (i = 0; i < up(p->k, 4); i++) good = good && x[i] == (i < p->k ? input(p, i) : 0);
     if (!CHECK_OF(good, p->k) && test_shown)
         printf("    int%d, n = %u, k = %u, mode %d\n", p->four ? 4 : 8, p->n, p->k, p->mode);
@@ -227,6 +233,7 @@ static void run_product(const problem *p) {
     GIVE(x);
     GIVE(y);
     GIVE(sum);
+    GIVE(blocks);
 }
 
 /* The set that the hash is of: the same sizes on every machine. */
@@ -246,7 +253,7 @@ static void fixed_products(void) {
         for (p.mode = RANDOM; p.mode < MODES; p.mode++)
             for (p.seed = 0; p.seed < 2; p.seed++) {
                 p.n = 2;
-                p.k = p.four ? LARGEST_INT4 < 1060 ? (unsigned)LARGEST_INT4 : 1060 : 604;
+                p.k = p.four ? 540 : 604;
                 run_product(&p);
                 p.k = 512;
                 run_product(&p);
@@ -300,9 +307,11 @@ static const unsigned char in_flash[] MOE_FLASH = {
 };
 
 static const unsigned char in_flash_4[] MOE_FLASH = {
-    0xe8, 0x03, 0x00, 0x00, 0x18, 0xfc, 0xff, 0xff, 0xff, 0x7f, 0x00, 0x40,
-    0x03, 0x00, 0xe8, 0x03, /* block scales 3, 1000 */
-    0xf0, 0x78, 0x0f, 0x89, 0xa6, 0x88, 0x88, 0x88, /* a: -8 7 0 1 -2; b: 7 -8 -1 0 2 */
+    0xe8, 0x03, 0x00, 0x00, 0x18, 0xfc, 0xff, 0xff, 0x00, 0x00, 0x00, 0x00, 0x64, 0x00, 0x00, 0x00,
+    /* a: -8 7 0 1 -2; b: 7 -8 -1 0 2; c: 0; d: -8 7 0 0 -1 */
+    0xf0, 0x88, 0x0f, 0x78, 0x78, 0x08, 0x89, 0x08, 0xa6, 0xf8, 0x88, 0x08, 0x88, 0x08, 0x88, 0x08,
+    0x03, 0x00, 0xe8, 0x03, 0x00, 0x00, 0x02, 0x00, /* block scales 3, 1000, 0, 2 */
+    0xff, 0x7f, 0x00, 0x40, 0x00, 0x00, 0xff, 0x7f,
 };
 
 /* c_i = i - 32, but for the last: 40. */
@@ -322,6 +331,7 @@ static void flash(void) {
         int16_t x[8];
     } in, out;
     int32_t sum[4] = {0, 0, 0, 0};
+    int16_t block;
     moei_int_shape s;
     int i;
     for (i = 0; i < 8; i++) in.x[i] = (int16_t)(i < 5 ? 3 * i - 5 : 0); /* -5 -2 1 4 7 */
@@ -339,13 +349,15 @@ static void flash(void) {
     moei_int8_product(&s, in_flash, in.x, out.x);
     CHECK_OF(out.x[0] == 304 && out.x[1] == -100 && out.x[2] == 1000 && out.x[3] == 0, out.x[1]);
     moei_int8_product_add(&s, in_flash, in.x, -16384, sum);
-    CHECK_OF(sum[0] == -76 && sum[1] == 38 && sum[2] == -473 && sum[3] == 0, sum[0]);
-    s.n = 2;
+    CHECK_OF(sum[0] == -76 && sum[1] == 38 && sum[2] == -473, sum[0]);
+    s.n = 4;
     s.low = -32768;
     s.high = 32767;
-    moei_int4_product(&s, in_flash_4, in.x, out.x);
-    /* a: 1000 + 3 (40 - 14 + 0 + 4 - 14) = 1048; b: -1000 + 1000 (-35 + 16 - 1 + 0 + 14) = -7000 */
-    CHECK_OF(out.x[0] == 523 && out.x[1] == -1750 && out.x[2] == 0 && out.x[3] == 0, out.x[0]);
+    moei_int4_sums(5, in.x, &block);
+    moei_int4_product(&s, in_flash_4, in.x, &block, out.x);
+    /* a: 1000 + 3 (40 - 14 + 0 + 4 - 14) = 1048; b: -1000 + 1000 (-35 + 16 - 1 + 0 + 14) = -7000;
+       d: 100 + 2 (40 - 14 - 7) = 138 */
+    CHECK_OF(out.x[0] == 523 && out.x[1] == -1750 && out.x[2] == 0 && out.x[3] == 68, out.x[0]);
     s.n = 8;
     s.shift = 0;
     moei_int_curve(&s, curve_in_flash, at, out.x);
@@ -416,7 +428,7 @@ static void vectors(uint32_t seed) {
                 if (round == 1) v = (int64_t)t.a[i] * t.b[i];
                 if (round == 2) v = (int64_t)t.a[i] * f + (int64_t)t.b[i] * f2;
                 if (round == 3) v = (int64_t)t.a[i] * f;
-                v = held(rounded(v, s.shift), &s);
+                v = held(round == 0 ? floor_shift(v, s.shift) : rounded(v, s.shift), &s);
             }
             CHECK_OF(t.y[i] == (i < STRIP ? v : i == 7 ? 0 : 77), seed);
             add_hash(t.y[i], 2);
@@ -557,8 +569,9 @@ static void sizes(void) {
     CHECK_OF(moei_int8_size(0, 5) == 0 && moei_int8_size(1, 0) == 12 && moei_int8_size(1, 1) == 20 &&
                  moei_int8_size(3, 4) == 40,
              0);
-    CHECK_OF(moei_int8_size(16, 64) == 8 * (12 + 128) && moei_int4_size(16, 64) == 8 * (12 + 8 + 64), 0);
-    CHECK_OF(moei_int4_size(1, 0) == 12 && moei_int4_size(2, 33) == 12 + 8 + 36 && moei_int4_size(2, 32) == 12 + 4 + 32,
+    CHECK_OF(moei_int8_size(16, 64) == 8 * (12 + 128) && moei_int4_size(16, 64) == 4 * (24 + 16 + 128), 0);
+    CHECK_OF(moei_int4_size(1, 0) == 24 && moei_int4_size(4, 33) == 24 + 16 + 72 &&
+                 moei_int4_size(5, 32) == 2 * (24 + 8 + 64),
              0);
     CHECK_OF(moei_int8_size(65533, 1) == 0 && moei_int8_size(1, 65533) == 0 && moei_int4_size(65533, 1) == 0 &&
                  moei_int4_size(1, 65533) == 0,
@@ -634,6 +647,12 @@ static void refuse_row(const problem *p, source *s, size_t row) {
         refused(p, s, MOE_ERR_ARGUMENT, __LINE__);
     }
     *code = 0;
+    if (p->four) {
+        const uint16_t before = s->block[row * 2 + 1];
+        s->block[row * 2 + 1] = 32768;
+        refused(p, s, MOE_ERR_ARGUMENT, __LINE__);
+        s->block[row * 2 + 1] = before;
+    }
     s->factor[row] = -1;
     refused(p, s, MOE_ERR_ARGUMENT, __LINE__);
     s->factor[row] = factor;
@@ -667,7 +686,7 @@ static void refuse_sources(problem *p) {
     t = s;
     t.bias = NULL;
     {
-        unsigned char *out = (unsigned char *)take(moei_int8_size(3, 40));
+        unsigned char *out = (unsigned char *)take(p->four ? moei_int4_size(3, 40) : moei_int8_size(3, 40));
         CHECK_OF(pack_by_library(p, &s, out) == MOE_OK, p->four);
         CHECK_OF(pack_by_library(p, &t, out) == MOE_OK && (out[0] | out[1] | out[2] | out[3]) == 0, p->four);
         free(out);
@@ -680,7 +699,7 @@ static void refuse_sources(problem *p) {
     s.w[2 * s.ld + 39] = 1;
     s.block[5] = 5;
     {
-        unsigned char *out = (unsigned char *)take(moei_int8_size(3, 40));
+        unsigned char *out = (unsigned char *)take(p->four ? moei_int4_size(3, 40) : moei_int8_size(3, 40));
         CHECK_OF(pack_by_library(p, &s, out) == MOE_OK, p->four);
         free(out);
     }
@@ -726,7 +745,7 @@ static void same_sums(unsigned n, unsigned k) {
     moe_real *x_real = (moe_real *)take(k * sizeof(moe_real));
     moe_real *c = (moe_real *)take(n * sizeof(moe_real));
     int16_t *x = (int16_t *)take(up(k, 4) * sizeof(int16_t)), *factors = (int16_t *)take(n * sizeof(int16_t));
-    int32_t *biases = (int32_t *)take(n * sizeof(int32_t)), *sum = (int32_t *)take(up(n, 2) * sizeof(int32_t));
+    int32_t *biases = (int32_t *)take(n * sizeof(int32_t)), *sum = (int32_t *)take(up(n, 4) * sizeof(int32_t));
     unsigned char *data = (unsigned char *)take(moei_int8_size(n, k));
     void *rows = take(moe_quantized_row_size(MOE_TYPE_Q8, k)), *packed;
     size_t bytes = 0, i, j;
@@ -745,7 +764,7 @@ static void same_sums(unsigned n, unsigned k) {
         }
     }
     for (j = 0; j < n; j++) factors[j] = 16384;
-    for (j = 0; j < up(n, 2); j++) sum[j] = 0;
+    for (j = 0; j < up(n, 4); j++) sum[j] = 0;
     CHECK_OF(moe_panel_size(MOE_TYPE_Q8, k, &bytes) == MOE_OK, k);
     packed = take(up(n, 16) / 16 * bytes);
     CHECK_OF(moe_pack(table, MOE_TYPE_Q8, n, k, real, k, packed, 1) == MOE_OK, k);
