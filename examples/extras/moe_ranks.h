@@ -112,7 +112,9 @@
      hundred. With local_routing = 1 each rank routes its own tokens as a call of its own (the
      groups of GShard; Lepikhin et al. 2020): results are those of one process that is called with
      the tokens of one rank after another, losses are weighted by the rank's share of the tokens,
-     and random stages draw numbers of the rank's own. The routers' state still follows all tokens.
+     and random stages draw numbers of the rank's own, but for compete_rate, by which the experts
+     compete on all ranks or on none. The routers' state still follows all tokens: counts are
+     summed; of capacity_bound and affinity_sum_auto the largest of the ranks holds.
      ac_mode = running and l1_controller are MOE_ERR_CONFIG with it; global routing refuses select =
      soft with input = adaptive_clustering.
 
@@ -1400,7 +1402,7 @@ static moe_router moei_ranks_router(const moe_layer *layer, const moe_layer_pass
 }
 
 /* With local routing random stages draw from the rank's own generator, and the caller's generator
-   advances by one number on all ranks. */
+   advances by one number on all ranks, behind that of the competition. */
 static void moei_ranks_rng(const moe_layer *layer, moe_layer_pass *p) {
     const moe_transport *t = p->ranks->transport;
     int draws = p->call.training || layer->config.router.drop_order == MOE_DROP_RANDOM;
@@ -1629,7 +1631,7 @@ static moe_status moei_max_over(const moe_transport *t, moe_real *bound) {
 }
 
 /* Updates the router's state after a pass. With local routing, counts and cutoffs are summed over
-   all ranks and C_min is the largest. */
+   all ranks; C_min and the sum of affinity are the largest. */
 static moe_status moei_ranks_observe(const moe_layer *layer, const moe_layer_pass *pass, moe_real *const *state) {
     moei_ranks *k = pass->ranks;
     moe_router router;

@@ -1127,14 +1127,24 @@ static void play_alone(const scene *s, moe_layer *layer, tokens *t, moe_rng draw
     r->d_output = (moe_real *)copy_of(t->d_output, n * d, sizeof(moe_real));
 }
 
-/* The state takes the largest C_min of all ranks. */
-static void largest_bound(stage *g, int step) {
-    moe_real most = 0;
+/* The state takes the largest C_min and the largest sum of affinity_sum_auto of all ranks. */
+static void largest_of_ranks(stage *g, int step) {
+    moe_real bound = 0, sum = 0;
     moe_tensor t;
     int r;
-    for (r = 0; r < g->plan->ranks; r++)
-        if (g->alone[r].results[step].routing.bound_now > most) most = g->alone[r].results[step].routing.bound_now;
-    if (most > 0 && moe_layer_find(&g->whole.layer, "router.capacity", &t) == MOE_OK) t.data[0] = most;
+    for (r = 0; r < g->plan->ranks; r++) {
+        const moe_routing *own = &g->alone[r].results[step].routing;
+        if (own->bound_now > bound) bound = own->bound_now;
+        if (own->affinity_now > sum) sum = own->affinity_now;
+    }
+    if (bound > 0 && moe_layer_find(&g->whole.layer, "router.capacity", &t) == MOE_OK) t.data[0] = bound;
+    if (moe_layer_find(&g->whole.layer, "router.affinity_sum", &t) == MOE_OK) t.data[0] = sum;
+}
+
+/* Whether experts compete is drawn for all ranks together, so that one process takes it as given. */
+static void compete_as_ranks(moe_layer *layer, const moe_router_config *c, int training, moe_rng *caller) {
+    if (!training || !(c->compete_rate > 0) || c->compete_rate >= 1) return;
+    layer->config.router.compete_rate = moe_rng_uniform(caller) < c->compete_rate ? 1 : 0;
 }
 
 /* One process called with the tokens of one rank after another. */
@@ -1162,6 +1172,7 @@ static void play_local_routing(stage *g) {
         moe_rng_seed(&caller, s->seed * 31 + (uint64_t)step);
         stir(s, one, step);
         if (step == 0 && s->spoil != SPOIL_NOT) continue;
+        compete_as_ranks(&one->layer, &s->config.router, s->training, &caller);
         seed = s->training || s->config.router.drop_order == MOE_DROP_RANDOM ? moe_rng_next(&caller) : 0;
         one->results[step].draws = caller.state;
         for (r = 0; r < s->ranks; r++) {
@@ -1174,7 +1185,7 @@ static void play_local_routing(stage *g) {
         }
         for (r = 0; r < s->ranks && s->training && *worst == MOE_OK; r++)
             one->results[step].observed = moe_layer_observe(&one->layer, &passes[r]);
-        if (s->training && *worst == MOE_OK) largest_bound(g, step);
+        if (s->training && *worst == MOE_OK) largest_of_ranks(g, step);
         if (s->training && *worst == MOE_OK) one->results[step].advanced = moe_layer_advance(&one->layer);
         if (s->training) one->results[step].state = tensors_of(&one->layer, 0, 1);
     }
@@ -1738,7 +1749,7 @@ static uint64_t test_scene(scene *s) {
     turn++;
     /* few scenes have loss_load, which alone reads the noise of other ranks' tokens, or cutoffs */
     rare = s->config.router.loss_load > 0 || s->config.router.select == MOE_SELECT_EXPERT_THRESHOLD;
-    if (quick ? turn % 6 != 0 && !rare : local_routing_now && turn % 2 != 0) return 0;
+    if (quick && turn % 6 != 0 && !rare) return 0;
     if (s->config.router.select == MOE_SELECT_SOFT) s->with &= ~(unsigned)(WITH_GIVEN | WITH_LAST);
     s->local_routing = local_routing_now;
     /* distances are those of a call */
