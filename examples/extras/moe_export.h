@@ -133,7 +133,7 @@
      and the results of the network but for rounding. What has no list is computed by the network's
      own code (moe_net_forward, moe_net_decode), twenty times as much, and gives its bits; the
      header says so, and why: attention, scores other than linear, random and mlp, selections in
-     groups, latent or shaped experts, MOE_NO_QUANT, and most of what integers have no form for.
+     groups, shaped experts, MOE_NO_QUANT, and most of what integers have no form for.
      same_bits = 1 asks for that.
 
      Calibration.   The network runs on the calibration data in float. The largest magnitude of each
@@ -143,9 +143,8 @@
 
      What can be a model.   Every network that decodes token by token (moe_net_decode_size), but
      for scores and selections of the caller, forced routing (select = given), and hashes of ids
-     that the network does not read. Integers have no form for score = dselect, refined
-     gates, latent experts, more than 256 experts in a layer, widths above 65532, and some
-     combinations. The error names them.
+     that the network does not read. Integers have no form for score = dselect, refined gates, more
+     than 256 experts in a layer, widths above 65532, and some combinations. The error names them.
 
      Sequences.   With attention or positions a call takes one token; scratch keeps the sequence.
      config.length bounds it. See moe_infer.
@@ -289,6 +288,7 @@ typedef struct moei_ranges {
     moei_range hidden, hidden_act;     /* hidden layers of scores */
     moei_range key;                    /* score attentive: the keys */
     moei_range weighted_input;         /* inputs of experts times their weights */
+    moei_range latent, latent_sum;     /* d_latent: W_in x, and the sum that W_out reads */
     moei_range sigmoid;                /* the argument of the shared expert's sigmoid */
     moei_range node[MOE_NODE_COUNT];   /* activations of experts */
     moei_range shared[MOE_NODE_COUNT]; /* activations of the shared expert */
@@ -483,8 +483,8 @@ static void moei_range_rows(moei_range *range, const moe_real *x, size_t rows, s
 
 static int moei_ranges_are_finite(const moei_ranges *r) {
     double sum = r->y.most + r->u.most + r->z.most + r->unit.most + r->projected.most + r->hidden.most +
-                 r->hidden_act.most + r->key.most + r->weighted_input.most + r->sigmoid.most + r->q.most + r->k.most +
-                 r->v.most + r->mixed.most;
+                 r->hidden_act.most + r->key.most + r->weighted_input.most + r->latent.most + r->latent_sum.most +
+                 r->sigmoid.most + r->q.most + r->k.most + r->v.most + r->mixed.most;
     int node;
     for (node = 0; node < MOE_NODE_COUNT; node++) sum += r->node[node].most + r->shared[node].most;
     return sum < HUGE_VAL;
@@ -547,11 +547,13 @@ static void moei_ranges_score(const moe_layer *layer, const moe_router_config *c
 static void moei_ranges_weights(const moe_layer *layer, const moe_layer_pass *p, moei_ranges *range) {
     const moe_layer_config *c = &layer->config;
     const size_t d = (size_t)c->router.d_model, pairs = p->routing.plan.offsets[c->router.n_experts];
+    const size_t width = (size_t)moei_activation_width(c, c->expert, MOEI_X);
     size_t i, q;
     for (i = 0; i < pairs && c->router.apply_to == MOE_APPLY_INPUT; i++)
-        for (q = 0; q < d; q++) {
+        for (q = 0; q < width; q++) {
             const moe_assignment *entry = &p->routing.plan.assignments[i];
-            moei_range_include(&range->weighted_input, (double)(entry->weight_in * p->x[(size_t)entry->token * d + q]));
+            const moe_real *x = p->inputs + (size_t)entry->token * width;
+            moei_range_include(&range->weighted_input, (double)(entry->weight_in * x[q]));
         }
     for (i = 0; i < p->call.n_tokens && c->shared_sigmoid; i++)
         moei_range_include(&range->sigmoid,
@@ -583,6 +585,7 @@ static void moei_range_node(const moei_expert_run *run, int node, const moe_real
 static void moei_ranges_layer(const moe_layer *layer, const moe_layer_pass *p, moei_ranges *range) {
     const moei_expert_run run = moei_expert_run_begin(layer, layer->config.expert, 0);
     const size_t n = p->call.n_tokens, experts = (size_t)layer->config.router.n_experts;
+    const size_t latent = (size_t)layer->config.d_latent;
     int node;
     for (node = 0; node < MOE_NODE_COUNT; node++) {
         moei_range_node(&run, node, p->node[node], p->routing.plan.offsets[p->routing.real_experts],
@@ -592,6 +595,8 @@ static void moei_ranges_layer(const moe_layer *layer, const moe_layer_pass *p, m
     moei_range_rows(&range->z, p->routing.logits, n, experts, experts);
     moei_range_rows(&range->u, p->routing.u, n, (size_t)layer->config.router.d_model,
                     (size_t)layer->config.router.d_model);
+    moei_range_rows(&range->latent, latent > 0 ? p->latent[1] : NULL, n, latent, latent);
+    moei_range_rows(&range->latent_sum, latent > 0 ? p->latent[2] : NULL, n, latent, latent);
     if (layer->config.n_shared > 0) {
         const moei_expert_run shared = moei_expert_run_begin(layer, MOEI_SHARED, 0);
         for (node = 0; node < MOE_NODE_COUNT; node++)
@@ -1882,6 +1887,7 @@ typedef struct moei_scoring {
     const moei_ranges *range;
     moei_int_router_plan plan;
     uint32_t entering;         /* the module's input, wide or narrow */
+    uint32_t latent;           /* with d_latent what the experts read, else entering */
     uint32_t expert, n_expert; /* scores that read experts: operations of one, its activations */
     uint32_t node[MOE_NODE_COUNT];
     double output_scale, output_unit; /* the last product: float = t * output_unit; scale of a wide vector of it */
@@ -2307,9 +2313,7 @@ static uint32_t moei_logits_norm(moei_maker *m, moei_scoring *s) {
     const int scored = moei_scored_activation(&s->layer->config);
     const double limit =
         m->status != MOE_OK || scored == MOE_NODE_OUTPUT ? MOEI_WIDE : m->vectors[s->node[scored]].limit;
-    const double n = (double)(scored == MOE_NODE_OUTPUT ? s->layer->config.d_out
-                              : scored == MOE_NODE_LOW  ? s->layer->config.d_low
-                                                        : s->layer->config.d_ff);
+    const double n = (double)moei_activation_width(&s->layer->config, s->layer->config.expert, scored);
     if (s->now.norm_order == MOE_NORM_L1)
         return moei_logits_of_experts(m, s, moei_int_op_norm_l1, n * limit, 1, MOEI_INT_NONE);
     if (s->now.norm_order == MOE_NORM_LINF)
@@ -2318,7 +2322,7 @@ static uint32_t moei_logits_norm(moei_maker *m, moei_scoring *s) {
 }
 
 static uint32_t moei_logits_competition(moei_maker *m, moei_scoring *s) {
-    const double n = (double)s->layer->config.d_out;
+    const double n = (double)moei_activation_width(&s->layer->config, s->layer->config.expert, MOE_NODE_OUTPUT);
     return moei_logits_of_experts(m, s, moei_int_op_norm_l1, n * MOEI_WIDE, 1 / n, MOEI_INT_NONE);
 }
 
@@ -2386,7 +2390,8 @@ static void moei_mixture_supported(moei_maker *m, const moe_layer_config *c, int
         MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: %s with norm_node = %s %s", i,
                           c->swiglu_limit > MOEI_R(0.0) ? "swiglu_limit" : "swiglu_offset",
                           moei_node_names[r->norm_node], hint);
-    if (c->d_latent > 0) MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: d_latent = %d %s", i, c->d_latent, hint);
+    if (c->d_latent > 0 && c->add_input)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: add_input = 1 with d_latent = %d %s", i, c->d_latent, hint);
     if (r->refine != MOE_REFINE_NONE)
         MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: refine = %s %s", i, moei_refine_names[r->refine], hint);
     if (moei_scored_activation(c) >= 0 && (r->logit_cap > MOEI_R(0.0) || r->router_residual))
@@ -2504,9 +2509,8 @@ static void moei_mixture_blocks(moei_maker *m, moei_int_mixture *mixture, size_t
 
 static uint32_t moei_ops_count(const moei_maker *m) { return (uint32_t)moei_array_length(m->inner_ops); }
 
-/* w x for an expert's input. */
-static uint32_t moei_weighted_input(moei_maker *m, uint32_t x, int bits, const moei_range *range) {
-    const int limit = moei_limit_for(m, range);
+/* w x. */
+static uint32_t moei_weighted(moei_maker *m, uint32_t x, int bits, int limit, const moei_range *range) {
     double scale = moei_hidden_scale(limit, range->most), ratio;
     moei_int_op op;
     uint32_t y;
@@ -2520,6 +2524,12 @@ static uint32_t moei_weighted_input(moei_maker *m, uint32_t x, int bits, const m
     op.factor = (int16_t)moei_nearest(ldexp(ratio, bits + op.shape.shift), 32767);
     moei_op_append(m, op, x, x, y);
     return y;
+}
+
+/* w x for an expert's input. */
+static uint32_t moei_weighted_input(moei_maker *m, const moei_scoring *s, const moei_int_mixture *mixture) {
+    const moei_range *range = &s->range->weighted_input;
+    return moei_weighted(m, s->latent, mixture->weight_bits, moei_limit_for(m, range), range);
 }
 
 /* 2^bits bounds |1 - sum w|, the weight of the input under add_input. Above 31 bits the 1 is
@@ -2632,7 +2642,7 @@ static void moei_constant_ops(moei_maker *m, const moei_scoring *s, size_t i, co
     size_t q;
     for (q = 0; q < d; q++)
         if (fabs((double)v[q]) > most) most = fabs((double)v[q]);
-    if (inputs) x = moei_weighted_input(m, x, mixture->weight_bits, &s->range->weighted_input);
+    if (inputs) x = moei_weighted_input(m, s, mixture);
     to.bits = inputs ? 0 : mixture->weight_bits;
     shares = m->status == MOE_OK ? moei_constant_shares(m, s, i, x, !inputs) : 0;
     moei_set_weight(m, shares, 0);
@@ -2668,7 +2678,7 @@ static void moei_mixture_rest(moei_maker *m, const moei_scoring *s, const moei_e
     uint32_t node[MOE_NODE_COUNT];
     mixture->shared = moei_ops_count(m);
     to.bits = 0;
-    if (c->n_shared > 0) {
+    if (c->n_shared > 0 && c->d_latent == 0) {
         const uint32_t hidden = moei_expert_hidden(m, shared, 1, x, s->range->shared, node);
         if (c->shared_sigmoid) moei_shared_sigmoid(m, s->layer, x, s->range->sigmoid.most);
         (void)moei_expert_ops(m, shared, 1, hidden, &to, s->range->shared[MOE_NODE_OUTPUT].most);
@@ -2685,13 +2695,18 @@ static void moei_mixture_logits(moei_maker *m, moei_scoring *s, moei_int_mixture
     mixture->n_score = moei_ops_count(m) - mixture->score - s->n_list;
 }
 
+/* How wide the sum of the experts is. */
+static size_t moei_sum_width(const moe_layer *layer) {
+    return (size_t)moei_activation_width(&layer->config, layer->config.expert, MOE_NODE_OUTPUT);
+}
+
 /* Adds the router and its vectors. They are live from the start of the layer: with some scores the
    operations of experts come first, but run again later. */
 static void moei_mixture_router(moei_maker *m, moei_scoring *s, moei_int_mixture *mixture) {
     mixture->router = s->plan.router;
     mixture->weight_bits = (int16_t)moei_exponent((double)s->plan.weight_scale);
     mixture->p = moei_vector_int32(m, mixture->router.scratch);
-    mixture->sum = moei_vector_int32(m, (size_t)s->layer->config.d_out);
+    mixture->sum = moei_vector_int32(m, moei_sum_width(s->layer));
     mixture->choices = moei_vector_new(m, 1 + 2 * (size_t)mixture->router.most, MOEI_WIDE, 1, 0);
     if (m->status != MOE_OK) return;
     m->vectors[mixture->choices].last_use = UINT32_MAX;
@@ -2708,6 +2723,7 @@ static moei_sum_units moei_mixture_experts(moei_maker *m, moei_scoring *s, const
     const size_t experts = (size_t)MOEI_REAL_EXPERTS(&c->router);
     const moei_range *product = &s->range->shared[MOE_NODE_PRODUCT];
     const int wide = moei_limit_for(m, product) == MOEI_WIDE;
+    const int sums = c->n_shared > 0 && c->d_latent == 0 ? 2 : 1;
     moei_expert_run run = moei_expert_run_begin(s->layer, c->expert, 0);
     moei_summand part[2];
     moei_sum_units to;
@@ -2719,8 +2735,7 @@ static moei_sum_units moei_mixture_experts(moei_maker *m, moei_scoring *s, const
     run.needed |= moei_ancestors(run.kind, scored);
     hidden = moei_expert_hidden(
         m, &run, experts,
-        inputs ? moei_weighted_input(m, s->entering, mixture->weight_bits, &s->range->weighted_input) : x,
-        s->range->node, s->node);
+        inputs ? moei_weighted_input(m, s, mixture) : x, s->range->node, s->node);
     if (scored >= 0) {
         moei_mixture_plan(m, s, 0);
         moei_mixture_router(m, s, mixture);
@@ -2730,7 +2745,7 @@ static moei_sum_units moei_mixture_experts(moei_maker *m, moei_scoring *s, const
     part[0].range = s->range->node[MOE_NODE_OUTPUT].most;
     part[0].bits = inputs ? 0 : mixture->weight_bits;
     part[0].most = mixture->router.most;
-    if (c->n_shared > 0) {
+    if (sums > 1) {
         part[1].w = moei_last_matrix(shared, 1);
         part[1].range = s->range->shared[MOE_NODE_OUTPUT].most;
         part[1].most = 1;
@@ -2744,7 +2759,8 @@ static moei_sum_units moei_mixture_experts(moei_maker *m, moei_scoring *s, const
     part[1].code_scale = moei_hidden_scale(wide ? MOEI_WIDE : MOEI_NARROW, product->most) * (wide ? 256 : 1);
     part[1].in_scale =
         wide ? ldexp(part[1].code_scale * 65536.0 / (double)MOEI_INT_UPPER, -MOEI_INT_GUARD) : part[1].code_scale;
-    to = moei_sum_units_of(m, part, c->n_shared > 0 ? 2 : 1, limit, s->range->y.most, rest);
+    to = moei_sum_units_of(m, part, (size_t)sums, limit, c->d_latent > 0 ? s->range->latent_sum.most : s->range->y.most,
+                           rest);
     to.sum = mixture->sum;
     out = moei_expert_ops(m, &run, experts, hidden, &to, part[0].range);
     if (to.via_vector) s->node[MOE_NODE_OUTPUT] = out;
@@ -2769,24 +2785,58 @@ static int moei_additions(const moei_maker *m, uint32_t first, uint32_t n) {
     return count;
 }
 
+/* W_in x, which experts read instead of x: finely where they multiply it by a weight. */
+static uint32_t moei_latent_input(moei_maker *m, const moe_layer *layer, uint32_t x, const moei_range *range) {
+    const moe_layer_config *c = &layer->config;
+    const moei_matrix in =
+        moei_matrix_of(layer->tensors[MOE_LATENT_IN], NULL, 1, (size_t)c->d_latent, (size_t)c->router.d_model);
+    const int limit = c->router.apply_to == MOE_APPLY_INPUT ? MOEI_WIDE : moei_limit_for(m, range);
+    return moei_product(m, &in, x, limit, 0, range->most, 0);
+}
+
+/* y = W_out sum + the shared expert of x: operations of the model's own. */
+static uint32_t moei_latent_output(moei_maker *m, const moei_scoring *s, const moei_expert_run *shared, uint32_t x,
+                                   uint32_t sum, int limit) {
+    const moe_layer_config *c = &s->layer->config;
+    const moei_matrix w =
+        moei_matrix_of(s->layer->tensors[MOE_LATENT_OUT], NULL, 1, (size_t)c->d_out, (size_t)c->d_latent);
+    const moei_range *most = &s->range->shared[MOE_NODE_OUTPUT];
+    uint32_t node[MOE_NODE_COUNT], more;
+    moei_sum_units to;
+    if (c->n_shared == 0) return moei_product(m, &w, sum, limit, 0, s->range->y.most, 0);
+    memset(&to, 0, sizeof to);
+    to.sum = MOEI_INT_NONE;
+    to.limit = MOEI_WIDE;
+    to.range = most->most;
+    more = moei_expert_ops(m, shared, 1, moei_expert_hidden(m, shared, 1, x, s->range->shared, node), &to, 0);
+    if (c->shared_sigmoid) {
+        moei_shared_sigmoid(m, s->layer, x, s->range->sigmoid.most);
+        more = moei_weighted(m, more, 0, MOEI_WIDE, most);
+    }
+    return moei_added(m, moei_product(m, &w, sum, MOEI_WIDE, 0, s->range->y.most + most->most, 0), more,
+                      s->range->y.most);
+}
+
 static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, const moei_ranges *range, int limit) {
     const moe_layer_config *c = &module->layer.config;
     const int reads_experts = moei_scored_activation(c) >= 0;
+    const int latent = c->d_latent > 0, sum_limit = latent ? moei_limit_for(m, &range->latent_sum) : limit;
     moei_expert_run shared;
     moei_scoring s;
     moei_int_mixture mixture;
     moei_sum_units to;
     moei_int_op op;
-    uint32_t x = moei_narrowed(m, m->entering[m->module]), begun = m->clock, out, index;
+    uint32_t x = moei_narrowed(m, m->entering[m->module]), begun, out, index;
     size_t expert;
     memset(&mixture, 0, sizeof mixture);
     memset(&s, 0, sizeof s);
     memset(&shared, 0, sizeof shared);
-    s.begun = begun;
     s.layer = &module->layer;
     s.range = range;
-    s.entering = m->entering[m->module];
+    s.entering = s.latent = m->entering[m->module];
     s.now = moei_router_now(s.layer, NULL);
+    if (latent) s.latent = moei_latent_input(m, s.layer, x, &range->latent);
+    s.begun = begun = m->clock;
     if (m->status != MOE_OK) return 0;
     if (c->n_shared > 0) shared = moei_expert_run_begin(s.layer, MOEI_SHARED, 0);
     m->multiplications += m->counted;
@@ -2798,7 +2848,7 @@ static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, con
     }
     m->multiplications += m->counted;
     m->counted = 0;
-    to = moei_mixture_experts(m, &s, &shared, x, limit, &mixture);
+    to = moei_mixture_experts(m, &s, &shared, latent ? s.latent : x, sum_limit, &mixture);
     expert = m->counted;
     m->counted = 0;
     if (reads_experts) moei_mixture_logits(m, &s, &mixture);
@@ -2807,22 +2857,24 @@ static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, con
     mixture.block = MOEI_INT_NONE;
     if (m->config->loader) mixture.block = moei_vector_new(m, mixture.stride / 2, MOEI_WIDE, 1, 0);
     m->inner = 0;
-    out = moei_vector_new(m, (size_t)c->d_out, limit, to.scale, range->y.most);
+    out = moei_vector_new(m, moei_sum_width(s.layer), sum_limit, to.scale,
+                          latent ? range->latent_sum.most : range->y.most);
     m->clock++;
     moei_vector_use(m, x);
+    moei_vector_use(m, s.latent);
     moei_vector_use(m, s.entering);
     moei_vector_use(m, mixture.z);
     moei_vector_use(m, mixture.p);
     moei_vector_use(m, mixture.sum);
     if (m->config->loader && m->status == MOE_OK) m->vectors[mixture.block].first_use = begun;
     index = moei_maker_push(m, &m->made.mixtures, &mixture, sizeof mixture);
-    op = moei_op(moei_int_op_mixture, (size_t)c->d_out, 0, m->relu ? 0 : -limit, limit, to.shift);
+    op = moei_op(moei_int_op_mixture, moei_sum_width(s.layer), 0, m->relu ? 0 : -sum_limit, sum_limit, to.shift);
     op.index = (uint16_t)index;
     op.factor = (int16_t)moei_additions(m, mixture.expert, mixture.n_expert);
     op.factor2 = (int16_t)moei_additions(m, mixture.shared, mixture.n_shared);
     m->counted = 0;
     moei_op_append(m, op, x, x, out);
-    return out;
+    return latent ? moei_latent_output(m, &s, &shared, x, out, limit) : out;
 }
 
 /* ---- the other modules ---- */
@@ -3303,7 +3355,6 @@ static const char *moei_list_layer_obstacle(const moe_module *module) {
     if (run.shaped) return "a shaped gate";
     if (run.in_file) return "weights in a file";
     if (module->kind == MOE_MODULE_FEED_FORWARD) return NULL;
-    if (module->layer.config.d_latent > 0) return "d_latent";
     now = moei_router_now(&module->layer, &frozen);
     if (now.n_experts > INT16_MAX) return "n_experts";
     return moei_list_router_obstacle(&now, frozen);
@@ -3576,37 +3627,45 @@ static uint32_t moei_list_mixture(moei_maker *m, const moe_module *module) {
     const moei_expert_run run = moei_expert_run_begin(&module->layer, c->expert, 0);
     const size_t experts = (size_t)c->router.n_experts;
     const uint32_t x = m->entering[m->module], u = m->entering[moei_first_norm(m->net, m->module)];
-    const uint32_t y = moei_vector_int32(m, (size_t)c->d_out);
+    const size_t d = (size_t)c->router.d_model, width = run.width[MOE_NODE_OUTPUT], d_out = (size_t)c->d_out;
+    uint32_t y = moei_vector_int32(m, width), sum = y;
     moei_list_router r;
     moei_int_op op;
     size_t before;
-    uint32_t in = x;
+    uint32_t in = x, latent;
     memset(&r, 0, sizeof r);
     r.layer = &module->layer;
     r.now = moei_router_now(r.layer, NULL);
+    if (c->d_latent > 0)
+        in = moei_list_product(m, r.layer->tensors[MOE_LATENT_IN], NULL, 1, run.width[MOEI_X], d, x, MOEI_INT_NONE);
+    latent = in;
     m->inner = 1;
     moei_list_router_ops(m, &r, u);
     r.mixture.expert = moei_ops_count(m);
     before = m->counted;
     m->in_block = 1;
     if (c->router.apply_to == MOE_APPLY_INPUT)
-        in = moei_list_op(m, moei_float_op_apply_weight, run.width[MOEI_X], 0, 0, x, x);
-    (void)moei_list_expert(m, &run, experts, in, y);
+        in = moei_list_op(m, moei_float_op_apply_weight, run.width[MOEI_X], 0, 0, in, in);
+    (void)moei_list_expert(m, &run, experts, in, sum);
     moei_mixture_blocks(m, &r.mixture, experts);
     m->in_block = 0;
     m->counted += (m->counted - before) * (size_t)(r.mixture.router.most - 1);
     r.mixture.n_expert = moei_ops_count(m) - r.mixture.expert;
     r.mixture.shared = moei_ops_count(m);
-    moei_list_rest(m, &r, x, y);
+    if (c->d_latent == 0) moei_list_rest(m, &r, x, y);
     r.mixture.n_shared = moei_ops_count(m) - r.mixture.shared;
     m->inner = 0;
-    r.mixture.sum = y;
+    r.mixture.sum = sum;
     r.mixture.block = MOEI_INT_NONE;
     m->clock++;
     moei_vector_use(m, u);
-    op = moei_op(moei_float_op_mixture, (size_t)c->d_out, 0, 0, 0, 0);
+    moei_vector_use(m, latent);
+    op = moei_op(moei_float_op_mixture, width, 0, 0, 0, 0);
     op.index = (uint16_t)moei_maker_push(m, &m->made.mixtures, &r.mixture, sizeof r.mixture);
-    moei_op_append(m, op, x, x, y); /* all are alive until here */
+    moei_op_append(m, op, x, x, sum); /* all are alive until here */
+    if (c->d_latent == 0) return y;
+    y = moei_list_product(m, r.layer->tensors[MOE_LATENT_OUT], NULL, 1, d_out, width, sum, MOEI_INT_NONE);
+    moei_list_rest(m, &r, x, y);
     return y;
 }
 
@@ -3743,8 +3802,8 @@ static int moei_reads_narrow(const moe_net *net, size_t i) {
 /* Whether module i can apply the relu that follows it, because nothing else reads its output. */
 static int moei_fuses_relu(const moe_net *net, size_t i) {
     const moe_module *m = &net->modules[i];
-    return (m->kind == MOE_MODULE_LINEAR || m->kind == MOE_MODULE_MIXTURE) && i + 1 < net->n_modules &&
-           m[1].kind == MOE_MODULE_ACTIVATION && m[1].act == MOE_ACT_RELU && !moei_residual_reads(net, i + 1);
+    return (m->kind == MOE_MODULE_LINEAR || (m->kind == MOE_MODULE_MIXTURE && m->layer.config.d_latent == 0)) &&
+           i + 1 < net->n_modules && m[1].kind == MOE_MODULE_ACTIVATION && m[1].act == MOE_ACT_RELU && !moei_residual_reads(net, i + 1);
 }
 
 static void moei_maker_modules(moei_maker *m) {

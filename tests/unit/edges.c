@@ -890,7 +890,7 @@ static const refused_net refused_nets[] = {
     {"select=expert_choice", MOE_WEIGHTS_FLOAT, MOE_ERR_UNSUPPORTED, "module 1"},
     {"select=hash table_size=9 top_k=2", MOE_WEIGHTS_INT8, MOE_ERR_UNSUPPORTED, "select = hash"},
     {"score=dselect top_k=2", MOE_WEIGHTS_INT8, MOE_ERR_UNSUPPORTED, "score = dselect"},
-    {"d_latent=3 top_k=2", MOE_WEIGHTS_INT8, MOE_ERR_UNSUPPORTED, "d_latent = 3 has no integer form"},
+    {"d_latent=3 add_input=1 top_k=2", MOE_WEIGHTS_INT8, MOE_ERR_UNSUPPORTED, "add_input = 1 with d_latent = 3"},
     {"score=competition logit_cap=3 top_k=2", MOE_WEIGHTS_INT8, MOE_ERR_UNSUPPORTED, "logit_cap with score = comp"},
     {"refine=similarity causal=1 top_k=2", MOE_WEIGHTS_INT8, MOE_ERR_UNSUPPORTED, "refine = similarity"},
 };

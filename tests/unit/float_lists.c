@@ -255,6 +255,44 @@ static void test_random(uint64_t first) {
     printf("%d lists with %d mixtures\n", (int)lists, (int)mixtures);
 }
 
+/* ---- latent experts ---- */
+
+/* Alone, and behind and before other modules. */
+static void test_latent(void) {
+    static const char *const latents[] = {"d_latent=1", "d_latent=3 n_shared=1 d_shared=4", "d_latent=9 apply_to=input",
+                                          "d_latent=4 n_shared=2 d_shared=3 shared_sigmoid=1 add_input=1"};
+    size_t latent, expert, score;
+    for (latent = 0; latent < 4; latent++)
+        for (expert = 0; experts[expert] != NULL; expert++)
+            for (score = 0; scores[score] != NULL; score++) {
+                text t;
+                moe_layer_config c;
+                moe_net net;
+                moe_built_model built;
+                moe_error error;
+                int i;
+                memset(&t, 0, sizeof t);
+                memset(&c, 0, sizeof c);
+                put(&t, "n_experts=5 d_ff=4");
+                put(&t, latents[latent]);
+                put(&t, experts[expert]);
+                put(&t, scores[score]);
+                test_about = t.all;
+                CHECK(moe_fields_apply(moe_layer_fields(), &c, t.all, &error) == MOE_OK);
+                moe_net_init(&net, 6, MOE_KERNELS_C, NULL);
+                for (i = 0; i < 1 + (int)(score % 2); i++) CHECK(moe_net_mixture(&net, &c) == MOE_OK);
+                if (score % 3 == 0) CHECK(moe_net_residual(&net, 1) == MOE_OK && moe_net_linear(&net, 3) == MOE_OK);
+                if (CHECKF(moe_net_build(&net, 0, 9, &error) == MOE_OK, "%s", error.message) &&
+                    CHECKF(moe_model_create(&built, &net, NULL, &error) == MOE_OK, "%s", error.message)) {
+                    CHECKF(built.model.net == NULL, "no list: %s", built.obstacle);
+                    compare(&net, &built.model);
+                    moe_model_free(&built);
+                }
+                moe_net_free(&net);
+            }
+    test_about = "";
+}
+
 /* ---- what has no list, and errors ---- */
 
 static const char *const unlisted[][2] = {{"score=cosine", "score"},
@@ -262,7 +300,6 @@ static const char *const unlisted[][2] = {{"score=cosine", "score"},
                                           {"weight=sparsemixer", "weight = sparsemixer"},
                                           {"weight=p_norm weight_p=2.5", "weight_p"},
                                           {"logit_cap=30", "logit_cap"},
-                                          {"d_latent=3", "d_latent"},
                                           {"swiglu_limit=7", "a shaped gate"},
                                           {"select=sinkhorn gate=relu", "the selection with this gate"},
                                           {"n_copy=1", "experts without matrices"},
@@ -359,6 +396,7 @@ static void test_errors(void) {
 int main(int n, char **words) {
     const uint64_t seed = n > 2 ? (uint64_t)atoi(words[2]) : 1;
     CASE(test_random(1000 * seed));
+    CASE(test_latent());
     CASE(test_unlisted());
     CASE(test_errors());
     return test_end();

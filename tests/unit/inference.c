@@ -1728,6 +1728,7 @@ static const char *const mixtures[] = {
     "gate=sigmoid select=threshold threshold_learned=1 weight=raw",
     "expert=factorised d_low=3 add_input=1",
     "swiglu_limit=3 swiglu_alpha=1.7 swiglu_offset=1 expert_bias=1 apply_to=input",
+    "d_latent=3 n_shared=1 d_shared=4 shared_sigmoid=1",
 };
 
 /* Each allocation fails once: the call ends with MOE_ERR_MEMORY, says so, gives all memory back and

@@ -744,6 +744,50 @@ static void test_acts(void) {
             }
 }
 
+/* ---- latent experts ---- */
+
+/* W_in and W_out cost what any product does. An attentive score reads mlp experts here. */
+static void test_latent(void) {
+    static const int scores[] = {MOE_SCORE_LINEAR, MOE_SCORE_NORM, MOE_SCORE_COMPETITION, MOE_SCORE_ATTENTIVE,
+                                 MOE_SCORE_COSINE};
+    int number;
+    for (number = 0; number < 160; number++) {
+        trial t;
+        bounds b;
+        outcome o;
+        moe_error error;
+        moe_layer_config *c = &t.layer[0];
+        memset(&t, 0, sizeof t);
+        t.layers = number % 7 == 6 ? 2 : 1;
+        t.residual = number % 2;
+        t.d = 20 + number % 9;
+        t.weights = number % 3 == 2 && t.layers == 1 ? MOE_WEIGHTS_INT4 : MOE_WEIGHTS_INT8;
+        t.loader = number % 5 == 1;
+        c->router.d_model = t.d;
+        c->router.n_experts = 6;
+        c->router.top_k = 2;
+        c->router.score = scores[number % 5];
+        c->router.n_zero = c->router.score == MOE_SCORE_LINEAR && number % 4 == 0;
+        c->expert = number / 5 % 4;
+        if (c->router.score == MOE_SCORE_ATTENTIVE) c->expert = MOE_EXPERT_MLP;
+        if (c->router.score == MOE_SCORE_NORM)
+            c->router.norm_node = number % 2 || c->expert == MOE_EXPERT_LINEAR ? MOE_NODE_OUTPUT : MOE_NODE_UP;
+        c->d_latent = 3 + number % 17;
+        if (c->expert == MOE_EXPERT_FACTORISED) c->d_low = 9;
+        if (c->router.score == MOE_SCORE_LINEAR && number % 3 == 0) c->router.apply_to = MOE_APPLY_INPUT;
+        if (number % 4 > 1) c->n_shared = 1;
+        if (number % 4 == 3) c->shared_sigmoid = 1;
+        if (c->expert != MOE_EXPERT_LINEAR || c->n_shared > 0) c->d_ff = 16;
+        sprintf(t.name, "latent %d: %s, %s%s%s%s%s", number, moei_score_names[c->router.score],
+                moei_expert_names[c->expert], c->n_shared ? " shared" : "", c->shared_sigmoid ? " sigmoid" : "",
+                c->router.apply_to ? " input" : "", t.weights == MOE_WEIGHTS_INT4 ? " int4" : "");
+        if (!CHECK(moe_layer_check(c, c, &error) == MOE_OK, error.message)) continue;
+        t.layer[1] = *c;
+        b = bounds_of(&t);
+        CHECK(try_one(&t, &b, &o), t.name);
+    }
+}
+
 /* ---- a previous mixture that may choose nobody ---- */
 
 static void test_nobody(void) {
@@ -1306,5 +1350,7 @@ int main(int argc, char **argv) {
     CASE(test_cached());
     CASE(test_blocks());
     CASE(test_blocks_failing());
+    moe_rng_seed(&rng, 1);
+    CASE(test_latent());
     return test_end();
 }
