@@ -630,8 +630,8 @@ typedef struct moe_layer_config {
     int n_shared;
     int d_shared;             /* width of one shared expert [d_ff] */
     int shared_act;           /* MOE_ACT_ of the shared expert in the place of silu, as act of glu [silu] */
-    /* 1: y = sum w f(x) + (1 - sum w) x, w the weights of the experts that took the token; needs
-       d_out = d_model [0] */
+    /* 1: y = sum w f(x) + (1 - sum w) x, w the weights of the experts that took the token: if those
+       sum to 1, only what was dropped or chose nobody gets x; needs d_out = d_model [0] */
     int add_input;
     /* 1: the shared expert is multiplied by sigmoid(shared.sigmoid . x) [0] */
     int shared_sigmoid;

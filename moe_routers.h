@@ -7919,8 +7919,9 @@ static void moei_advance_cutoffs(const moe_router_config *c, int frozen, moe_rea
     count[0] = MOEI_R(0.0);
 }
 
-/* The share of token-expert pairs that are not assigned, less what it should be: 1 - K/E. Rounded
-   once, so that gaps of two layers may cancel. */
+/* The share of token-expert pairs that are not assigned, less what it should be: 1 - K/E. The calls
+   of a step count by their tokens, so that it does not matter how a batch is cut; equal ones, as
+   ReMoE's, give the mean. Rounded once, so that gaps of two layers may cancel. */
 MOEI_TOOL moe_real moei_l1_gap(const moe_router_config *c, const moe_real *load) {
     const moe_real n = load[c->n_experts];
     moe_real gap = n * (moe_real)c->top_k;

@@ -2391,7 +2391,8 @@ static void moei_mixture_supported(moei_maker *m, const moe_layer_config *c, int
                           c->swiglu_limit > MOEI_R(0.0) ? "swiglu_limit" : "swiglu_offset",
                           moei_node_names[r->norm_node], hint);
     if (c->d_latent > 0 && c->add_input)
-        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: add_input = 1 with d_latent = %d %s", i, c->d_latent, hint);
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: add_input = 1 with d_latent = %d %s", i, c->d_latent,
+                          hint);
     if (r->refine != MOE_REFINE_NONE)
         MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: refine = %s %s", i, moei_refine_names[r->refine], hint);
     if (moei_scored_activation(c) >= 0 && (r->logit_cap > MOEI_R(0.0) || r->router_residual))
@@ -3627,17 +3628,18 @@ static uint32_t moei_list_mixture(moei_maker *m, const moe_module *module) {
     const moei_expert_run run = moei_expert_run_begin(&module->layer, c->expert, 0);
     const size_t experts = (size_t)c->router.n_experts;
     const uint32_t x = m->entering[m->module], u = m->entering[moei_first_norm(m->net, m->module)];
-    const size_t d = (size_t)c->router.d_model, width = run.width[MOE_NODE_OUTPUT], d_out = (size_t)c->d_out;
-    uint32_t y = moei_vector_int32(m, width), sum = y;
+    const size_t width = run.width[MOE_NODE_OUTPUT];
+    const uint32_t sum = moei_vector_int32(m, width);
     moei_list_router r;
     moei_int_op op;
     size_t before;
-    uint32_t in = x, latent;
+    uint32_t in = x, latent, y;
     memset(&r, 0, sizeof r);
     r.layer = &module->layer;
     r.now = moei_router_now(r.layer, NULL);
     if (c->d_latent > 0)
-        in = moei_list_product(m, r.layer->tensors[MOE_LATENT_IN], NULL, 1, run.width[MOEI_X], d, x, MOEI_INT_NONE);
+        in = moei_list_product(m, r.layer->tensors[MOE_LATENT_IN], NULL, 1, run.width[MOEI_X], (size_t)module->d_in, x,
+                               MOEI_INT_NONE);
     latent = in;
     m->inner = 1;
     moei_list_router_ops(m, &r, u);
@@ -3652,7 +3654,7 @@ static uint32_t moei_list_mixture(moei_maker *m, const moe_module *module) {
     m->counted += (m->counted - before) * (size_t)(r.mixture.router.most - 1);
     r.mixture.n_expert = moei_ops_count(m) - r.mixture.expert;
     r.mixture.shared = moei_ops_count(m);
-    if (c->d_latent == 0) moei_list_rest(m, &r, x, y);
+    if (c->d_latent == 0) moei_list_rest(m, &r, x, sum);
     r.mixture.n_shared = moei_ops_count(m) - r.mixture.shared;
     m->inner = 0;
     r.mixture.sum = sum;
@@ -3663,8 +3665,9 @@ static uint32_t moei_list_mixture(moei_maker *m, const moe_module *module) {
     op = moei_op(moei_float_op_mixture, width, 0, 0, 0, 0);
     op.index = (uint16_t)moei_maker_push(m, &m->made.mixtures, &r.mixture, sizeof r.mixture);
     moei_op_append(m, op, x, x, sum); /* all are alive until here */
-    if (c->d_latent == 0) return y;
-    y = moei_list_product(m, r.layer->tensors[MOE_LATENT_OUT], NULL, 1, d_out, width, sum, MOEI_INT_NONE);
+    if (c->d_latent == 0) return sum;
+    y = moei_list_product(m, r.layer->tensors[MOE_LATENT_OUT], NULL, 1, (size_t)module->d_out, width, sum,
+                          MOEI_INT_NONE);
     moei_list_rest(m, &r, x, y);
     return y;
 }
@@ -3802,8 +3805,9 @@ static int moei_reads_narrow(const moe_net *net, size_t i) {
 /* Whether module i can apply the relu that follows it, because nothing else reads its output. */
 static int moei_fuses_relu(const moe_net *net, size_t i) {
     const moe_module *m = &net->modules[i];
-    return (m->kind == MOE_MODULE_LINEAR || (m->kind == MOE_MODULE_MIXTURE && m->layer.config.d_latent == 0)) &&
-           i + 1 < net->n_modules && m[1].kind == MOE_MODULE_ACTIVATION && m[1].act == MOE_ACT_RELU && !moei_residual_reads(net, i + 1);
+    if (m->kind != MOE_MODULE_LINEAR && (m->kind != MOE_MODULE_MIXTURE || m->layer.config.d_latent > 0)) return 0;
+    return i + 1 < net->n_modules && m[1].kind == MOE_MODULE_ACTIVATION && m[1].act == MOE_ACT_RELU &&
+           !moei_residual_reads(net, i + 1);
 }
 
 static void moei_maker_modules(moei_maker *m) {

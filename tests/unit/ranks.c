@@ -1141,7 +1141,7 @@ static void largest_of_ranks(stage *g, int step) {
     if (moe_layer_find(&g->whole.layer, "router.affinity_sum", &t) == MOE_OK) t.data[0] = sum;
 }
 
-/* Whether experts compete is drawn for all ranks together, so that one process takes it as given. */
+/* Whether experts compete is drawn for all ranks together: one process takes it as given. */
 static void compete_as_ranks(moe_layer *layer, const moe_router_config *c, int training, moe_rng *caller) {
     if (!training || !(c->compete_rate > 0) || c->compete_rate >= 1) return;
     layer->config.router.compete_rate = moe_rng_uniform(caller) < c->compete_rate ? 1 : 0;
