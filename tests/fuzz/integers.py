@@ -315,7 +315,7 @@ class Model:
         m = self.mixtures[op.index]
         self.run_ops(m.score, m.n_score)
         experts, weights = self.chosen[op.index]
-        z = self.read(m.z, m.router.n_experts)
+        z = self.read(m.z, m.router.n_experts * (2 if m.router.gate == "moei_int_gate_predicted" else 1))
         Router(m.router, self.weights, self.token, z).check(experts, weights)
         require(len(experts) <= m.router.most, "too many choices")
         self.vectors[m.choices] = len(experts)
@@ -428,8 +428,9 @@ class Router:
     """A router in floating point, on the same logits, and what it says of the library's choice."""
 
     def __init__(self, r, tables, token, z):
-        self.r, self.tables, self.token, self.z = r, tables, token, z
-        self.octaves = z * 2.0 ** -r.z_bits
+        self.r, self.tables, self.token = r, tables, token
+        self.z, self.predicted = z[:r.n_experts], z[r.n_experts:]
+        self.octaves = self.z * 2.0 ** -r.z_bits
         self.use(r.gate or r.values or "moei_int_gate_logits")
 
     def use(self, function):
@@ -438,7 +439,7 @@ class Router:
         softplus = 2.0 ** (8 + self.r.z_bits / 2) / math.sqrt(math.log(2.0))
         self.unit, self.error = {"softmax": (2.0 ** 20, 128.0), "sigmoid": (2.0 ** 20, 128.0),
                                  "sqrt_softplus": (softplus, 4.0), "logits": (256.0, 2.0),
-                                 "relu": (256.0, 2.0)}[self.kind]
+                                 "relu": (256.0, 2.0), "predicted": (256.0, 2.0)}[self.kind]
 
     def table(self, at, kind, n, skip=0):
         return np.frombuffer(self.tables, "<" + kind, n, at + skip).astype(np.float64)
@@ -453,7 +454,7 @@ class Router:
             return 1.0 / (1.0 + 2.0 ** -o)
         if self.kind == "sqrt_softplus":
             return np.sqrt(np.logaddexp2(0.0, o) * math.log(2.0))
-        z = self.z[among].astype(np.float64)
+        z = (self.predicted if self.kind == "predicted" else self.z)[among].astype(np.float64)
         return np.maximum(z, 0.0) if self.kind == "relu" else z
 
     def best(self, key, k, among=None):
