@@ -55,11 +55,11 @@ static const struct recipe {
     {"top_k=3 n_zero=1 n_copy=1 weight_over=nonzero", 0, 0, -1},
     {"top_k=3 n_copy=1 n_constant=1 weight_over=real gate=sigmoid weight=p_norm weight_p=2 apply_to=input", 0, 0, -1},
     {"router_residual=1 logit_cap=2 n_constant=2", 0, 0, -1},
-    {"", 1, 1, -1},
-    {"n_shared=1 d_shared=3", 1, 2, -1},
     {"d_latent=3 expert=mlp act=gelu", 0, 0, -1},
     {"d_latent=5 n_shared=1 d_shared=4 shared_sigmoid=1 apply_to=input", 0, 0, MOE_ACT_RELU},
     {"d_latent=9 score=competition gate=identity weight=softmax n_shared=1 d_shared=3", 0, 0, -1},
+    {"", 1, 1, -1},
+    {"n_shared=1 d_shared=3", 1, 2, -1},
     {"expert=mlp", 0, 3, -1},
 };
 enum { RECIPES = sizeof recipes / sizeof *recipes };
