@@ -2241,7 +2241,7 @@ static moe_status moei_gguf_open_parts(moei_importer *r) {
 /* Checks a text: one object and nothing after it. */
 static moe_status moei_import_json_check(moei_json *j) {
     if (moei_json_peek(j) != '{') return moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "not a JSON object");
-    if (moei_config_skip(j) != MOE_OK) return j->error != NULL ? j->error->code : MOE_ERR_FORMAT;
+    if (moei_config_skip(j) != MOE_OK) return j->error->code;
     if (moei_json_peek(j) >= 0) return moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "unexpected text after the object");
     return MOE_OK;
 }
@@ -2281,10 +2281,10 @@ static size_t moei_import_json_member(const moe_buffer *text, size_t at, const c
     size_t found = 0;
     int first, more;
     if (moei_json_take(&j, '{') != MOE_OK) return 0;
-    for (first = 1; moei_json_key(&j, first, &name, &more) == MOE_OK && more; first = 0) {
+    for (first = 1; (void)moei_json_key(&j, first, &name, &more), more; first = 0) {
         (void)moei_json_peek(&j);
         if (moei_span_is(name, key)) found = j.at;
-        if (moei_config_skip(&j) != MOE_OK) break;
+        (void)moei_config_skip(&j);
     }
     return found;
 }
@@ -2343,8 +2343,7 @@ static int moei_import_config_value(const moei_importer *r, const char *key, cha
     j = moei_import_json_at(&r->config, at, NULL);
     c = moei_json_peek(&j);
     if (c == '{' || c == '[') return MOEI_VALUE_OTHER;
-    if (c == '"') {
-        if (moei_json_string(&j, &s) != MOE_OK) return MOEI_VALUE_OTHER;
+    if (moei_json_string(&j, &s) == MOE_OK) {
         moei_import_span(s, text, MOEI_IMPORT_VALUE);
         return MOEI_VALUE_TEXT;
     }
@@ -2465,15 +2464,12 @@ static moe_status moei_import_walk_index(moei_import_walk *w, char name[MOEI_IMP
                                          char file[MOEI_IMPORT_NAME]) {
     moei_span key, value;
     int more;
-    moe_status status = moei_json_key(&w->json, w->first, &key, &more);
-    if (status != MOE_OK || !more) return status != MOE_OK ? status : MOE_ERR_NOT_FOUND;
+    (void)moei_json_key(&w->json, w->first, &key, &more);
+    if (!more) return MOE_ERR_NOT_FOUND;
     w->first = 0;
     moei_import_span(key, name, MOEI_IMPORT_NAME);
-    if (moei_json_peek(&w->json) != '"') {
-        file[0] = '\0';
-        return moei_config_skip(&w->json);
-    }
-    if ((status = moei_json_string(&w->json, &value)) != MOE_OK) return status;
+    file[0] = '\0';
+    if (moei_json_string(&w->json, &value) != MOE_OK) return moei_config_skip(&w->json);
     moei_import_span(value, file, MOEI_IMPORT_NAME);
     return MOE_OK;
 }
@@ -6402,7 +6398,7 @@ static moei_probe moei_symbol_probe(const moe_tokenizer *t, const unsigned char 
 
 static uint32_t moei_symbol_find(const moe_tokenizer *t, const unsigned char *p, size_t n) {
     moei_probe probe;
-    if (n == 0 || n > t->longest || t->lookup.size == 0) return MOEI_NO_SYMBOL;
+    if (n == 0 || n > t->longest) return MOEI_NO_SYMBOL;
     probe = moei_symbol_probe(t, p, n);
     return probe.left > 0 ? moei_probe_value(&probe) : MOEI_NO_SYMBOL;
 }
@@ -6831,8 +6827,8 @@ static void moei_vocab_merges(moei_vocab_gguf *f) {
         if (f->g.status != MOE_OK) break;
         while (left < length && text.data[left] != ' ') left++;
         if (left + 1 >= length) left = length = 0;
-        else memmove(text.data + left, text.data + left + 1, length - left - 1);
-        f->g.status = moei_merge_add(f->v, text.data, left, length > 0 ? length - left - 1 : 0);
+        else memmove(text.data + left, text.data + left + 1, length -= left + 1);
+        f->g.status = moei_merge_add(f->v, text.data, left, length);
     }
     moe_buffer_free(&text);
     if (f->g.status == MOE_OK) f->g.status = moei_vocab_pairs(f->v);
@@ -6976,9 +6972,8 @@ static int moei_vocab_text(const moe_buffer *text, size_t at, const char *key, c
     moei_span s;
     to[0] = '\0';
     at = moei_import_json_member(text, at, key);
-    if (at == 0 || text->data[at] != '"') return 0;
     j = moei_import_json_at(text, at, NULL);
-    if (moei_json_string(&j, &s) != MOE_OK) return 0;
+    if (at == 0 || moei_json_string(&j, &s) != MOE_OK) return 0;
     moei_import_span(s, to, room);
     return 1;
 }
@@ -7140,7 +7135,7 @@ static int moei_vocab_entry_next(moei_json *j, int form, int first, moei_vocab_e
     int more = 0;
     if (form == 'b') {
         *status = moei_json_key(j, first, &e->text, &more);
-        if (*status != MOE_OK || !more) return 0;
+        if (!more) return 0;
         *status = moei_json_size(j, &e->id);
         return *status == MOE_OK;
     }
@@ -7176,7 +7171,7 @@ static int moei_vocab_added_next(const moe_buffer *text, moei_json *j, int first
     *status = moei_json_size(&inner, &e->id);
     inner.at = content;
     if (*status == MOE_OK) *status = moei_json_string(&inner, &e->text);
-    if (*status == MOE_OK) *status = moei_config_skip(j);
+    (void)moei_config_skip(j);
     return *status == MOE_OK;
 }
 
@@ -7491,7 +7486,7 @@ static void moei_encode_pair(moei_encoder *e, uint32_t at) {
         pair.rank = moei_score_rank(moei_symbols(t)[pair.result].score);
     } else {
         moei_probe probe;
-        if (a->symbol == MOEI_NO_SYMBOL || b->symbol == MOEI_NO_SYMBOL || t->pairs.size == 0) return;
+        if (a->symbol == MOEI_NO_SYMBOL || b->symbol == MOEI_NO_SYMBOL) return;
         probe = moei_pair_probe(t, a->symbol, b->symbol);
         pair.rank = probe.left > 0 ? moei_probe_value(&probe) : MOEI_NO_SYMBOL;
         if (pair.rank == MOEI_NO_SYMBOL) return;
@@ -7612,7 +7607,7 @@ static void moei_encode_unigram(moei_encoder *e, size_t size) {
     memset(ways, 0, (size + 1) * sizeof *ways);
     for (at = 0; at < size; at += moei_rune_at(word + at, end).size) {
         const size_t first = moei_rune_at(word + at, end).size;
-        for (n = first; at + n <= size && n <= (t->longest > first ? t->longest : first);) {
+        for (n = first; n <= (t->longest > first ? t->longest : first);) {
             const uint32_t id = moei_symbol_find(t, e->word + at, n);
             const int known = id < (uint32_t)t->n_tokens && (moei_symbols(t)[id].kind & 15) == MOEI_TOKEN_NORMAL;
             const double sum = ways[at].sum + (known ? (double)moei_symbols(t)[id].score : (double)t->lowest - 10);
@@ -7830,7 +7825,7 @@ size_t moe_tokenizer_decode(moe_decoder *d, int32_t id, char *text, size_t room)
 }
 
 int32_t moe_tokenizer_find(const moe_tokenizer *t, const char *text) {
-    return t != NULL && text != NULL && t->n_tokens > 0 ? moei_token_find(t, text) : -1;
+    return t != NULL && text != NULL ? moei_token_find(t, text) : -1;
 }
 
 int moe_tokenizer_is_end(const moe_tokenizer *t, int32_t id) {

@@ -264,6 +264,8 @@ static void test_unigram(void) {
     }
     CHECK_STATUS(moe_tokenizer_encode(&t, "a zy", 4, 0, ids, 64, &n), MOE_OK);
     CHECK(n == 4 && ids[2] == 3 + 'z' && ids[3] == 3 + 'y'); /* unknown: bytes */
+    CHECK_STATUS(moe_tokenizer_encode(&t, "<s>", 3, 0, ids, 64, &n), MOE_OK);
+    CHECK(n == 4 && ids[1] == 3 + '<' && ids[2] == 3 + 's' && ids[3] == 3 + '>'); /* a text, not the token */
     moe_tokenizer_free(&t);
     moe_buffer_free(&b);
 }
@@ -336,7 +338,7 @@ static int encodes(const moe_tokenizer *t, const char *text, int flags, const ch
 
 static void test_special(void) {
     vocab v;
-    moe_tokenizer t;
+    moe_tokenizer t, none;
     moe_buffer b;
     size_t n;
     int32_t ids[4];
@@ -347,6 +349,8 @@ static void test_special(void) {
     CHECK(t.bos == vocab_find(&v, "<|bos|>") && t.eot == vocab_find(&v, "<|im_end|>") && t.unknown == -1);
     CHECK(strcmp(t.architecture, "qwen3moe") == 0 && strcmp(t.chat_template, "{{ '<|im_start|>' }}") == 0);
     CHECK(moe_tokenizer_find(&t, "<|bos|>") == t.bos && moe_tokenizer_find(&t, "none") == -1);
+    memset(&none, 0, sizeof none);
+    CHECK(moe_tokenizer_find(&none, "a") == -1 && moe_tokenizer_find(&none, "") == -1);
     CHECK(moe_tokenizer_find(NULL, "a") == -1 && moe_tokenizer_find(&t, NULL) == -1);
     CHECK(moe_tokenizer_find(&t, "") == -1);
     CHECK(moe_tokenizer_is_end(&t, t.eos) && moe_tokenizer_is_end(&t, t.eot) && !moe_tokenizer_is_end(&t, 70));
@@ -388,6 +392,7 @@ static void test_stripping(void) {
     static const char *const rows[][3] = {
         {"\"prepend_scheme\":\"always\"", "a b <l>a<r> b",
          "\342\226\201a|\342\226\201b|<l>|\342\226\201a|<r>|\342\226\201b"},
+        {"\"prepend_scheme\":\"always\"", "  <l>\342\226\201a<r> ", "<l>|\342\226\201a|<r>"},
         {"\"prepend_scheme\":\"first\"", "a<r>b", "\342\226\201a|<r>|b"},
         {"\"prepend_scheme\":\"never\"", "a b", "a|\342\226\201b"},
         {"\"add_prefix_space\":true", " a", "\342\226\201a"},
@@ -475,6 +480,30 @@ static void test_decoder(void) {
     CHECK(moe_tokenizer_decode(&d, vocab_find(&v, "he"), text, 64) == 4 && memcmp(text, "\xE2\x82he", 4) == 0);
     d.flags = MOE_TOKENIZER_SPECIAL;
     CHECK(moe_tokenizer_decode(&d, t.bos, text, 64) == 7 && memcmp(text, "<|bos|>", 7) == 0);
+    moe_tokenizer_free(&t);
+    moe_buffer_free(&b);
+}
+
+/* Bytes that are not written as <0xNN>, and the mark of a space in a token of the user. */
+static void test_decoder_pieces(void) {
+    vocab v;
+    moe_tokenizer t;
+    moe_buffer b;
+    moe_decoder d;
+    char text[64];
+    memset(&b, 0, sizeof b);
+    memset(&d, 0, sizeof d);
+    vocab_pieces(&v, VOCAB_SCORES);
+    vocab_add(&v, "<0x4>", 0, 6);
+    vocab_add(&v, "\342\226\201u", 0, 4);
+    vocab_add(&v, "u\342\226\201", 0, 1);
+    vocab_gguf(&v, &b);
+    if (!CHECKF(load(&t, "a.gguf", &b) == MOE_OK, "%s", error.message)) return;
+    d.tokenizer = &t;
+    d.begun = 1;
+    CHECK(moe_tokenizer_decode(&d, t.n_tokens - 3, text, 64) == 5 && memcmp(text, "<0x4>", 5) == 0);
+    CHECK(moe_tokenizer_decode(&d, t.n_tokens - 2, text, 64) == 4 && memcmp(text, "\342\226\201u", 4) == 0);
+    CHECK(moe_tokenizer_decode(&d, t.n_tokens - 1, text, 64) == 2 && memcmp(text, "u ", 2) == 0);
     moe_tokenizer_free(&t);
     moe_buffer_free(&b);
 }
@@ -614,6 +643,38 @@ static void test_refused_json(void) {
         {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[7]}}", "not two texts", MOE_ERR_FORMAT},
         {"{\"added_tokens\":[{\"id\":1}],\"model\":{\"vocab\":{\"a\":0}}}", "id and content", MOE_ERR_FORMAT},
         {"{\"model\":{\"type\":\"Unigram\",\"vocab\":[[\"a\",true]]}}", "score", MOE_ERR_FORMAT},
+        {"{\"model\":[]}", "no vocabulary", MOE_ERR_NOT_FOUND},
+        {"{\"model\":{\"vocab\":7}}", "{ is expected", MOE_ERR_FORMAT},
+        {"{\"normalizer\":{\"type\":\"Prepend\",\"prepend\":\"x\"},\"model\":{}}", "\"Prepend\"",
+         MOE_ERR_UNSUPPORTED},
+        {"{\"normalizer\":{\"type\":\"Replace\",\"pattern\":{\"String\":\"x\"},\"content\":\"\342\226\201\"},"
+         "\"model\":{}}", "\"Replace\"", MOE_ERR_UNSUPPORTED},
+        {"{\"normalizer\":{\"type\":\"Replace\",\"pattern\":{\"Regex\":\" \"},\"content\":\"\342\226\201\"},"
+         "\"model\":{}}", "\"Replace\"", MOE_ERR_UNSUPPORTED},
+        {"{\"normalizer\":{\"type\":\"Replace\",\"pattern\":{\"String\":\" \"},\"content\":\"_\"},\"model\":{}}",
+         "\"Replace\"", MOE_ERR_UNSUPPORTED},
+        {"{\"normalizer\":{\"type\":\"Replace\",\"pattern\":{\"String\":\" \"}},\"model\":{}}", "\"Replace\"",
+         MOE_ERR_UNSUPPORTED},
+        {"{\"pre_tokenizer\":{\"type\":\"Split\",\"behavior\":\"MergedWithNext\",\"invert\":true},\"model\":{}}",
+         "MergedWithNext", MOE_ERR_UNSUPPORTED},
+        {"{\"pre_tokenizer\":{\"type\":\"Split\",\"behavior\":\"Isolated\"},\"model\":{}}", "expression \"\"",
+         MOE_ERR_UNSUPPORTED},
+        {"{\"pre_tokenizer\":{\"type\":\"Split\",\"behavior\":\"Isolated\",\"pattern\":\"\\\\p{N}\"},\"model\":{}}",
+         "expression \"\"", MOE_ERR_UNSUPPORTED},
+        {"{\"model\":{\"type\":\"Unigram\",\"vocab\":[7]}}", "[ is expected", MOE_ERR_FORMAT},
+        {"{\"model\":{\"type\":\"Unigram\",\"vocab\":[[7,1]]}}", "\" is expected", MOE_ERR_FORMAT},
+        {"{\"model\":{\"type\":\"Unigram\",\"vocab\":[[\"a\"]]}}", ", is expected", MOE_ERR_FORMAT},
+        {"{\"model\":{\"type\":\"Unigram\",\"vocab\":[[\"a\",1,2]]}}", "] is expected", MOE_ERR_FORMAT},
+        {"{\"added_tokens\":[7],\"model\":{\"vocab\":{\"a\":0}}}", "id and content", MOE_ERR_FORMAT},
+        {"{\"added_tokens\":[{\"content\":\"x\"}],\"model\":{\"vocab\":{\"a\":0}}}", "id and content",
+         MOE_ERR_FORMAT},
+        {"{\"added_tokens\":[{\"id\":\"1\",\"content\":\"x\"}],\"model\":{\"vocab\":{\"a\":0}}}", "integer",
+         MOE_ERR_FORMAT},
+        {"{\"added_tokens\":[{\"id\":1,\"content\":2}],\"model\":{\"vocab\":{\"a\":0}}}", "\" is expected",
+         MOE_ERR_FORMAT},
+        {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[[7,\"a\"]]}}", "not two texts", MOE_ERR_FORMAT},
+        {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[[\"a\",7]]}}", "not two texts", MOE_ERR_FORMAT},
+        {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[[\"a\",\"a\",\"a\"]]}}", "not two texts", MOE_ERR_FORMAT},
         {"[]", "object", MOE_ERR_FORMAT}};
     char longest[700];
     size_t i;
@@ -707,6 +768,76 @@ static void test_beside(void) {
     CHECK_STATUS(moe_import_read_tokenizer(NULL, sources, 2, NULL, &error), MOE_ERR_ARGUMENT);
     CHECK_STATUS(moe_import_read_tokenizer(&t, sources, 0, NULL, &error), MOE_ERR_ARGUMENT);
     moe_buffer_free(&b);
+}
+
+/* What of them is no token, not a text or not there. */
+static void test_beside_odd(void) {
+    static const struct {
+        const char *settings, *config;
+        int bos, eos, add_bos, add_eos;
+        const char *chat, *architecture;
+    } rows[] = {
+        {"{\"bos_token\":7,\"eos_token\":{\"x\":1},\"add_bos_token\":true,\"add_eos_token\":true}", "{}", -1, -1, 0, 0,
+         NULL, ""},
+        {"{\"bos_token\":\"<none>\",\"eos_token\":{\"content\":7},\"chat_template\":[]}",
+         "{\"bos_token_id\":1,\"model_type\":7}", 1, -1, 0, 0, NULL, ""},
+        {"{\"chat_template\":7}", "{\"bos_token_id\":\"1\",\"eos_token_id\":999999}", -1, -1, 0, 0, NULL, ""},
+        {"{\"chat_template\":[7,{\"name\":\"default\",\"template\":\"x\"}]}", "{\"eos_token_id\":[]}", -1, -1, 0, 0, NULL,
+         ""},
+        {"{\"chat_template\":[{\"template\":\"x\"},{\"name\":\"other\",\"template\":\"y\"}]}", "{\"eos_token_id\":2}", -1,
+         2, 0, 0, NULL, ""},
+        {"{\"chat_template\":[{\"name\":\"default\"},{\"name\":\"default\",\"template\":\"y\"}],\"bos_token\":\"<s>\","
+         "\"add_bos_token\":null,\"eos_token\":\"</s>\",\"add_eos_token\":true}",
+         "{\"bos_token_id\":2,\"eos_token_id\":1,\"model_type\":\"mixtral\"}", 1, 2, 0, 1, "y", "mixtral"}};
+    vocab v;
+    moe_buffer b;
+    size_t i;
+    memset(&b, 0, sizeof b);
+    vocab_pieces(&v, VOCAB_RANKS);
+    vocab_json(&v, piece_parts, 0, &b);
+    for (i = 0; i < sizeof rows / sizeof *rows; i++) {
+        moe_tokenizer t;
+        moe_import_source sources[3];
+        const char *chat = rows[i].chat;
+        sources[0] = moe_import_memory("tokenizer.json", b.data, b.size);
+        sources[1] = moe_import_memory("tokenizer_config.json", rows[i].settings, strlen(rows[i].settings));
+        sources[2] = moe_import_memory("config.json", rows[i].config, strlen(rows[i].config));
+        if (!CHECKF(moe_import_read_tokenizer(&t, sources, 3, NULL, &error) == MOE_OK, "%s", error.message)) continue;
+        CHECKF(t.bos == rows[i].bos && t.eos == rows[i].eos && t.add_bos == rows[i].add_bos &&
+                   t.add_eos == rows[i].add_eos, "%s: %d %d %d %d", rows[i].settings, (int)t.bos, (int)t.eos, t.add_bos,
+               t.add_eos);
+        CHECK((chat == NULL) == (t.chat_template == NULL), rows[i].settings);
+        if (chat != NULL && t.chat_template != NULL) CHECK(strcmp(t.chat_template, chat) == 0, t.chat_template);
+        CHECK(strcmp(t.architecture, rows[i].architecture) == 0, t.architecture);
+        moe_tokenizer_free(&t);
+    }
+    moe_buffer_free(&b);
+}
+
+/* Tokens around a text: parts of the template that are none, and tokens that the vocabulary lacks. */
+static void test_template(void) {
+    static const struct {
+        const char *single;
+        int bos, eos;
+    } rows[] = {{"[{\"SpecialToken\":{\"id\":\"<s>\"}},{\"Sequence\":{}},{\"SpecialToken\":{\"id\":\"</s>\"}}]", 1, 2},
+                {"[{\"SpecialToken\":{\"id\":\"<none>\"}},{\"Sequence\":{}},{\"SpecialToken\":{\"id\":\"<s>\"}}]", -1, 1},
+                {"[\"A\",{\"SpecialToken\":{\"id\":\"</s>\"}}]", -1, 2},
+                {"[{\"SpecialToken\":7},{\"SpecialToken\":{\"id\":\"</s>\"}}]", -1, 2},
+                {"[{\"SpecialToken\":{\"id\":7}},{\"SpecialToken\":{\"id\":\"</s>\"}}]", -1, 2},
+                {"7", -1, -1}};
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof *rows; i++) {
+        char json[600];
+        moe_import_source source;
+        moe_tokenizer t;
+        sprintf(json, "{\"model\":{\"vocab\":{\"a\":0,\"<s>\":1,\"</s>\":2}},\"post_processor\":{\"type\":"
+                      "\"TemplateProcessing\",\"single\":%s}}", rows[i].single);
+        source = moe_import_memory("tokenizer.json", json, strlen(json));
+        if (!CHECKF(moe_import_read_tokenizer(&t, &source, 1, NULL, &error) == MOE_OK, "%s", error.message)) continue;
+        CHECKF(t.bos == rows[i].bos && t.eos == rows[i].eos && t.add_bos == (t.bos >= 0) && t.add_eos == (t.eos >= 0),
+               "%s: %d %d", rows[i].single, (int)t.bos, (int)t.eos);
+        moe_tokenizer_free(&t);
+    }
 }
 
 /* Each published expression is recognised, and cuts as the value of tokenizer.ggml.pre does. */
@@ -849,9 +980,234 @@ static void test_growing(void) {
     CHECK(t.n_symbols > 60 && t.add_bos == 0); /* there is no bos */
     encodes(&t, "aab", 0, "a|a|b"); /* ab is no token: its bytes */
     encodes(&t, "aba", 0, "aba"); /* a whole word that is a token */
+    encodes(&t, "aaaaaaaaaaaa", 0, "a|a|a|a|a|a|a|a|a|a|a|a"); /* longer than any token */
     encodes(&t, "azb", 0, "a|b"); /* z is unknown, and there is no token for that */
     CHECK(moe_tokenizer_find(&t, "a") == 3);
     moe_tokenizer_free(&t);
+    moe_buffer_free(&b);
+}
+
+/* A GGUF file of these tokens with few keys: what llama.cpp takes for those that are missing. */
+static void few_keys(moe_buffer *b, const char *model, int n, unsigned type, int keys) {
+    int i;
+    b->size = 0;
+    vocab_put(b, "GGUF", 4);
+    vocab_number(b, 2, 4);
+    vocab_number(b, 0, 8);
+    vocab_number(b, (unsigned)keys, 8);
+    vocab_text_key(b, "tokenizer.ggml.model", model);
+    vocab_array(b, "tokenizer.ggml.tokens", type, n);
+    for (i = 0; i < n && type == 8; i++) vocab_string(b, i == 0 ? "a" : i == 1 ? "b" : "c");
+    for (i = 0; i < n && type != 8; i++) vocab_number(b, 7, 4);
+    vocab_array(b, "tokenizer.ggml.scores", 6, n);
+    for (i = 0; i < n; i++) vocab_number(b, 0, 4);
+    vocab_key(b, "tokenizer.ggml.add_space_prefix", 7);
+    vocab_number(b, 0, 1);
+    vocab_key(b, "tokenizer.ggml.add_eos_token", 7);
+    vocab_number(b, 1, 1);
+    vocab_text_key(b, "tokenizer.ggml.pre", "llama-bpe");
+}
+
+static void test_few_keys(void) {
+    moe_tokenizer t;
+    moe_buffer b;
+    int n;
+    memset(&b, 0, sizeof b);
+    for (n = 1; n < 4; n++) {
+        few_keys(&b, "llama", n, 8, 3);
+        if (!CHECKF(load(&t, "a.gguf", &b) == MOE_OK, "%s", error.message)) continue;
+        CHECK(t.unknown == 0 && t.bos == (n > 1 ? 1 : -1) && t.eos == (n > 2 ? 2 : -1) && t.add_bos == (n > 1));
+        CHECKF(t.padding == -1 && t.eot == t.eos && !t.add_eos && t.architecture[0] == '\0' && t.chat_template == NULL,
+               "%d %d %d %s", (int)t.padding, (int)t.eot, t.add_eos, t.architecture);
+        moe_tokenizer_free(&t);
+        few_keys(&b, "llama", n, 8, 5);
+        if (!CHECKF(load(&t, "a.gguf", &b) == MOE_OK, "%s", error.message)) continue;
+        CHECK(t.add_eos == (n > 2));
+        encodes(&t, "a", 0, "a"); /* no space before it, of which there is no token */
+        moe_tokenizer_free(&t);
+    }
+    few_keys(&b, "gpt2", 2, 8, 6);
+    if (CHECKF(load(&t, "a.gguf", &b) == MOE_OK, "%s", error.message)) {
+        CHECK(t.bos == -1 && t.eos == -1 && t.unknown == -1 && !t.add_bos && !t.add_eos);
+        moe_tokenizer_free(&t);
+    }
+    few_keys(&b, "no_vocab", 2, 8, 6);
+    refuse(MOE_ERR_NOT_FOUND, "a.gguf", b.data, b.size, "has no vocabulary");
+    few_keys(&b, "none", 2, 8, 6);
+    refuse(MOE_ERR_NOT_FOUND, "a.gguf", b.data, b.size, "has no vocabulary");
+    few_keys(&b, "llama", 2, 5, 6);
+    refuse(MOE_ERR_FORMAT, "a.gguf", b.data, b.size, "tokens has elements of type 5, must be 8");
+    few_keys(&b, "llama", 0, 8, 6);
+    refuse(MOE_ERR_NOT_FOUND, "a.gguf", b.data, b.size, "has no vocabulary");
+    moe_buffer_free(&b);
+}
+
+/* A source that gives other bytes from one read on. */
+static moe_status read_changing(void *ctx, uint64_t at, void *to, size_t size) {
+    brittle *b = (brittle *)ctx;
+    if (b->left-- > 0) memcpy(to, b->bytes->data + at, size);
+    else memset(to, 0xfe, size);
+    return MOE_OK;
+}
+
+/* A file that another program writes meanwhile: what was checked before is checked again. */
+static void test_changing(void) {
+    vocab v;
+    moe_buffer b;
+    long k;
+    int beyond = 0, long_list = 0, refused = 0;
+    moe_tokenizer t, untouched;
+    moe_status status = MOE_ERR_FORMAT;
+    memset(&b, 0, sizeof b);
+    vocab_bytes(&v);
+    vocab_gguf(&v, &b);
+    memset(&untouched, 0x5a, sizeof untouched);
+    for (k = 0; k < 4000; k++) {
+        brittle at = {&b, k};
+        moe_import_source source = moe_import_memory("a.gguf", b.data, b.size);
+        source.ctx = &at;
+        source.read_at = read_changing;
+        error.message[0] = '\0';
+        memcpy(&t, &untouched, sizeof t);
+        status = moe_import_read_tokenizer(&t, &source, 1, NULL, &error);
+        if (status == MOE_OK && at.left >= 0) break; /* no read was another one */
+        if (status == MOE_OK) moe_tokenizer_free(&t);
+        else if (!CHECKF(error.message[0] != '\0' && memcmp(&t, &untouched, sizeof t) == 0, "%ld", k)) break;
+        refused += status != MOE_OK;
+        beyond += strstr(error.message, "beyond the end") != NULL;
+        long_list += strstr(error.message, "elements") != NULL;
+    }
+    CHECKF(status == MOE_OK && beyond > 0 && long_list > 0 && refused > 5, "%ld reads, %d %d", k, beyond, long_list);
+    moe_buffer_free(&b);
+}
+
+/* ---- texts and pairs that collide ---- */
+
+/* The slots that a search visits before it gives up. */
+typedef struct chain {
+    size_t slots[MOEI_VOCAB_PROBES];
+    int n, left;
+} chain;
+
+static void chain_begin(chain *c, moei_probe p) {
+    c->n = c->left = (int)MOEI_VOCAB_PROBES;
+    for (p.left = 0; p.left < c->n; p.left++, p.at = (p.at + p.step) & p.mask) c->slots[p.left] = p.at;
+}
+
+/* Takes the slot that another search begins with; 0: it is not in the chain, or taken. */
+static int chain_takes(chain *c, moei_probe p) {
+    int i;
+    for (i = 0; i < c->left && c->slots[i] != p.at;) i++;
+    if (i == c->left) return 0;
+    c->slots[i] = c->slots[--c->left];
+    return 1;
+}
+
+/* A tokenizer with empty tables of so many slots, to ask where a search begins. */
+static void empty_tables(moe_tokenizer *t, uint32_t *slots, size_t n) {
+    memset(t, 0, sizeof *t);
+    memset(slots, 0, n * sizeof *slots);
+    t->lookup.data = t->pairs.data = (unsigned char *)slots;
+    t->lookup.size = t->pairs.size = n * sizeof *slots;
+}
+
+/* A vocabulary of texts that take all slots of "x" in a table of so many. */
+static void crowded_texts(moe_buffer *b, size_t slots) {
+    static uint32_t room[2048];
+    moe_tokenizer t;
+    chain c;
+    long i;
+    char text[32];
+    b->size = 0;
+    empty_tables(&t, room, slots);
+    chain_begin(&c, moei_symbol_probe(&t, (const unsigned char *)"x", 1));
+    put_text(b, "{\"model\":{\"unk_token\":\"f\",\"vocab\":{");
+    for (i = 0; c.left > 0 && i < 1000000; i++) {
+        const int n = sprintf(text, "%ldf", i);
+        if (!chain_takes(&c, moei_symbol_probe(&t, (const unsigned char *)text, (size_t)n))) continue;
+        sprintf(text, "%s\"%ldf\":%d", c.left + 1 < c.n ? "," : "", i, c.n - c.left - 1);
+        put_text(b, text);
+    }
+    CHECK(c.left == 0);
+}
+
+static void test_crowded_texts(void) {
+    moe_tokenizer t;
+    moe_buffer b;
+    int32_t ids[4];
+    size_t n;
+    memset(&b, 0, sizeof b);
+    crowded_texts(&b, 2048);
+    put_text(&b, ",\"x\":256}}}");
+    refuse(MOE_ERR_UNSUPPORTED, "tokenizer.json", b.data, b.size, "texts of the vocabulary collide");
+    crowded_texts(&b, 1024);
+    put_text(&b, "},\"merges\":[\"x 1\"]}}");
+    refuse(MOE_ERR_UNSUPPORTED, "tokenizer.json", b.data, b.size, "texts of the vocabulary collide");
+    crowded_texts(&b, 1024);
+    put_text(&b, "},\"merges\":[\"1 x\"]}}");
+    refuse(MOE_ERR_UNSUPPORTED, "tokenizer.json", b.data, b.size, "texts of the vocabulary collide");
+    crowded_texts(&b, 1024);
+    put_text(&b, "}}}");
+    if (CHECKF(load(&t, "tokenizer.json", &b) == MOE_OK, "%s", error.message)) {
+        CHECK(t.n_tokens == 256 && moe_tokenizer_find(&t, "x") == -1);
+        CHECK_STATUS(moe_tokenizer_encode(&t, "x", 1, 0, ids, 4, &n), MOE_OK);
+        CHECK(n == 0 && t.unknown == -1);
+        moe_tokenizer_free(&t);
+    }
+    moe_buffer_free(&b);
+}
+
+/* Tokens of one character each, and merges that take all slots of the pair 7, 9 in a table of so
+   many; others[0..1]: one of these pairs. */
+static void crowded_pairs(moe_buffer *b, size_t slots, uint32_t others[2]) {
+    static uint32_t room[1024];
+    moe_tokenizer t;
+    chain c;
+    uint32_t i;
+    char text[32];
+    b->size = 0;
+    empty_tables(&t, room, slots);
+    put_text(b, "{\"model\":{\"vocab\":{");
+    for (i = 0; i < 300; i++) {
+        sprintf(text, "%s\"%c%c\":%u", i > 0 ? "," : "", (int)(0xC4 + i / 64), (int)(0x80 + i % 64), (unsigned)i);
+        put_text(b, text);
+    }
+    put_text(b, "},\"merges\":[");
+    chain_begin(&c, moei_pair_probe(&t, 7, 9));
+    for (i = 10; c.left > 0 && i < 300 * 300; i++) {
+        const uint32_t left = i / 300, right = i % 300;
+        if ((left == 7 && right == 9) || !chain_takes(&c, moei_pair_probe(&t, left, right))) continue;
+        sprintf(text, "%s\"%c%c %c%c\"", c.left + 1 < c.n ? "," : "", (int)(0xC4 + left / 64), (int)(0x80 + left % 64),
+                (int)(0xC4 + right / 64), (int)(0x80 + right % 64));
+        put_text(b, text);
+        others[0] = left;
+        others[1] = right;
+    }
+    CHECK(c.left == 0);
+}
+
+static void test_crowded_pairs(void) {
+    moe_tokenizer t;
+    moe_buffer b;
+    uint32_t others[2];
+    int32_t ids[4];
+    char text[8];
+    size_t n;
+    memset(&b, 0, sizeof b);
+    crowded_pairs(&b, 1024, others);
+    put_text(&b, ",\"\xC4\x87 \xC4\x89\"]}}");
+    refuse(MOE_ERR_UNSUPPORTED, "tokenizer.json", b.data, b.size, "texts of the vocabulary collide");
+    crowded_pairs(&b, 512, others);
+    put_text(&b, "]}}");
+    if (CHECKF(load(&t, "tokenizer.json", &b) == MOE_OK, "%s", error.message)) {
+        CHECK_STATUS(moe_tokenizer_encode(&t, "\xC4\x87\xC4\x89", 4, 0, ids, 4, &n), MOE_OK);
+        CHECK(n == 2 && ids[0] == 7 && ids[1] == 9); /* no merge */
+        sprintf(text, "%c%c%c%c", (int)(0xC4 + others[0] / 64), (int)(0x80 + others[0] % 64),
+                (int)(0xC4 + others[1] / 64), (int)(0x80 + others[1] % 64));
+        CHECK_STATUS(moe_tokenizer_encode(&t, text, 4, 0, ids, 4, &n), MOE_OK);
+        CHECK(n == 0); /* merged to a text that is no token */
+        moe_tokenizer_free(&t);
+    }
     moe_buffer_free(&b);
 }
 
@@ -909,7 +1265,16 @@ static void test_unusual(void) {
          "\"processors\":[]}}", "a a", "a|\342\226\201|a"},
         {"{\"pre_tokenizer\":{\"type\":\"Sequence\"},\"model\":{\"type\":\"Unigram\",\"unk_id\":0,\"vocab\":[[\"?\",0],"
          "[\"ab\",-2],[\"a\",-1.5],[\"b\",-1.5]]}}", "abzzb", "ab|?|b"},
-        {"{\"model\":{\"type\":\"BPE\",\"vocab\":{\"a\":0}}}", "aza", "a|a"}};
+        {"{\"model\":{\"type\":\"BPE\",\"vocab\":{\"a\":0}}}", "aza", "a|a"},
+        {"{\"pre_tokenizer\":{\"type\":\"Digits\",\"individual_digits\":true},\"model\":{\"continuing_subword_prefix\":"
+         "\"\",\"end_of_word_suffix\":\"\",\"vocab\":{\"1\":0,\"11\":1},\"merges\":[\"1 1\"]}}", "11", "1|1"},
+        {"{\"pre_tokenizer\":{\"type\":\"ByteLevel\",\"add_prefix_space\":false,\"use_regex\":false},\"model\":{"
+         "\"unk_token\":\"?\",\"vocab\":{\"a\":0,\"?\":1},\"merges\":[\"a z\"]}}", "az", "a|?"},
+        {"{\"pre_tokenizer\":{\"type\":\"ByteLevel\",\"add_prefix_space\":false,\"use_regex\":false},\"model\":{"
+         "\"vocab\":{\"a\":0,\"?\":1},\"merges\":[\"a z\"]}}", "az", "a"},
+        {"{\"model\":{\"type\":\"Unigram\",\"unk_id\":2,\"vocab\":[[\"a\",-1],[\"b\",-2]]}}", "azb", "a|b"},
+        {"{\"model\":{\"type\":\"Unigram\",\"unk_id\":\"0\",\"vocab\":[[\"a\",-1],[\"b\",-2]]}}", "azb", "a|b"},
+        {"{\"model\":{\"type\":\"Unigram\",\"unk_id\":1,\"vocab\":[[\"a\",-1],[\"b\",-2]]}}", "az", "a|b"}};
     size_t i;
     for (i = 0; i < sizeof rows / sizeof *rows; i++) {
         const moe_import_source source = moe_import_memory("tokenizer.json", rows[i].json, strlen(rows[i].json));
@@ -1012,11 +1377,18 @@ int main(void) {
     CASE(test_stripping());
     CASE(test_decoding());
     CASE(test_decoder());
+    CASE(test_decoder_pieces());
     CASE(test_long());
     CASE(test_mutants());
     CASE(test_refused_json());
     CASE(test_refused_gguf());
     CASE(test_beside());
+    CASE(test_beside_odd());
+    CASE(test_template());
+    CASE(test_few_keys());
+    CASE(test_changing());
+    CASE(test_crowded_texts());
+    CASE(test_crowded_pairs());
     CASE(test_expressions());
     return test_end();
 }
