@@ -2222,8 +2222,8 @@ static moe_status moei_gguf_open_parts(moei_importer *r) {
     }
     if (last->split_no > 0 || last->split_count > 65535)
         return moei_error(r->error, MOE_ERR_UNSUPPORTED,
-                          "%s: part %d of %d of a split file; open part 1, which has the settings of the model",
-                          last->shown, (int)(last->split_no & 0xffffu) + 1, (int)(last->split_count & 0xffffu));
+                          "%s: part %z of %z of a split file; open part 1, which has the settings of the model",
+                          last->shown, (size_t)last->split_no + 1, (size_t)last->split_count);
     moei_gguf_part_end(1, last->split_count, end);
     if (length < 20 || moei_strcmp(last->name + length - 20, end) != 0)
         return moei_error(r->error, MOE_ERR_UNSUPPORTED,
@@ -3309,17 +3309,14 @@ static void moei_import_unscale(const moei_import_tensor *f, const unsigned char
     }
 }
 
-/* The scales of a tensor; NULL and MOE_OK: it has none. */
+/* The scales of a tensor, which the caller frees, also after an error; NULL and MOE_OK: it has none. */
 static moe_status moei_import_scales_read(moei_importer *r, const moei_import_tensor *f, unsigned char **scales) {
-    moe_status status;
     *scales = NULL;
     if (f->scales.shard == NULL) return MOE_OK;
     *scales = (unsigned char *)moei_alloc(&r->allocator, f->scales.bytes, 1);
     if (*scales == NULL)
         return moei_error(r->error, MOE_ERR_MEMORY, "no memory for %z bytes of scales", f->scales.bytes);
-    status = moei_import_read_at(r, f->scales.shard, f->scales.at, *scales, f->scales.bytes);
-    if (status != MOE_OK) moei_free(&r->allocator, *scales, f->scales.bytes);
-    return status;
+    return moei_import_read_at(r, f->scales.shard, f->scales.at, *scales, f->scales.bytes);
 }
 
 static moe_status moei_import_tensor_read(moei_importer *r, const moei_import_tensor *f, moe_layer *layer) {

@@ -143,6 +143,7 @@ static void test_options(void) {
     moe_imported model;
     moe_import_options options;
     moe_error error;
+    const moe_import_source nothing = moe_import_memory(NULL, "", 0);
     memset(&options, 0, sizeof options);
     if (!CHECK(moe_import_model(&model, GGUF, NULL, NULL, &error) == MOE_OK, error.message)) return;
     CHECK(logits(&model, all));
@@ -152,6 +153,12 @@ static void test_options(void) {
     options.context = 100;
     if (!CHECK(moe_import_model(&model, GGUF, &options, NULL, &error) == MOE_OK, error.message)) return;
     CHECK(model.context == 100 && logits(&model, one) && !same_reals(all, one, 4 * 80));
+    moe_import_free(&model);
+    options.top_k = 100; /* more than the model has: as many as it has */
+    options.exact = 0;
+    options.context = 0;
+    if (!CHECK(moe_import_model(&model, GGUF, &options, NULL, &error) == MOE_OK, error.message)) return;
+    CHECK(logits(&model, one) && same_reals(all, one, 4 * 80));
     moe_import_free(&model);
     options.memory = 1000;
     CHECK_STATUS(moe_import_model(&model, GGUF, &options, NULL, &error), MOE_ERR_MEMORY);
@@ -163,11 +170,16 @@ static void test_options(void) {
     options.context = -1;
     CHECK_STATUS(moe_import_model(&model, GGUF, &options, NULL, &error), MOE_ERR_CONFIG);
     options.context = 0;
+    options.top_k = -1;
+    CHECK_STATUS(moe_import_model(&model, GGUF, &options, NULL, &error), MOE_ERR_CONFIG);
+    options.top_k = 0;
     options.kernels = MOE_KERNELS_COUNT;
     CHECK(moe_import_model(&model, GGUF, &options, NULL, &error) != MOE_OK);
     CHECK_STATUS(moe_import_model(NULL, GGUF, NULL, NULL, &error), MOE_ERR_ARGUMENT);
     CHECK_STATUS(moe_import_model(&model, NULL, NULL, NULL, &error), MOE_ERR_ARGUMENT);
     CHECK_STATUS(moe_import_read_model(&model, NULL, 1, NULL, NULL, NULL), MOE_ERR_ARGUMENT);
+    CHECK_STATUS(moe_import_read_model(&model, &nothing, 0, NULL, NULL, NULL), MOE_ERR_ARGUMENT);
+    CHECK_STATUS(moe_import_read_model(NULL, &nothing, 1, NULL, NULL, NULL), MOE_ERR_ARGUMENT);
     CHECK(moe_import_model(&model, FOLDER "nothing.gguf", NULL, NULL, &error) != MOE_OK);
     CHECK(moe_import_model(&model, FOLDER, NULL, NULL, &error) != MOE_OK);
 }
@@ -292,11 +304,12 @@ typedef struct taken {
     size_t model, work; /* bytes */
 } taken;
 
-/* One more tensor of the folder's file, in BF16; its shape ends with 0s. */
-static void add_tensor(char *header, size_t *data, const char *name, const int shape[3]) {
-    size_t size = 2;
+/* One more tensor of the folder's file; its shape ends with 0s. */
+static void add_tensor(char *header, size_t *data, const char *name, const int shape[3], const char *dtype,
+                       size_t size) {
     int i;
-    sprintf(header + strlen(header), "%c\"%s\":{\"dtype\":\"BF16\",\"shape\":[", header[0] == '\0' ? '{' : ',', name);
+    sprintf(header + strlen(header), "%c\"%s\":{\"dtype\":\"%s\",\"shape\":[", header[0] == '\0' ? '{' : ',', name,
+            dtype);
     for (i = 0; i < 3 && shape[i] > 0; i++) {
         sprintf(header + strlen(header), "%s%d", i > 0 ? "," : "", shape[i]);
         size *= (size_t)shape[i];
@@ -306,7 +319,8 @@ static void add_tensor(char *header, size_t *data, const char *name, const int s
     *data += size;
 }
 
-static void add_blocks(char *header, size_t *data, int blocks) {
+/* fp8: one of the matrices of experts is FP8, with its scales. */
+static void add_blocks(char *header, size_t *data, int blocks, int fp8) {
     static const struct {
         const char *name;
         int shape[3];
@@ -334,16 +348,22 @@ static void add_blocks(char *header, size_t *data, int blocks) {
     for (block = 0; block < blocks; block++)
         for (i = 0; i < sizeof tensors / sizeof *tensors; i++) {
             sprintf(name, "model.layers.%d.%s", block, tensors[i].name);
-            add_tensor(header, data, name, tensors[i].shape);
+            if (!fp8 || strcmp(tensors[i].name, "mlp.experts.down_proj") != 0) {
+                add_tensor(header, data, name, tensors[i].shape, "BF16", 2);
+                continue;
+            }
+            add_tensor(header, data, name, tensors[i].shape, "F8_E4M3", 1);
+            strcat(name, "_scale_inv");
+            add_tensor(header, data, name, tensors[i].shape, "F32", 4);
         }
-    add_tensor(header, data, "model.embed_tokens.weight", words);
-    add_tensor(header, data, "lm_head.weight", words);
-    add_tensor(header, data, "model.norm.weight", norm);
+    add_tensor(header, data, "model.embed_tokens.weight", words, "BF16", 2);
+    add_tensor(header, data, "lm_head.weight", words, "BF16", 2);
+    add_tensor(header, data, "model.norm.weight", norm, "BF16", 2);
     strcat(header, "}");
 }
 
-/* A folder with a model of gpt-oss, all zeros. */
-static taken taken_by(int blocks) {
+/* A folder with a model of gpt-oss, all zeros. fp8: it is refused. */
+static taken taken_by(int blocks, int fp8) {
     enum { HEADER = 1 << 14, TOKENS = 64 };
     static const char config[] =
         "{\"model_type\":\"gpt_oss\",\"vocab_size\":80,\"hidden_size\":256,\"num_attention_heads\":4,\"head_dim\":64,"
@@ -359,7 +379,7 @@ static taken taken_by(int blocks) {
     moe_import_source sources[2];
     moe_imported model;
     moe_error error;
-    add_blocks(header, &data, blocks);
+    add_blocks(header, &data, blocks, fp8);
     sprintf(settings, config, blocks);
     length = strlen(header);
     file = (unsigned char *)grab(8 + length + data, 1);
@@ -367,7 +387,11 @@ static taken taken_by(int blocks) {
     memcpy(file + 8, header, length);
     sources[0] = moe_import_memory("model.safetensors", file, 8 + length + data);
     sources[1] = moe_import_memory("config.json", settings, strlen(settings));
-    if (CHECK(moe_import_read_model(&model, sources, 2, NULL, &a, &error) == MOE_OK, error.message)) {
+    if (fp8) {
+        CHECK_STATUS(moe_import_read_model(&model, sources, 2, NULL, &a, &error), MOE_ERR_UNSUPPORTED);
+        CHECK(strstr(error.message, "'experts.down_proj': F8_E4M3 cannot be transposed") != NULL, error.message);
+        CHECK(heap.blocks == 0);
+    } else if (CHECK(moe_import_read_model(&model, sources, 2, NULL, &a, &error) == MOE_OK, error.message)) {
         t.model = heap.bytes;
         for (i = 0; i < model.net.n_modules; i++) {
             const moe_layer *layer = &model.net.modules[i].layer;
@@ -389,7 +413,8 @@ static taken taken_by(int blocks) {
 static void test_taken(void) {
     const size_t records = 6 * (int)MANY * sizeof(moe_external) + 10 * sizeof(moe_module);
     const size_t numbers = 12 * (int)WIDE * sizeof(moe_real);
-    const taken few = taken_by(2), more = taken_by(6);
+    const taken few = taken_by(2, 0), more = taken_by(6, 0);
+    (void)taken_by(1, 1);
     CHECKF((more.model - few.model) / 4 < records + numbers, "%lu bytes of a block, %lu of them for records",
            (unsigned long)(more.model - few.model) / 4, (unsigned long)records);
     CHECKF((more.work - few.work) / 4 < 4 * (int)MANY * sizeof(moe_real) + 512, "%lu bytes of a token and a block",
@@ -430,6 +455,10 @@ static void test_refusals_gguf(void) {
         {"blk.1.attn_q.weight", "blk.1.attn_z.weight", MOE_ERR_NOT_FOUND, "attn_q.weight': missing"},
         {"blk.1.attn_q.weight", "blk.0.attn_q.weight", MOE_ERR_FORMAT, "blk.0.attn_q.weight': duplicates"},
         {"blk.1.attn_q.weight", "blk.7.attn_q.weight", MOE_ERR_UNSUPPORTED, "blk.7.attn_q.weight"},
+        {"blk.1.attn_q.weight", "blk.x.attn_q.weight", MOE_ERR_UNSUPPORTED, "blk.x.attn_q.weight"},
+        {"blk.1.attn_q.weight", "blk.1xattn_q.weight", MOE_ERR_UNSUPPORTED, "blk.1xattn_q.weight"},
+        {"blk.1.attn_q.weight", "blk.01.ttn_q.weight", MOE_ERR_UNSUPPORTED, "blk.01.ttn_q.weight"},
+        {"blk.1.attn_q.weight", "blk.123456.q.weight", MOE_ERR_UNSUPPORTED, "blk.123456.q.weight"},
         {"blk.1.attn_k.weight", "blk.1.attn_q.weight", MOE_ERR_FORMAT, "duplicates"},
         {"blk.0.ffn_gate_inp.weight", "blk.0.ffn_gate_inz.weight", MOE_ERR_UNSUPPORTED, "llama"},
         {"blk.1.ffn_up_exps.weight", "blk.1.ffn_up_expz.weight", MOE_ERR_UNSUPPORTED, "ffn_up_expz"},
@@ -574,6 +603,10 @@ static void test_seed_settings(void) {
                 {"granitemoe", "\"tie_word_embeddings\": true", MOE_OK, ""},
                 {"lfm2moe", "\"tie_word_embeddings\": false", MOE_ERR_NOT_FOUND, "lm_head.weight': missing"},
                 {"llama", "\"hidden_size\": 8.5", MOE_ERR_CONFIG, "must be an integer"},
+                {"llama", "\"hidden_size\": -8.5", MOE_ERR_CONFIG, "must be an integer"},
+                {"llama", "\"rms_norm_eps\": []", MOE_ERR_CONFIG, "rms_norm_eps = a list: expected a number"},
+                {"llama", "\"rms_norm_eps\": [1e-5, \"x\"]", MOE_OK, ""}, /* it has one block */
+                {"llama", "\"rms_norm_eps\": [\"x\"]", MOE_ERR_CONFIG, "rms_norm_eps = x: expected a number"},
                 {"llama", "\"hidden_size\": \"x\"", MOE_ERR_CONFIG, "expected a number"},
                 {"llama", "\"hidden_size\": {}", MOE_ERR_CONFIG, "a list: expected a number"},
                 {"llama", "\"hidden_size\": 1e30", MOE_ERR_CONFIG, "must be an integer"},
@@ -622,9 +655,263 @@ static void test_seed_settings(void) {
     }
 }
 
+/* A GGUF file with one more key in front, which another one may have made room for: as long as
+   padding needs, so that the data stay where they are. */
+static bytes with_key(bytes b, const char *key, unsigned type, const char *value, size_t n) {
+    const size_t size = strlen(key) + n, filler = 8 + 1 + 4 + 8;
+    const size_t pad = 32 - (8 + 4 + size + filler) % 32, added = 8 + 4 + size + filler + pad;
+    bytes copy;
+    unsigned char *p;
+    copy.n = b.n + added;
+    copy.p = (unsigned char *)grab(copy.n, 1);
+    memcpy(copy.p, b.p, 24);
+    memcpy(copy.p + 24 + added, b.p + 24, b.n - 24);
+    copy.p[16] = (unsigned char)(copy.p[16] + 2); /* the number of keys, fewer than 100 */
+    p = copy.p + 24;
+    p[0] = (unsigned char)strlen(key);
+    memcpy(p + 8, key, strlen(key));
+    p += 8 + strlen(key);
+    p[0] = (unsigned char)type;
+    memcpy(p + 4, value, n);
+    p += 4 + n;
+    p[0] = 1;
+    p[8] = 'x';
+    p[9] = 8;
+    p[13] = (unsigned char)pad;
+    memset(p + filler, '-', pad);
+    return copy;
+}
+
+/* One key of metadata says something else. */
+static void test_seed_keys(void) {
+    static const struct {
+        const char *arch, *hidden, *shown, *key; /* hidden: a key that gets the name of shown */
+        unsigned type;
+        const char *value;
+        size_t n;
+        moe_status status;
+        const char *says;
+        double beta; /* of yarn, in the attention; 0: any */
+    } rows[] = {
+        {"deepseek2", "", "", "deepseek2.nextn_predict_layers", 4, "\2\0\0\0", 4, MOE_ERR_CONFIG,
+         "nextn_predict_layers = 2: must be less than block_count = 2", 0},
+        {"llama4", "", "", "llama4.rope.scaling.type", 8, "\4\0\0\0\0\0\0\0yarn", 12, MOE_ERR_UNSUPPORTED,
+         "yarn is not supported with factors of single pairs", 0},
+        {"llama4", "", "", "llama4.rope.scaling.type", 8, "\4\0\0\0\0\0\0\0none", 12, MOE_OK, "", 0},
+        {"llama", "rope.scaling.type", "rope.scaling.typo", "llama.rope.scaling.type", 8, "\x8\0\0\0\0\0\0\0longrope",
+         16, MOE_OK, "", 0},
+        {"llama", "rope.scaling.type", "rope.scaling.typo", "llama.rope.scaling.type", 9,
+         "\x8\0\0\0\2\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0", 28, MOE_ERR_UNSUPPORTED,
+         "rope.scaling.type = a list is not supported", 0},
+        {"llama", "head_count_kv", "head_count_kx", "llama.attention.head_count_kv", 9,
+         "\4\0\0\0\2\0\0\0\0\0\0\0\1\0\0\0\1\0\0\0", 20, MOE_OK, "", 0},
+        {"llama", "head_count_kv", "head_count_kx", "llama.attention.head_count_kv", 9,
+         "\4\0\0\0\1\0\0\0\0\0\0\0\1\0\0\0", 16, MOE_ERR_CONFIG, "head_count_kv = a list: expected a number", 0},
+        {"grok", "", "", "grok.rope.scaling.yarn_beta_fast", 6, "\0\0\x80\x40", 4, MOE_OK, "", 4},
+        {"grok", "", "", "grok.rope.scaling.other", 6, "\0\0\x80\x40", 4, MOE_OK, "", 8}};
+    size_t i, k;
+    for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        moe_imported model;
+        moe_import_source source;
+        moe_error error;
+        moe_status status;
+        seed s;
+        bytes b, hidden, changed;
+        read_seed(&s, rows[i].arch, 0);
+        b.p = s.all.p + ((const unsigned char *)s.sources[0].ctx - s.all.p);
+        b.n = (size_t)s.sources[0].size;
+        hidden = rows[i].hidden[0] != '\0' ? replaced(b, rows[i].hidden, rows[i].shown) : b;
+        changed = with_key(hidden, rows[i].key, rows[i].type, rows[i].value, rows[i].n);
+        source = moe_import_memory(NULL, changed.p, changed.n);
+        error.message[0] = '\0';
+        status = moe_import_read_model(&model, &source, 1, NULL, NULL, &error);
+        CHECKF(status == rows[i].status && strstr(error.message, rows[i].says) != NULL, "%s: %s: %s", rows[i].key,
+               moe_status_text(status), error.message);
+        for (k = 0; rows[i].beta > 0.0 && status == MOE_OK && k < model.net.n_modules; k++)
+            if (model.net.modules[k].kind == MOE_MODULE_ATTENTION)
+                CHECK_NEAR(model.net.modules[k].attention.beta_fast, rows[i].beta, 0.0);
+        moe_import_free(&model);
+        if (hidden.p != b.p) free(hidden.p);
+        free(changed.p);
+        free(s.all.p);
+    }
+}
+
+/* A safetensors file in whose header every `text` is another one, of any length. */
+static bytes with_header(bytes b, const char *text, const char *with) {
+    const size_t length = (size_t)b.p[0] | (size_t)b.p[1] << 8, n = strlen(text), m = strlen(with);
+    bytes copy;
+    size_t at, to = 8, times = 0;
+    for (at = 8; at + n <= 8 + length; at++) times += memcmp(b.p + at, text, n) == 0;
+    CHECK(times > 0, text);
+    copy.n = b.n + times * m - times * n;
+    copy.p = (unsigned char *)grab(copy.n, 1);
+    for (at = 8; at < b.n; to += 1)
+        if (at + n <= 8 + length && memcmp(b.p + at, text, n) == 0) {
+            memcpy(copy.p + to, with, m);
+            to += m - 1;
+            at += n;
+        } else copy.p[to] = b.p[at++];
+    to = length + times * m - times * n;
+    copy.p[0] = (unsigned char)(to & 255u);
+    copy.p[1] = (unsigned char)(to >> 8);
+    return copy;
+}
+
+/* Names with the prefix of models that read pictures, tensors that nothing needs, and scales that
+   do not fit their tensors. */
+static void test_headers(void) {
+    static const struct {
+        const char *text, *with, *text_2, *with_2;
+        moe_status status;
+        const char *says;
+    } rows[] = {
+        {"\"model.", "\"language_model.model.", "\"lm_head", "\"language_model.lm_head", MOE_OK, ""},
+        {"\"model.embed_tokens.weight\"", "\"model.layers.0.self_attn.rotary_emb.inv_freq\": {\"dtype\": \"F32\", "
+         "\"shape\": [0], \"data_offsets\": [0, 0]}, \"model.embed_tokens.weight\"", NULL, NULL, MOE_OK, ""},
+        {"layers.0.mlp.experts.gate_up_proj_blocks\": {\"dtype\": \"U8\"", "layers.0.mlp.experts.gate_up_proj_blocks\": "
+         "{\"dtype\": \"I8\"", NULL, NULL, MOE_ERR_SHAPE, "not U8 with 16 bytes for every byte of its scales"},
+        {"layers.1.mlp.experts.gate_up_proj_scales\": {\"dtype\": \"U8\"", "layers.1.mlp.experts.gate_up_proj_scales\": "
+         "{\"dtype\": \"I8\"", NULL, NULL, MOE_ERR_SHAPE, "not U8 with 16 bytes for every byte of its scales"},
+        {"[4, 64, 2, 16]", "[4, 64, 4, 8]", NULL, NULL, MOE_ERR_SHAPE, "not U8 with 16 bytes"},
+        {"[4, 64, 2, 16]", "[4, 64, 32]", NULL, NULL, MOE_ERR_SHAPE, "not U8 with 16 bytes"},
+        {"[4, 64, 2]", "[4, 32, 4]", NULL, NULL, MOE_ERR_SHAPE, "not U8 with 16 bytes"},
+        {"[4, 64, 2]", "[512]", NULL, NULL, MOE_ERR_SHAPE, "not U8 with 16 bytes"},
+        {"gate_up_proj_blocks", "gate_up_proj_block", NULL, NULL, MOE_ERR_UNSUPPORTED, "gate_up_proj_block"},
+        {"[80, 64]", "[5120]", NULL, NULL, MOE_ERR_SHAPE, "the shape must be"},
+        {"[80, 64]", "[0, 64]", NULL, NULL, MOE_ERR_FORMAT, ""}};
+    const bytes b = read_file(FOLDER "gpt_oss-mxfp4/model.safetensors");
+    const bytes config = read_file(FOLDER "gpt_oss-mxfp4/config.json");
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        bytes once = with_header(b, rows[i].text, rows[i].with);
+        bytes both = rows[i].text_2 != NULL ? with_header(once, rows[i].text_2, rows[i].with_2) : once;
+        moe_import_source sources[2];
+        moe_imported model;
+        moe_error error;
+        moe_status status;
+        static moe_real y[LOGITS];
+        sources[0] = moe_import_memory("model.safetensors", both.p, both.n);
+        sources[1] = moe_import_memory("config.json", config.p, config.n);
+        error.message[0] = '\0';
+        status = moe_import_read_model(&model, sources, 2, NULL, NULL, &error);
+        CHECKF(status == rows[i].status && strstr(error.message, rows[i].says) != NULL, "%s -> %s: %s: %s", rows[i].text,
+               rows[i].with, moe_status_text(status), error.message);
+        CHECK(status != MOE_OK || logits(&model, y));
+        moe_import_free(&model);
+        if (both.p != once.p) free(both.p);
+        free(once.p);
+    }
+    free(b.p);
+    free(config.p);
+}
+
+/* Experts in FP8 whose scales lie beside them. */
+static void test_fp8(void) {
+    static const char place[] = "input_linear.weight\": {\"dtype\": \"BF16\", \"shape\": [2, 4, 8], \"data_offsets\": [576, 704]}";
+    static const struct {
+        const char *scales; /* of 64 bytes: type and shape */
+        int bytes;
+        const char *block;
+        moe_status status;
+        const char *says;
+    } rows[] = {
+        {"\"F32\", \"shape\": [2, 2, 1]", 16, "[2, 8]", MOE_OK, ""},
+        {"\"F32\", \"shape\": [2, 1, 1]", 8, "[128, 128]", MOE_ERR_UNSUPPORTED, "its scales do not begin with its parts"},
+        {"\"F32\", \"shape\": [2, 2, 1]", 16, "[128, 128]", MOE_ERR_SHAPE, "one F32 scale per"},
+        {"\"F32\", \"shape\": [2, 2, 1]", 16, "[2, 4]", MOE_ERR_SHAPE, "one F32 scale per"},
+        {"\"F32\", \"shape\": [2, 2, 1]", 16, "[2, \"8\"]", MOE_ERR_SHAPE, "one F32 scale per"},
+        {"\"F32\", \"shape\": [2, 2, 1]", 16, "[2, 0]", MOE_ERR_SHAPE, "one F32 scale per"},
+        {"\"F32\", \"shape\": [2, 2, 1]", 16, "[2, 99999999]", MOE_ERR_SHAPE, "one F32 scale per"},
+        {"\"F32\", \"shape\": [2, 2, 1]", 16, "[2]", MOE_ERR_SHAPE, "one F32 scale per"},
+        {"\"F32\", \"shape\": [2, 2, 1]", 16, "[]", MOE_ERR_SHAPE, "one F32 scale per"},
+        {"\"F32\", \"shape\": [2, 2, 1]", 16, "8", MOE_ERR_SHAPE, "one F32 scale per"},
+        {"\"F32\", \"shape\": [4, 1]", 16, "[2, 8]", MOE_ERR_SHAPE, "one F32 scale per"},
+        {"\"I32\", \"shape\": [2, 2, 1]", 16, "[2, 8]", MOE_ERR_SHAPE, "one F32 scale per"}};
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        char text[600], config[2000];
+        moe_imported model;
+        moe_error error;
+        moe_status status;
+        seed s;
+        bytes b, changed;
+        read_seed(&s, "granitemoe", 1);
+        b.p = s.all.p + ((const unsigned char *)s.sources[0].ctx - s.all.p);
+        b.n = (size_t)s.sources[0].size;
+        sprintf(text, "input_linear.weight\": {\"dtype\": \"F8_E4M3\", \"shape\": [2, 4, 8], \"data_offsets\": [576, 640]}, "
+                      "\"model.layers.0.block_sparse_moe.input_linear.weight_scale_inv\": {\"dtype\": %s, \"data_offsets\": "
+                      "[640, %d]}, \"model.layers.0.self_attn.rotary_emb.inv_freq\": {\"dtype\": \"U8\", \"shape\": [%d], "
+                      "\"data_offsets\": [%d, 704]}", rows[i].scales, 640 + rows[i].bytes, 64 - rows[i].bytes,
+                640 + rows[i].bytes);
+        changed = with_header(b, place, text);
+        sprintf(config, "%.*s, \"quantization_config\": {\"quant_method\": \"fp8\", \"fmt\": \"e4m3\", "
+                        "\"weight_block_size\": %s}}", (int)s.sources[1].size - 2, (const char *)s.sources[1].ctx,
+                rows[i].block);
+        s.sources[0] = moe_import_memory("model.safetensors", changed.p, changed.n);
+        s.sources[1] = moe_import_memory("config.json", config, strlen(config));
+        error.message[0] = '\0';
+        status = moe_import_read_model(&model, s.sources, 2, NULL, NULL, &error);
+        CHECKF(status == rows[i].status && strstr(error.message, rows[i].says) != NULL, "%s, %s: %s: %s", rows[i].scales,
+               rows[i].block, moe_status_text(status), error.message);
+        moe_import_free(&model);
+        free(changed.p);
+        free(s.all.p);
+    }
+}
+
 /* Sources whose bytes are copied: no memory for them, and bytes that do not come. */
 static moe_status read_head(void *ctx, uint64_t at, void *to, size_t size) {
     return size == ((const bytes *)ctx)->n ? MOE_ERR_IO : read_slowly(ctx, at, to, size);
+}
+
+/* Sources of which one read fails. */
+typedef struct brittle {
+    bytes b;
+    long *left; /* reads until then */
+} brittle;
+
+static moe_status read_brittle(void *ctx, uint64_t at, void *to, size_t size) {
+    brittle *b = (brittle *)ctx;
+    return (*b->left)-- == 0 ? MOE_ERR_IO : read_slowly(&b->b, at, to, size);
+}
+
+/* Every read fails once: the importer says so, and nothing stays behind. prefix: of a layer; NULL:
+   the model. wanted: the status when none fails. */
+static void test_reads(const char *const *paths, size_t n, const char *prefix, moe_status wanted) {
+    static const char *const names[] = {"model.safetensors", "config.json"};
+    brittle files[2];
+    moe_import_source sources[2];
+    moe_status status = MOE_ERR_IO;
+    long left, k;
+    size_t i;
+    for (i = 0; i < n; i++) {
+        files[i].b = read_file(paths[i]);
+        files[i].left = &left;
+        sources[i] = moe_import_memory(names[i], files[i].b.p, files[i].b.n);
+        sources[i].ctx = &files[i];
+        sources[i].read_at = read_brittle;
+    }
+    for (k = 0; status == MOE_ERR_IO && k < 5000; k++) {
+        test_heap heap;
+        moe_allocator a = test_allocator(&heap, 0);
+        moe_imported model;
+        moe_layer layer;
+        moe_error error;
+        left = k;
+        memset(&layer, 0, sizeof layer);
+        memset(&model, 0, sizeof model);
+        error.message[0] = '\0';
+        status = prefix == NULL ? moe_import_read_model(&model, sources, n, NULL, &a, &error)
+                                : moe_import_read(&layer, sources, n, prefix, NULL, &a, &error);
+        CHECKF((left < 0) == (status == MOE_ERR_IO) && (status == MOE_OK || error.message[0] != '\0'), "%s: %ld: %s",
+               paths[0], k, error.message);
+        moe_import_free(&model);
+        moe_layer_free(&layer);
+        CHECKF(heap.blocks == 0 && !heap.wrong_size, "%s: %ld: memory is left", paths[0], k);
+    }
+    CHECKF(status == wanted && k > 3, "%s: %s after %ld", paths[0], moe_status_text(status), k);
+    for (i = 0; i < n; i++) free(files[i].b.p);
 }
 
 static void test_seed_copied(void) {
@@ -650,6 +937,17 @@ static void test_packed_layer(void) {
     moe_imported model;
     size_t i, module, wrong = 0, n;
     moe_real row[64];
+    test_heap heap;
+    long at;
+    for (at = 1;; at++) { /* without memory for one of its parts */
+        const moe_allocator a = test_allocator(&heap, at);
+        const moe_status status = moe_import_layer(&layer, FOLDER "gpt_oss-mxfp4", "model.layers.0", NULL, &a, &error);
+        if (status == MOE_OK) moe_layer_free(&layer);
+        if (!CHECKF(heap.blocks == 0 && !heap.wrong_size, "%ld: memory is left", at)) break;
+        if (status == MOE_OK && heap.calls < at) break;
+        if (!CHECKF(status == MOE_OK || status == MOE_ERR_MEMORY, "%ld: %s", at, error.message)) break;
+    }
+    CHECKF(at > 10, "%ld calls for memory", at);
     if (!CHECK(moe_import_layer(&layer, FOLDER "gpt_oss-mxfp4", "model.layers.0", NULL, NULL, &error) == MOE_OK,
                error.message))
         return;
@@ -708,6 +1006,7 @@ int main(void) {
     static const char *const gguf[] = {GGUF}, *const gguf_oss[] = {GGUF_OSS};
     static const char *const folder[] = {FOLDER "deepseek_v3-bf16/model.safetensors",
                                          FOLDER "deepseek_v3-bf16/config.json"};
+    static const char *const mxfp4[] = {FOLDER "gpt_oss-mxfp4/model.safetensors", FOLDER "gpt_oss-mxfp4/config.json"};
     CASE(test_sources());
     CASE(test_folder());
     CASE(test_options());
@@ -725,6 +1024,14 @@ int main(void) {
     CASE(test_bytes(folder, 2, 1, 2000, 8));
     CASE(test_packed_layer());
     CASE(test_seed_settings());
+    CASE(test_seed_keys());
+    CASE(test_headers());
+    CASE(test_fp8());
+    CASE(test_reads(gguf, 1, NULL, MOE_OK));
+    CASE(test_reads(gguf, 1, "blk.7", MOE_ERR_NOT_FOUND));
+    CASE(test_reads(gguf_oss, 1, "blk.1", MOE_OK));
+    CASE(test_reads(mxfp4, 2, "model.layers.1", MOE_OK));
+    CASE(test_reads(folder, 2, NULL, MOE_OK));
     CASE(test_seed_copied());
     CASE(test_seeds(0));
     CASE(test_seeds(1));

@@ -1056,6 +1056,67 @@ static void of_gguf_parts(void) {
     s[2] = moe_import_memory(names[1], "no file", 7);
     REFUSED(moe_import_read(&layer, s, 3, "blk.3", NULL, NULL, &error), MOE_ERR_FORMAT,
             "m-00002-of-00003.gguf: not a GGUF file");
+    s[2] = moe_import_memory(names[1], "GG", 2);
+    REFUSED(moe_import_read(&layer, s, 3, "blk.3", NULL, NULL, &error), MOE_ERR_FORMAT,
+            "m-00002-of-00003.gguf: the file ends before byte 4");
+    s[2] = moe_import_memory(names[1], files[1].p, 40);
+    REFUSED(moe_import_read(&layer, s, 3, "blk.3", NULL, NULL, &error), MOE_ERR_FORMAT, "m-00002-of-00003.gguf");
+    s[1] = moe_import_memory(names[1], files[1].p, files[1].n); /* part 2, and part 1 ends early */
+    s[2] = moe_import_memory(names[0], files[0].p, 40);
+    REFUSED(moe_import_read(&layer, s + 1, 2, "blk.3", NULL, NULL, &error), MOE_ERR_FORMAT, "m-00001-of-00003.gguf");
+}
+
+/* Parts whose numbers do not fit each other or their names: split.no and split.count as 4 bytes. */
+static void of_gguf_part_numbers(void) {
+    static const struct {
+        const char *name;
+        uint32_t no, count;
+        moe_status status;
+        const char *says;
+    } rows_of[] = {
+        {"m-00001-of-00002.gguf", 0, 1, MOE_OK, ""},
+        {"m-00003-of-00002.gguf", 2, 2, MOE_ERR_UNSUPPORTED, "part 3 of 2 of a split file; open part 1"},
+        {"m-4294967295.gguf", 0xfffffffeu, 2, MOE_ERR_UNSUPPORTED, "part 4294967295 of 2 of a split file; open part 1"},
+        {"m-00001-of-00002.gguf", 1, 2, MOE_ERR_UNSUPPORTED, "part 2 of 2 of a split file; open part 1"},
+        {"short.gguf", 1, 2, MOE_ERR_UNSUPPORTED, "short.gguf: part 2 of 2 of a split file; open part 1"},
+        {"m-00002-of-65536.gguf", 1, 65536, MOE_ERR_UNSUPPORTED, "part 2 of 65536 of a split file"},
+        {"m-00001-of-65536.gguf", 0, 65536, MOE_ERR_UNSUPPORTED, "part 1 of 65536 of a split file"},
+        {"short.gguf", 0, 2, MOE_ERR_UNSUPPORTED, "its name must end with -00001-of-00002.gguf"},
+        {"m-00001-of-00002.gguf", 0, 2, MOE_ERR_FORMAT, "m-00002-of-00002.gguf: split.no = 1 and split.count = 3: must "
+                                                        "be 1 and 2"}};
+    static text file, other, kv, other_kv;
+    gguf g;
+    size_t i;
+    memset(&g, 0, sizeof g);
+    g.version = 3;
+    g.tensors = "token_embd.weight:0:32";
+    g.n_kv = 2;
+    g.kv = &other_kv;
+    other_kv.n = 0;
+    gguf_number(&other_kv, "split.no", 1);
+    gguf_number(&other_kv, "split.count", 3);
+    make_gguf(&other, &g);
+    g.kv = &kv;
+    g.arch = "llama";
+    g.n_kv = 3;
+    g.tensors = gguf_mixtral;
+    for (i = 0; i < sizeof rows_of / sizeof rows_of[0]; i++) {
+        moe_import_source s[2];
+        moe_layer layer;
+        moe_error error;
+        moe_status status;
+        kv.n = 0;
+        gguf_number(&kv, "llama.expert_used_count", 3);
+        gguf_number(&kv, "split.no", rows_of[i].no);
+        gguf_number(&kv, "split.count", rows_of[i].count);
+        make_gguf(&file, &g);
+        s[0] = source(rows_of[i].name, &file);
+        s[1] = source("m-00002-of-00002.gguf", &other);
+        status = try_read(&layer, s, 2, "blk.3", NULL, &error);
+        CHECKF(status == rows_of[i].status && strstr(error.message, rows_of[i].says) != NULL, "%d: %s", (int)i,
+               error.message);
+        if (status == MOE_OK) moe_layer_free(&layer);
+    }
 }
 
 /* What llama.cpp takes for metadata that is missing. */
@@ -1845,6 +1906,7 @@ static void of_hands(void) {
     of_indexes();
     of_gguf();
     of_gguf_parts();
+    of_gguf_part_numbers();
     of_gguf_defaults();
     of_gguf_biases();
     of_presets();
