@@ -652,6 +652,69 @@ static void test_single_sums(void) {
     CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "a shift of 32");
 }
 
+/* A word of the constants that a product reads, little-endian as in flash. */
+static void constant_is(size_t at, uint32_t value) {
+    unsigned char *p = (unsigned char *)one.constants + 4 * at;
+    int i;
+    for (i = 0; i < 4; i++) p[i] = (unsigned char)(value >> 8 * i & 255u);
+}
+
+/* A product of one output: the row beside it is read, too, by what computes two at once. */
+static void test_single_products(void) {
+    int int4, side;
+    for (int4 = 0; int4 < 2; int4++)
+        for (side = 0; side < 2; side++) {
+            single_begin(int4 ? moei_int_op_int4 : moei_int_op_int8, 1, 4);
+            one.op.in = 0;
+            CHECK_STATUS(single_check(), MOE_OK, "zeros");
+            constant_is(2, side == 0 ? 0x7fff : 0x7fff0000u);
+            constant_is((size_t)side, 0x3fffffff);
+            CHECK_STATUS(single_check(), MOE_OK, "the largest bias and factor");
+            constant_is((size_t)side, 0x40000000);
+            CHECK_STATUS(single_check(), MOE_ERR_OVERFLOW, "a larger bias");
+            constant_is((size_t)side, 0xc0000001);
+            CHECK_STATUS(single_check(), MOE_OK, "the lowest bias");
+            constant_is((size_t)side, 0x3fffffff);
+            if (int4) constant_is(3, side == 0 ? 1 : 0x10000); /* a block of the row */
+            else constant_is(3, side == 0 ? 1 : 0x100);        /* a weight of the row */
+            CHECK_STATUS(single_check(), MOE_ERR_OVERFLOW, "the largest bias and more");
+            constant_is((size_t)side, 0x3fffffff - 127 * (int4 ? 32 : 1));
+            CHECK_STATUS(single_check(), MOE_OK, "as much less");
+            constant_is(2, side == 0 ? 0x8000 : 0x80000000u);
+            CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "a negative factor");
+            if (int4) continue;
+            constant_is(2, 0);
+            constant_is((size_t)side, 0);
+            constant_is(3, side == 0 ? 0x81 : 0x8100);
+            CHECK_STATUS(single_check(), MOE_OK, "a weight of -127");
+            constant_is(3, side == 0 ? 0x80 : 0x8000);
+            CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "a weight of -128");
+        }
+}
+
+/* Tables that end with the constants. */
+static void test_single_tables(void) {
+    single_begin(moei_int_op_rotate, 8, 8);
+    one.model.weights_size = 17 * 4 * 4;
+    CHECK_STATUS(single_check(), MOE_OK, "angles of 16 positions near, and of one far");
+    one.model.weights_size -= 4;
+    CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "less than that");
+    one.model.weights_size = 17 * 4 * 4;
+    one.model.length = 17;
+    CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "a second one far");
+    single_begin(moei_int_op_curve, 8, 0);
+    one.model.weights_size = 132;
+    CHECK_STATUS(single_check(), MOE_OK, "a curve");
+    one.model.weights_size = 129;
+    CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "a shorter one");
+    single_begin(moei_int_op_int8, 1, 4);
+    one.op.in = 0;
+    one.model.weights_size = 20;
+    CHECK_STATUS(single_check(), MOE_OK, "a product");
+    one.model.weights_size = 19;
+    CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "a shorter one");
+}
+
 /* The key and the value are the input, which is narrow. */
 static void test_single_attention(void) {
     single_begin(moei_int_op_attention, 4, 4);
@@ -664,8 +727,17 @@ static void test_single_attention(void) {
     one.attention.values = 20;
     one.attention.room = 1000;
     CHECK_STATUS(single_check(), MOE_OK, "a small head");
-    one.attention.values = 34;
+    one.attention.room = one.op.out;
+    CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "room for scores where the result lies");
+    one.attention.room = one.op.out + 4;
+    CHECK_STATUS(single_check(), MOE_OK, "behind it");
+    one.attention.room = one.op.in;
+    CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "where the query lies");
+    one.attention.room = 1000;
+    one.attention.values = 33;
     CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "values behind the state");
+    one.attention.values = 32;
+    CHECK_STATUS(single_check(), MOE_OK, "the last that fit");
     one.attention.values = 2;
     CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "values over the position");
     one.op.shape.n = 259;
@@ -825,6 +897,67 @@ static void test_biases(void) {
     made_end(&m);
 }
 
+/* A recipe by its settings. */
+static int recipe_begin(made *m, copy *c, moe_rng *rng, const char *settings) {
+    size_t recipe = 0;
+    while (strcmp(recipes[recipe].settings, settings) != 0) recipe++;
+    if (!made_begin(m, recipe, MOE_WEIGHTS_INT8, 0)) return 0;
+    moe_rng_seed(rng, recipe);
+    copy_begin(c, &m->built);
+    return 1;
+}
+
+/* Tokens whose experts are told by a table, which names each once; groups that need more room than
+   the choices. */
+static void test_selections(void) {
+    made m;
+    copy c;
+    moe_rng rng;
+    moei_int_router *r;
+    if (!recipe_begin(&m, &c, &rng, "select=hash table_size=11 gate=sigmoid")) return;
+    r = &c.mixtures[0].router;
+    CHECK(r->top_k == 2 && r->tokens == 11);
+    c.weights[r->table + 20] = c.weights[r->table + 21];
+    CHECK_STATUS(copy_try(&c, &rng, "table"), MOE_ERR_FORMAT, "an expert twice");
+    c.weights[r->table + 20] = (unsigned char)((c.weights[r->table + 21] + 1) % EXPERTS);
+    CHECK_STATUS(copy_try(&c, &rng, "table"), MOE_OK, "another one");
+    c.weights[r->table + 20] = EXPERTS;
+    CHECK_STATUS(copy_try(&c, &rng, "table"), MOE_ERR_FORMAT, "one that does not exist");
+    copy_end(&c);
+    made_end(&m);
+    if (!recipe_begin(&m, &c, &rng, "select=grouped_top_k groups=2 groups_kept=1 group_score=top2_sum "
+                                    "selection_bias=1 gate=sigmoid")) return;
+    r = &c.mixtures[0].router;
+    r->groups_kept = 2;
+    CHECK_STATUS(copy_try(&c, &rng, "groups_kept"), MOE_OK, "as many groups as choices");
+    r->top_k = r->most = 1;
+    CHECK_STATUS(copy_try(&c, &rng, "groups_kept"), MOE_ERR_FORMAT, "more groups than room for choices");
+    r->groups_kept = 1;
+    CHECK_STATUS(copy_try(&c, &rng, "groups_kept"), MOE_OK, "one group");
+    copy_end(&c);
+    made_end(&m);
+}
+
+/* What one expert adds fits, and what twelve add does not. */
+static void test_many_experts(void) {
+    made m;
+    copy c;
+    moe_rng rng;
+    size_t i, found = 0;
+    if (!recipe_begin(&m, &c, &rng, "expert=linear n_experts=12 select=dense")) return;
+    for (i = c.mixtures[0].expert; i < c.mixtures[0].expert + (size_t)c.mixtures[0].n_expert; i++) {
+        if (c.ops[i].run != moei_int_op_accumulate) continue;
+        c.ops[i].shape.shift = 2;
+        CHECK_STATUS(copy_try(&c, &rng, "sum"), MOE_ERR_OVERFLOW, "twelve times 2^28");
+        c.ops[i].shape.shift = 3;
+        CHECK_STATUS(copy_try(&c, &rng, "sum"), MOE_OK, "half of it");
+        found++;
+    }
+    CHECK(found == 1, "an operation that adds to the sum");
+    copy_end(&c);
+    made_end(&m);
+}
+
 /* ---- float models ---- */
 
 typedef struct floating {
@@ -979,6 +1112,10 @@ int main(int argc, char **argv) {
     CASE(test_single_norms());
     CASE(test_single_sums());
     CASE(test_single_attention());
+    CASE(test_single_products());
+    CASE(test_single_tables());
+    CASE(test_selections());
+    CASE(test_many_experts());
     CASE(test_shares());
     CASE(test_overlap());
     if (!MOE_REAL_IS_DOUBLE) {
