@@ -101,6 +101,8 @@ attention     float   -             1.5   moe
 edges         float   -             1.6   kernels routers moe classic export layout
 files         float   -             1.8   kernels moe
 power         float   -             1     moe
+tokens        float   -             2     import
+imported      float   -             3     import
 published     float   hands         0.7   import
 published     float   -             15
 classic       float   -             2.4   classic

@@ -248,6 +248,7 @@ static void test_extras_without_heap(void) {
     const moe_import_source source = moe_import_memory("x", "", 0);
     moe_layer layer = layer_of("select=dense"), other;
     moe_tokenizer tokenizer;
+    moe_imported model;
     moe_transport transport;
     moe_stream stream;
     memset(&stream, 0, sizeof stream);
@@ -255,6 +256,8 @@ static void test_extras_without_heap(void) {
     stream.write = no_bytes;
     no_allocator(moe_import_read(&other, &source, 1, "m", NULL, NULL, &error));
     no_allocator(moe_import_layer(&other, "x", "m", NULL, NULL, &error));
+    no_allocator(moe_import_read_model(&model, &source, 1, NULL, NULL, &error));
+    no_allocator(moe_import_model(&model, "x", NULL, NULL, &error));
     no_allocator(moe_import_read_tokenizer(&tokenizer, &source, 1, NULL, &error));
     no_allocator(moe_import_tokenizer(&tokenizer, "x", NULL, &error));
     memset(&layer.allocator, 0, sizeof layer.allocator);
