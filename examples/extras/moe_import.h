@@ -3309,7 +3309,8 @@ static void moei_import_unscale(const moei_import_tensor *f, const unsigned char
     }
 }
 
-/* The scales of a tensor, which the caller frees, also after an error; NULL and MOE_OK: it has none. */
+/* The scales of a tensor, which the caller frees, after an error too; NULL and MOE_OK: it has
+   none. */
 static moe_status moei_import_scales_read(moei_importer *r, const moei_import_tensor *f, unsigned char **scales) {
     *scales = NULL;
     if (f->scales.shard == NULL) return MOE_OK;

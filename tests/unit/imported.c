@@ -741,7 +741,9 @@ static void test_seed_keys(void) {
 static bytes with_header(bytes b, const char *text, const char *with) {
     const size_t length = (size_t)b.p[0] | (size_t)b.p[1] << 8, n = strlen(text), m = strlen(with);
     bytes copy;
-    size_t at, to = 8, times = 0;
+    size_t at, to, times;
+    times = 0;
+    to = 8;
     for (at = 8; at + n <= 8 + length; at++) times += memcmp(b.p + at, text, n) == 0;
     CHECK(times > 0, text);
     copy.n = b.n + times * m - times * n;
@@ -769,10 +771,12 @@ static void test_headers(void) {
         {"\"model.", "\"language_model.model.", "\"lm_head", "\"language_model.lm_head", MOE_OK, ""},
         {"\"model.embed_tokens.weight\"", "\"model.layers.0.self_attn.rotary_emb.inv_freq\": {\"dtype\": \"F32\", "
          "\"shape\": [0], \"data_offsets\": [0, 0]}, \"model.embed_tokens.weight\"", NULL, NULL, MOE_OK, ""},
-        {"layers.0.mlp.experts.gate_up_proj_blocks\": {\"dtype\": \"U8\"", "layers.0.mlp.experts.gate_up_proj_blocks\": "
-         "{\"dtype\": \"I8\"", NULL, NULL, MOE_ERR_SHAPE, "not U8 with 16 bytes for every byte of its scales"},
-        {"layers.1.mlp.experts.gate_up_proj_scales\": {\"dtype\": \"U8\"", "layers.1.mlp.experts.gate_up_proj_scales\": "
-         "{\"dtype\": \"I8\"", NULL, NULL, MOE_ERR_SHAPE, "not U8 with 16 bytes for every byte of its scales"},
+        {"layers.0.mlp.experts.gate_up_proj_blocks\": {\"dtype\": \"U8\"",
+         "layers.0.mlp.experts.gate_up_proj_blocks\": {\"dtype\": \"I8\"", NULL, NULL, MOE_ERR_SHAPE,
+         "not U8 with 16 bytes for every byte of its scales"},
+        {"layers.1.mlp.experts.gate_up_proj_scales\": {\"dtype\": \"U8\"",
+         "layers.1.mlp.experts.gate_up_proj_scales\": {\"dtype\": \"I8\"", NULL, NULL, MOE_ERR_SHAPE,
+         "not U8 with 16 bytes for every byte of its scales"},
         {"[4, 64, 2, 16]", "[4, 64, 4, 8]", NULL, NULL, MOE_ERR_SHAPE, "not U8 with 16 bytes"},
         {"[4, 64, 2, 16]", "[4, 64, 32]", NULL, NULL, MOE_ERR_SHAPE, "not U8 with 16 bytes"},
         {"[4, 64, 2]", "[4, 32, 4]", NULL, NULL, MOE_ERR_SHAPE, "not U8 with 16 bytes"},
@@ -795,8 +799,8 @@ static void test_headers(void) {
         sources[1] = moe_import_memory("config.json", config.p, config.n);
         error.message[0] = '\0';
         status = moe_import_read_model(&model, sources, 2, NULL, NULL, &error);
-        CHECKF(status == rows[i].status && strstr(error.message, rows[i].says) != NULL, "%s -> %s: %s: %s", rows[i].text,
-               rows[i].with, moe_status_text(status), error.message);
+        CHECKF(status == rows[i].status && strstr(error.message, rows[i].says) != NULL, "%s -> %s: %s: %s",
+               rows[i].text, rows[i].with, moe_status_text(status), error.message);
         CHECK(status != MOE_OK || logits(&model, y));
         moe_import_free(&model);
         if (both.p != once.p) free(both.p);
@@ -808,7 +812,8 @@ static void test_headers(void) {
 
 /* Experts in FP8 whose scales lie beside them. */
 static void test_fp8(void) {
-    static const char place[] = "input_linear.weight\": {\"dtype\": \"BF16\", \"shape\": [2, 4, 8], \"data_offsets\": [576, 704]}";
+    static const char place[] = "input_linear.weight\": {\"dtype\": \"BF16\", \"shape\": [2, 4, 8], "
+                                "\"data_offsets\": [576, 704]}";
     static const struct {
         const char *scales; /* of 64 bytes: type and shape */
         int bytes;
@@ -817,7 +822,8 @@ static void test_fp8(void) {
         const char *says;
     } rows[] = {
         {"\"F32\", \"shape\": [2, 2, 1]", 16, "[2, 8]", MOE_OK, ""},
-        {"\"F32\", \"shape\": [2, 1, 1]", 8, "[128, 128]", MOE_ERR_UNSUPPORTED, "its scales do not begin with its parts"},
+        {"\"F32\", \"shape\": [2, 1, 1]", 8, "[128, 128]", MOE_ERR_UNSUPPORTED,
+         "its scales do not begin with its parts"},
         {"\"F32\", \"shape\": [2, 2, 1]", 16, "[128, 128]", MOE_ERR_SHAPE, "one F32 scale per"},
         {"\"F32\", \"shape\": [2, 2, 1]", 16, "[2, 4]", MOE_ERR_SHAPE, "one F32 scale per"},
         {"\"F32\", \"shape\": [2, 2, 1]", 16, "[2, \"8\"]", MOE_ERR_SHAPE, "one F32 scale per"},
@@ -839,10 +845,11 @@ static void test_fp8(void) {
         read_seed(&s, "granitemoe", 1);
         b.p = s.all.p + ((const unsigned char *)s.sources[0].ctx - s.all.p);
         b.n = (size_t)s.sources[0].size;
-        sprintf(text, "input_linear.weight\": {\"dtype\": \"F8_E4M3\", \"shape\": [2, 4, 8], \"data_offsets\": [576, 640]}, "
-                      "\"model.layers.0.block_sparse_moe.input_linear.weight_scale_inv\": {\"dtype\": %s, \"data_offsets\": "
-                      "[640, %d]}, \"model.layers.0.self_attn.rotary_emb.inv_freq\": {\"dtype\": \"U8\", \"shape\": [%d], "
-                      "\"data_offsets\": [%d, 704]}", rows[i].scales, 640 + rows[i].bytes, 64 - rows[i].bytes,
+        sprintf(text,
+                "input_linear.weight\": {\"dtype\": \"F8_E4M3\", \"shape\": [2, 4, 8], \"data_offsets\": [576, 640]}, "
+                "\"model.layers.0.block_sparse_moe.input_linear.weight_scale_inv\": {\"dtype\": %s, \"data_offsets\": "
+                "[640, %d]}, \"model.layers.0.self_attn.rotary_emb.inv_freq\": {\"dtype\": \"U8\", \"shape\": [%d], "
+                "\"data_offsets\": [%d, 704]}", rows[i].scales, 640 + rows[i].bytes, 64 - rows[i].bytes,
                 640 + rows[i].bytes);
         changed = with_header(b, place, text);
         sprintf(config, "%.*s, \"quantization_config\": {\"quant_method\": \"fp8\", \"fmt\": \"e4m3\", "
@@ -852,8 +859,8 @@ static void test_fp8(void) {
         s.sources[1] = moe_import_memory("config.json", config, strlen(config));
         error.message[0] = '\0';
         status = moe_import_read_model(&model, s.sources, 2, NULL, NULL, &error);
-        CHECKF(status == rows[i].status && strstr(error.message, rows[i].says) != NULL, "%s, %s: %s: %s", rows[i].scales,
-               rows[i].block, moe_status_text(status), error.message);
+        CHECKF(status == rows[i].status && strstr(error.message, rows[i].says) != NULL, "%s, %s: %s: %s",
+               rows[i].scales, rows[i].block, moe_status_text(status), error.message);
         moe_import_free(&model);
         free(changed.p);
         free(s.all.p);

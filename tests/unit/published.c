@@ -995,6 +995,26 @@ static void of_gguf(void) {
         CHECK(strstr(error.message, says) != NULL, error.message); \
     } while (0)
 
+/* Parts that end early or are none. */
+static void of_broken_parts(const text *files, const char *const *names) {
+    moe_import_source s[3];
+    moe_layer layer;
+    moe_error error;
+    s[0] = source(names[0], &files[0]);
+    s[1] = source(names[2], &files[2]);
+    s[2] = moe_import_memory(names[1], "no file", 7);
+    REFUSED(moe_import_read(&layer, s, 3, "blk.3", NULL, NULL, &error), MOE_ERR_FORMAT,
+            "m-00002-of-00003.gguf: not a GGUF file");
+    s[2] = moe_import_memory(names[1], "GG", 2);
+    REFUSED(moe_import_read(&layer, s, 3, "blk.3", NULL, NULL, &error), MOE_ERR_FORMAT,
+            "m-00002-of-00003.gguf: the file ends before byte 4");
+    s[2] = moe_import_memory(names[1], files[1].p, 40);
+    REFUSED(moe_import_read(&layer, s, 3, "blk.3", NULL, NULL, &error), MOE_ERR_FORMAT, "m-00002-of-00003.gguf");
+    s[1] = moe_import_memory(names[1], files[1].p, files[1].n); /* part 2, and part 1 ends early */
+    s[2] = moe_import_memory(names[0], files[0].p, 40);
+    REFUSED(moe_import_read(&layer, s + 1, 2, "blk.3", NULL, NULL, &error), MOE_ERR_FORMAT, "m-00001-of-00003.gguf");
+}
+
 /* A split file: only part 1 has the settings; the tensors lie in all parts. */
 static void of_gguf_parts(void) {
     static text files[3], kv[3];
@@ -1053,17 +1073,7 @@ static void of_gguf_parts(void) {
     s[2].name = names[1];
     REFUSED(moe_import_read(&layer, s, 3, "blk.3", NULL, NULL, &error), MOE_ERR_FORMAT,
             "m-00002-of-00003.gguf: split.no = 2 and split.count = 3: must be 1 and 3");
-    s[2] = moe_import_memory(names[1], "no file", 7);
-    REFUSED(moe_import_read(&layer, s, 3, "blk.3", NULL, NULL, &error), MOE_ERR_FORMAT,
-            "m-00002-of-00003.gguf: not a GGUF file");
-    s[2] = moe_import_memory(names[1], "GG", 2);
-    REFUSED(moe_import_read(&layer, s, 3, "blk.3", NULL, NULL, &error), MOE_ERR_FORMAT,
-            "m-00002-of-00003.gguf: the file ends before byte 4");
-    s[2] = moe_import_memory(names[1], files[1].p, 40);
-    REFUSED(moe_import_read(&layer, s, 3, "blk.3", NULL, NULL, &error), MOE_ERR_FORMAT, "m-00002-of-00003.gguf");
-    s[1] = moe_import_memory(names[1], files[1].p, files[1].n); /* part 2, and part 1 ends early */
-    s[2] = moe_import_memory(names[0], files[0].p, 40);
-    REFUSED(moe_import_read(&layer, s + 1, 2, "blk.3", NULL, NULL, &error), MOE_ERR_FORMAT, "m-00001-of-00003.gguf");
+    of_broken_parts(files, names);
 }
 
 /* Parts whose numbers do not fit each other or their names: split.no and split.count as 4 bytes. */

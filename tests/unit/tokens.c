@@ -782,10 +782,10 @@ static void test_beside_odd(void) {
         {"{\"bos_token\":\"<none>\",\"eos_token\":{\"content\":7},\"chat_template\":[]}",
          "{\"bos_token_id\":1,\"model_type\":7}", 1, -1, 0, 0, NULL, ""},
         {"{\"chat_template\":7}", "{\"bos_token_id\":\"1\",\"eos_token_id\":999999}", -1, -1, 0, 0, NULL, ""},
-        {"{\"chat_template\":[7,{\"name\":\"default\",\"template\":\"x\"}]}", "{\"eos_token_id\":[]}", -1, -1, 0, 0, NULL,
-         ""},
-        {"{\"chat_template\":[{\"template\":\"x\"},{\"name\":\"other\",\"template\":\"y\"}]}", "{\"eos_token_id\":2}", -1,
-         2, 0, 0, NULL, ""},
+        {"{\"chat_template\":[7,{\"name\":\"default\",\"template\":\"x\"}]}", "{\"eos_token_id\":[]}", -1, -1, 0, 0,
+         NULL, ""},
+        {"{\"chat_template\":[{\"template\":\"x\"},{\"name\":\"other\",\"template\":\"y\"}]}",
+         "{\"eos_token_id\":2}", -1, 2, 0, 0, NULL, ""},
         {"{\"chat_template\":[{\"name\":\"default\"},{\"name\":\"default\",\"template\":\"y\"}],\"bos_token\":\"<s>\","
          "\"add_bos_token\":null,\"eos_token\":\"</s>\",\"add_eos_token\":true}",
          "{\"bos_token_id\":2,\"eos_token_id\":1,\"model_type\":\"mixtral\"}", 1, 2, 0, 1, "y", "mixtral"}};
@@ -814,13 +814,15 @@ static void test_beside_odd(void) {
     moe_buffer_free(&b);
 }
 
-/* Tokens around a text: parts of the template that are none, and tokens that the vocabulary lacks. */
+/* Tokens around a text: parts of the template that are none, and tokens that the vocabulary
+   lacks. */
 static void test_template(void) {
     static const struct {
         const char *single;
         int bos, eos;
     } rows[] = {{"[{\"SpecialToken\":{\"id\":\"<s>\"}},{\"Sequence\":{}},{\"SpecialToken\":{\"id\":\"</s>\"}}]", 1, 2},
-                {"[{\"SpecialToken\":{\"id\":\"<none>\"}},{\"Sequence\":{}},{\"SpecialToken\":{\"id\":\"<s>\"}}]", -1, 1},
+                {"[{\"SpecialToken\":{\"id\":\"<none>\"}},{\"Sequence\":{}},{\"SpecialToken\":{\"id\":\"<s>\"}}]", -1,
+                 1},
                 {"[\"A\",{\"SpecialToken\":{\"id\":\"</s>\"}}]", -1, 2},
                 {"[{\"SpecialToken\":7},{\"SpecialToken\":{\"id\":\"</s>\"}}]", -1, 2},
                 {"[{\"SpecialToken\":{\"id\":7}},{\"SpecialToken\":{\"id\":\"</s>\"}}]", -1, 2},
@@ -1055,12 +1057,13 @@ static void test_changing(void) {
     vocab v;
     moe_buffer b;
     long k;
-    int beyond = 0, long_list = 0, refused = 0;
+    int beyond, long_list, refused;
     moe_tokenizer t, untouched;
     moe_status status = MOE_ERR_FORMAT;
     memset(&b, 0, sizeof b);
     vocab_bytes(&v);
     vocab_gguf(&v, &b);
+    beyond = long_list = refused = 0;
     memset(&untouched, 0x5a, sizeof untouched);
     for (k = 0; k < 4000; k++) {
         brittle at = {&b, k};
