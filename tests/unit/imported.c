@@ -739,7 +739,8 @@ static void test_seed_keys(void) {
 
 /* A safetensors file in whose header every `text` is another one, of any length. */
 static bytes with_header(bytes b, const char *text, const char *with) {
-    const size_t length = (size_t)b.p[0] | (size_t)b.p[1] << 8, n = strlen(text), m = strlen(with);
+    const size_t length = (size_t)b.p[0] | (size_t)b.p[1] << 8;
+    const size_t n = strlen(text), m = strlen(with);
     bytes copy;
     size_t at, to, times;
     times = 0;
