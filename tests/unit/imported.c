@@ -833,6 +833,7 @@ static void test_fp8(void) {
         {"\"F32\", \"shape\": [2, 2, 1]", 16, "[2]", MOE_ERR_SHAPE, "one F32 scale per"},
         {"\"F32\", \"shape\": [2, 2, 1]", 16, "[]", MOE_ERR_SHAPE, "one F32 scale per"},
         {"\"F32\", \"shape\": [2, 2, 1]", 16, "8", MOE_ERR_SHAPE, "one F32 scale per"},
+        {"\"F32\", \"shape\": [2, 2, 1, 1]", 16, "[2, 8]", MOE_ERR_SHAPE, "one F32 scale per"},
         {"\"F32\", \"shape\": [4, 1]", 16, "[2, 8]", MOE_ERR_SHAPE, "one F32 scale per"},
         {"\"I32\", \"shape\": [2, 2, 1]", 16, "[2, 8]", MOE_ERR_SHAPE, "one F32 scale per"}};
     size_t i;
