@@ -2635,6 +2635,11 @@ MOEI_AVX2 MOEI_INLINE void moei_store_avx2(size_t count, float *y, __m256 value)
     if (count & 1) _mm_store_ss(y, part);
 }
 
+/* c = c where kept has all bits, else 0, + sum: a mask in place of a branch for every vector. */
+MOEI_AVX2 MOEI_INLINE void moei_add_to_avx2(float *c, __m256i kept, __m256 sum) {
+    _mm256_storeu_ps(c, _mm256_add_ps(_mm256_maskload_ps(c, kept), sum));
+}
+
 /* rows x 16 (wide) or rows x 8: C = (load ? C : 0) + the sum over one block of k. rows and wide are
    constants after inlining. b is a panel, or the operand itself. */
 MOEI_AVX2 MOEI_INLINE void moei_tile_avx2(int rows, int wide, size_t k, const float *a, size_t ra, size_t ca,
@@ -2649,6 +2654,7 @@ MOEI_AVX2 MOEI_INLINE void moei_tile_avx2(int rows, int wide, size_t k, const fl
     __m256 s30 = zero, s31 = zero;
     __m256 s40 = zero, s41 = zero;
     __m256 s50 = zero, s51 = zero;
+    const __m256i kept = _mm256_set1_epi32(load ? -1 : 0);
     size_t p;
 #define MOEI_STEP(row, at) \
     if (rows > row) { \
@@ -2658,8 +2664,8 @@ MOEI_AVX2 MOEI_INLINE void moei_tile_avx2(int rows, int wide, size_t k, const fl
     }
 #define MOEI_STORE(row) \
     if (rows > row) { \
-        _mm256_storeu_ps(c, _mm256_add_ps(load ? _mm256_loadu_ps(c) : zero, s##row##0)); \
-        if (wide) _mm256_storeu_ps(c + 8, _mm256_add_ps(load ? _mm256_loadu_ps(c + 8) : zero, s##row##1)); \
+        moei_add_to_avx2(c, kept, s##row##0); \
+        if (wide) moei_add_to_avx2(c + 8, kept, s##row##1); \
         c += ldc; \
     }
     for (p = 0; p < (size_t)rows; p++) _mm_prefetch((const char *)(c + p * ldc), _MM_HINT_T0);
@@ -2742,14 +2748,14 @@ MOEI_AVX2 MOEI_INLINE void moei_wide_tile_avx2(int rows, int panels, size_t k, c
     __m256 s12 = zero, s13 = zero;
     __m256 s20 = zero, s21 = zero;
     __m256 s22 = zero, s23 = zero;
+    const __m256i kept = _mm256_set1_epi32(load ? -1 : 0);
     size_t p;
 #define MOEI_STEP(row, i, at) s##row##i = _mm256_fmadd_ps(x##row, _mm256_loadu_ps(at), s##row##i);
 #define MOEI_COLUMNS(row) \
     if (rows > row) { \
         MOEI_STEP(row, 0, b) MOEI_STEP(row, 1, b + 8) MOEI_STEP(row, 2, b1) MOEI_STEP(row, 3, b1 + 8) \
     }
-#define MOEI_STORE(row, i) \
-    _mm256_storeu_ps(c + 8 * i, _mm256_add_ps(load ? _mm256_loadu_ps(c + 8 * i) : zero, s##row##i));
+#define MOEI_STORE(row, i) moei_add_to_avx2(c + 8 * i, kept, s##row##i);
 #define MOEI_STORE_ROW(row) \
     if (rows > row) { \
         MOEI_STORE(row, 0) MOEI_STORE(row, 1) MOEI_STORE(row, 2) MOEI_STORE(row, 3) \
@@ -2899,17 +2905,30 @@ MOEI_AVX2 MOEI_INLINE __m256 moei_column_avx2(const float *b, size_t ldb) {
     }
 #define MOEI_LINE(group) \
     for (p = from; p < from + 16; p += 4) MOEI_FOUR(group)
-#define MOEI_LAST(group) \
-    if (groups > group) { \
-        const __m256 y[1] = {moei_column_avx2(b + (group)*8 * ldb + p, ldb)}; \
-        MOEI_STEPS(group, 0) \
-    }
+#define MOEI_SPILL(row, group) \
+    if (rows > row && groups > group) _mm256_storeu_ps(sums[row][group], s##row##group);
+#define MOEI_RELOAD(row, group) \
+    if (rows > row && groups > group) s##row##group = _mm256_loadu_ps(sums[row][group]);
 #define MOEI_STORE(row, group) \
-    if (rows > row && groups > group) { \
-        float *at = c + (row) * ldc + (group) * 8; \
-        _mm256_storeu_ps(at, _mm256_add_ps(load ? _mm256_loadu_ps(at) : zero, s##row##group)); \
-    }
+    if (rows > row && groups > group) moei_add_to_avx2(c + (row) * ldc + (group) * 8, kept, s##row##group);
 #define MOEI_GROUPS(row, X) X(row, 0) X(row, 1) X(row, 2) X(row, 3)
+#define MOEI_EACH(X) MOEI_GROUPS(0, X) MOEI_GROUPS(1, X) MOEI_GROUPS(2, X) MOEI_GROUPS(3, X)
+
+/* The last k steps, at most three, of the sums of rows x (8 groups). */
+MOEI_AVX2 static void moei_nt_last_avx2(int rows, int groups, size_t k, const float *a, size_t lda, const float *b,
+                                        size_t ldb, float sums[4][4][8]) {
+    size_t p;
+    int row, group;
+    for (group = 0; group < groups; group++, b += 8 * ldb)
+        for (p = 0; p < k; p++) {
+            const __m256 y = moei_column_avx2(b + p, ldb);
+            for (row = 0; row < rows; row++) {
+                float *sum = sums[row][group];
+                const __m256 x = _mm256_broadcast_ss(a + (size_t)row * lda + p);
+                _mm256_storeu_ps(sum, _mm256_fmadd_ps(x, y, _mm256_loadu_ps(sum)));
+            }
+        }
+}
 
 /* rows x (8 groups) of one block of an NT product without packing: the right operand is transposed
    in registers, with lines a whole cache line of eight of its rows at a time. rows (1 to 4) and
@@ -2925,6 +2944,7 @@ MOEI_AVX2 MOEI_INLINE void moei_nt_tile_avx2(int rows, int groups, int lines, si
     __m256 s22 = zero, s23 = zero;
     __m256 s30 = zero, s31 = zero;
     __m256 s32 = zero, s33 = zero;
+    const __m256i kept = _mm256_set1_epi32(load ? -1 : 0);
     size_t p, from;
     for (from = 0; lines && from + 16 <= k; from += 16) {
         MOEI_LINE(0)
@@ -2938,22 +2958,21 @@ MOEI_AVX2 MOEI_INLINE void moei_nt_tile_avx2(int rows, int groups, int lines, si
         MOEI_FOUR(2)
         MOEI_FOUR(3)
     }
-    for (; p < k; p++) {
-        MOEI_LAST(0)
-        MOEI_LAST(1)
-        MOEI_LAST(2)
-        MOEI_LAST(3)
+    if (p < k) {
+        float sums[4][4][8];
+        MOEI_EACH(MOEI_SPILL)
+        moei_nt_last_avx2(rows, groups, k - p, a + p, lda, b + p, ldb, sums);
+        MOEI_EACH(MOEI_RELOAD)
     }
-    MOEI_GROUPS(0, MOEI_STORE)
-    MOEI_GROUPS(1, MOEI_STORE)
-    MOEI_GROUPS(2, MOEI_STORE)
-    MOEI_GROUPS(3, MOEI_STORE)
+    MOEI_EACH(MOEI_STORE)
 }
 #undef MOEI_STEP
 #undef MOEI_STEPS
 #undef MOEI_FOUR
 #undef MOEI_LINE
-#undef MOEI_LAST
+#undef MOEI_EACH
+#undef MOEI_SPILL
+#undef MOEI_RELOAD
 #undef MOEI_STORE
 #undef MOEI_GROUPS
 
@@ -4726,18 +4745,15 @@ static void moei_half_tiles(size_t lanes, size_t most, moei_half_tile_fn *tile, 
 #define MOEI_HALF_BESIDE(set, i, w) \
     y = moei_half_load_##set(bf16, w + 2 * MOEI_PANEL * p); \
     s1##i = moei_half_fma_##set(x0, y, s1##i);
-#define MOEI_HALF_STORE(set, at, i, sum, lanes) \
-    if (t->columns > (i) * lanes) \
-        moei_half_store_##set(at + (i) * lanes, t->columns - (i) * lanes, sum, t->load);
-#define MOEI_HALF_STORE_ROW(set, row, at, i, lanes) \
-    MOEI_HALF_STORE(set, at, i, s##row##0, lanes) \
-    MOEI_HALF_STORE(set, at, i + 1, s##row##1, lanes) \
-    MOEI_HALF_STORE(set, at, i + 2, s##row##2, lanes) \
-    MOEI_HALF_STORE(set, at, i + 3, s##row##3, lanes)
+#define MOEI_HALF_SPILL(row) \
+    sums[4 * row] = s##row##0; \
+    sums[4 * row + 1] = s##row##1; \
+    sums[4 * row + 2] = s##row##2; \
+    sums[4 * row + 3] = s##row##3;
 #define MOEI_HALF_CASE(set, rows, wide) \
     case rows + 16 * wide: \
-        if (type == MOE_TYPE_BF16) moei_half_tile_##set(1, rows, wide, t); \
-        else moei_half_tile_##set(0, rows, wide, t); \
+        if (type == MOE_TYPE_BF16) moei_half_tile_##set(1, rows, wide, t, sums); \
+        else moei_half_tile_##set(0, rows, wide, t, sums); \
         break;
 #define MOEI_HALF_CASES_3(set) \
     MOEI_HALF_CASE(set, 1, 1) \
@@ -4748,7 +4764,8 @@ static void moei_half_tiles(size_t lanes, size_t most, moei_half_tile_fn *tile, 
 
 /* The sum over one block of k, in the order of the tiles for floats. */
 #define MOEI_HALF_PRODUCT(set, target, VECTOR, lanes, most) \
-    target MOEI_INLINE void moei_half_tile_##set(int bf16, size_t rows, int wide, const moei_half_tile *t) { \
+    target MOEI_INLINE void moei_half_tile_##set(int bf16, size_t rows, int wide, const moei_half_tile *t, \
+                                                 VECTOR *sums) { \
         const unsigned char *const w0 = t->w[0], *const w1 = t->w[1]; \
         const unsigned char *const w2 = t->w[2], *const w3 = t->w[3]; \
         const float *a = t->a; \
@@ -4773,22 +4790,26 @@ static void moei_half_tiles(size_t lanes, size_t most, moei_half_tile_fn *tile, 
                 MOEI_HALF_BESIDE(set, 3, t->w[7]) \
             } \
         } \
-        MOEI_HALF_STORE_ROW(set, 0, t->c, 0, lanes) \
-        if (wide) { \
-            MOEI_HALF_STORE_ROW(set, 1, t->c, 4, lanes) \
-        } \
-        if (rows > 1) { \
-            MOEI_HALF_STORE_ROW(set, 1, t->c + t->ldc, 0, lanes) \
+        MOEI_HALF_SPILL(0) \
+        if (wide || rows > 1) { \
+            MOEI_HALF_SPILL(1) \
         } \
         if (rows > 2) { \
-            MOEI_HALF_STORE_ROW(set, 2, t->c + 2 * t->ldc, 0, lanes) \
+            MOEI_HALF_SPILL(2) \
         } \
         if (rows > 3) { \
-            MOEI_HALF_STORE_ROW(set, 3, t->c + 3 * t->ldc, 0, lanes) \
+            MOEI_HALF_SPILL(3) \
         } \
     } \
     target static void moei_half_rows_##set(int type, size_t rows, int wide, const moei_half_tile *t) { \
+        const size_t columns = t->columns, ldc = t->ldc; \
+        const int load = t->load; \
+        float *c = t->c; \
+        VECTOR sums[16], *sum = sums; \
+        size_t j; \
         switch (rows + (wide ? 16 : 0)) { MOEI_HALF_CASES_##most(set) } \
+        for (; rows > 0; rows--, c += ldc, sum += 4) \
+            for (j = 0; j < columns; j += lanes) moei_half_store_##set(c + j, columns - j, sum[j / lanes], load); \
     } \
     static void moei_half_##set(int type, size_t m, size_t n, size_t inner, const float *a, size_t lda, \
                                 const unsigned char *packed, float *c, size_t ldc) { \
