@@ -2537,6 +2537,36 @@ static const moe_kernels moei_kernels_c = MOEI_KERNEL_SET(moei_name_c, MOE_KERNE
         } \
     }
 
+/* How many of the k steps (whole blocks) to take so that rows x steps of the left operand, at most
+   cached numbers, stay in the second-level cache during all panels. */
+MOEI_TOOL size_t moei_cached_steps(size_t cached, size_t rows, size_t k) {
+    const size_t steps = cached / rows,
+                 chunk = steps > MOEI_BLOCK_K ? steps - steps % MOEI_BLOCK_K : (size_t)MOEI_BLOCK_K;
+    return k < chunk ? k : chunk;
+}
+
+/* The product with packed panels for an instruction set: its moei_columns_ computes block_m rows
+   over the first of the columns that are left, as many as it takes at once, and returns how
+   many. */
+#define MOEI_PANELS(isa, target, block_m, cached) \
+    target static void moei_panels_##isa(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, \
+                                         const float *b, size_t panel, float *c, size_t ldc, int accumulate) { \
+        size_t i, j, p, from, rows, chunk, columns; \
+        if (k == 0 && !accumulate) moei_zero_rows(m, n, c, ldc); \
+        for (i = 0; i < m; i += rows) { \
+            rows = moei_smaller(m - i, block_m); \
+            for (from = 0; from < k; from += chunk) { \
+                chunk = moei_cached_steps(cached, rows, k - from); \
+                for (j = 0, columns = 0; j < n; j += columns) \
+                    for (p = from; p < from + chunk; p += MOEI_BLOCK_K) \
+                        columns = moei_columns_##isa(rows, n - j, moei_smaller(from + chunk - p, MOEI_BLOCK_K), \
+                                                     a + i * ra + p * ca, ra, ca, \
+                                                     b + j / MOEI_PANEL * panel + p * MOEI_PANEL, MOEI_PANEL, panel, \
+                                                     c + i * ldc + j, ldc, accumulate || p > 0); \
+            } \
+        } \
+    }
+
 /* An entry of a table that the instruction set's product of all forms computes. */
 #define MOEI_MATMUL_ENTRY(name, isa, op) \
     static void moei_##name##_##isa(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, \
@@ -2798,42 +2828,18 @@ MOEI_AVX2 static void moei_wide_rows_avx2(size_t columns, size_t m, size_t k, co
     else moei_wide_tile_avx2(3, 2, k, a, ra, ca, b, panel, c, ldc, load);
 }
 
-/* How many of the k steps (whole blocks) to take so that rows x steps of the left operand stay in
-   the second-level cache during all panels. */
-static size_t moei_cached_steps(size_t rows, size_t k) {
-    const size_t steps = MOEI_CACHED / rows,
-                 chunk = steps > MOEI_BLOCK_K ? steps - steps % MOEI_BLOCK_K : (size_t)MOEI_BLOCK_K;
-    return k < chunk ? k : chunk;
+MOEI_AVX2 static size_t moei_columns_avx2(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca,
+                                          const float *b, size_t rb, size_t panel, float *c, size_t ldc, int load) {
+    const size_t wide = moei_wide_columns_avx2(m, n), columns = wide > 0 ? wide : moei_smaller(n, MOEI_PANEL);
+    /* also beyond n: the caller continues there */
+    const moei_prefetch next = moei_prefetch_begin((uintptr_t)(b + panel), k * 64, k * 64, 0);
+    if (wide > 0) moei_wide_rows_avx2(wide, m, k, a, ra, ca, b, panel, c, ldc, load);
+    else if (columns % 8 == 0) moei_rows_avx2(columns > 8, m, k, a, ra, ca, b, rb, c, ldc, load, next);
+    else moei_edge_avx2(columns, m, k, a, ra, ca, b, c, ldc, load, next);
+    return columns;
 }
 
-MOEI_AVX2 static void moei_panels_avx2(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca,
-                                       const float *b, size_t panel, float *c, size_t ldc, int accumulate) {
-    size_t i, j, p, from, rows, chunk, columns;
-    if (k == 0 && !accumulate) moei_zero_rows(m, n, c, ldc);
-    for (i = 0; i < m; i += rows) {
-        rows = moei_smaller(m - i, MOEI_BLOCK_M);
-        for (from = 0; from < k; from += chunk) {
-            chunk = moei_cached_steps(rows, k - from);
-            for (j = 0; j < n; j += columns) {
-                const size_t wide = moei_wide_columns_avx2(rows, n - j);
-                columns = wide > 0 ? wide : moei_smaller(n - j, MOEI_PANEL);
-                for (p = from; p < from + chunk; p += MOEI_BLOCK_K) {
-                    const size_t block = moei_smaller(from + chunk - p, MOEI_BLOCK_K);
-                    const float *ap = a + i * ra + p * ca, *bp = b + j / MOEI_PANEL * panel + p * MOEI_PANEL;
-                    float *cp = c + i * ldc + j;
-                    /* also beyond n: the caller continues there */
-                    const moei_prefetch next = moei_prefetch_begin((uintptr_t)(bp + panel), block * 64, block * 64, 0);
-                    if (wide > 0)
-                        moei_wide_rows_avx2(wide, rows, block, ap, ra, ca, bp, panel, cp, ldc, accumulate || p > 0);
-                    else if (columns % 8 == 0)
-                        moei_rows_avx2(columns > 8, rows, block, ap, ra, ca, bp, MOEI_PANEL, cp, ldc,
-                                       accumulate || p > 0, next);
-                    else moei_edge_avx2(columns, rows, block, ap, ra, ca, bp, cp, ldc, accumulate || p > 0, next);
-                }
-            }
-        }
-    }
-}
+MOEI_PANELS(avx2, MOEI_AVX2, MOEI_BLOCK_M, MOEI_CACHED)
 
 /* Transposes four steps of p in eight rows: y[s] holds step s of rows 0 to 7. Row i begins at b +
    at[i]. */
@@ -3805,29 +3811,18 @@ MOEI_AVX512 static void moei_rows_avx512(int wide, size_t columns, size_t m, siz
 #undef MOEI_CASE
 }
 
-MOEI_AVX512 static void moei_panels_avx512(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca,
-                                           const float *b, size_t panel, float *c, size_t ldc, int accumulate) {
-    size_t i, j, p, from, rows, chunk, columns;
-    if (k == 0 && !accumulate) moei_zero_rows(m, n, c, ldc);
-    for (i = 0; i < m; i += rows) {
-        rows = moei_smaller(m - i, MOEI_BLOCK_M);
-        for (from = 0; from < k; from += chunk) {
-            chunk = moei_cached_steps(rows, k - from);
-            for (j = 0; j < n; j += columns) {
-                const int wide = rows <= MOEI_TILE_WIDE_512 && n - j >= 64;
-                columns = wide ? 64 : n - j < 32 ? n - j : 32;
-                for (p = from; p < from + chunk; p += MOEI_BLOCK_K) {
-                    const size_t block = moei_smaller(from + chunk - p, MOEI_BLOCK_K);
-                    const float *bp = b + j / MOEI_PANEL * panel + p * MOEI_PANEL;
-                    const moei_prefetch next = moei_prefetch_begin((uintptr_t)bp + 2 * panel * sizeof(float),
-                                                                   block * 64, block * 64, panel * sizeof(float));
-                    moei_rows_avx512(wide, columns, rows, block, a + i * ra + p * ca, ra, ca, bp, MOEI_PANEL, panel,
-                                     c + i * ldc + j, ldc, accumulate || p > 0, next);
-                }
-            }
-        }
-    }
+MOEI_AVX512 static size_t moei_columns_avx512(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca,
+                                              const float *b, size_t rb, size_t panel, float *c, size_t ldc,
+                                              int load) {
+    const int wide = m <= MOEI_TILE_WIDE_512 && n >= 64;
+    const size_t columns = wide ? 64 : n < 32 ? n : 32;
+    const moei_prefetch next =
+        moei_prefetch_begin((uintptr_t)b + 2 * panel * sizeof(float), k * 64, k * 64, panel * sizeof(float));
+    moei_rows_avx512(wide, columns, m, k, a, ra, ca, b, rb, panel, c, ldc, load, next);
+    return columns;
 }
+
+MOEI_PANELS(avx512, MOEI_AVX512, MOEI_BLOCK_M, MOEI_CACHED)
 
 /* One block of k for up to MOEI_PACKING_M rows with an unpacked right operand: packs two panels at
    a time into room. */
@@ -5825,30 +5820,7 @@ static size_t moei_columns_v4(size_t m, size_t n, size_t k, const float *a, size
     return columns;
 }
 
-/* How many of the k steps (whole blocks) to take so that the left operand's part stays in the
-   second-level cache during all panels. */
-static size_t moei_cached_steps_v4(size_t rows, size_t k) {
-    const size_t steps = MOEI_CACHED_V4 / rows,
-                 chunk = steps > MOEI_BLOCK_K ? steps - steps % MOEI_BLOCK_K : (size_t)MOEI_BLOCK_K;
-    return k < chunk ? k : chunk;
-}
-
-static void moei_panels_v4(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, const float *b,
-                           size_t panel, float *c, size_t ldc, int accumulate) {
-    size_t i, j, p, from, rows, chunk, columns;
-    if (k == 0 && !accumulate) moei_zero_rows(m, n, c, ldc);
-    for (i = 0; i < m; i += rows) {
-        rows = moei_smaller(m - i, MOEI_BLOCK_M_V4);
-        for (from = 0; from < k; from += chunk) {
-            chunk = moei_cached_steps_v4(rows, k - from);
-            for (j = 0, columns = 0; j < n; j += columns)
-                for (p = from; p < from + chunk; p += MOEI_BLOCK_K)
-                    columns = moei_columns_v4(rows, n - j, moei_smaller(from + chunk - p, MOEI_BLOCK_K),
-                                              a + i * ra + p * ca, ra, ca, b + j / MOEI_PANEL * panel + p * MOEI_PANEL,
-                                              MOEI_PANEL, panel, c + i * ldc + j, ldc, accumulate || p > 0);
-        }
-    }
-}
+MOEI_PANELS(v4, , MOEI_BLOCK_M_V4, MOEI_CACHED_V4)
 
 /* The panel of rows b[0 .. columns) of an NT operand: panel[p][j] = b[j][p]; missing columns are
    0. */
