@@ -217,7 +217,8 @@ class Header:
 
     def find_functions(self):
         """Definitions begin in the first column and have a brace at the end of the line with the
-        last parenthesis, or a body on that line."""
+        last parenthesis, or a body on that line. Macros that make functions may stand before one,
+        with no sign in between: MOEI_MATMUL(...) static void moei_nt_avx2(...) {"""
         found, self.names = [], []
         for m in re.finditer(r'^[A-Za-z_][^;{}#=]*\)\s*\{', self.code, re.M):
             if m.start() < self.begin or self.line_of(m.end()) in self.directives:
@@ -227,7 +228,7 @@ class Header:
                 depth += {'{': 1, '}': -1}.get(self.code[i], 0)
                 i += 1
             found.append((m.end(), i))
-            self.names.append((re.findall(r'(\w+)\(', m.group()) or ['-'])[0])
+            self.names.append((re.findall(r'\b(moe\w+)\(', m.group()) or ['-'])[0])
         return found
 
     def find_probes(self):
