@@ -27,7 +27,8 @@ changes, and the tokens around, so that neither its header nor the form of its l
     --header NAME   only this header, as moe.h or examples/extras/moe_report.h
     --journal FILE  results are kept in it, and a run that is repeated goes on from there;
                     --retry: survivors run again, with the programs that are new or have changed
-    --each S        a mutant's programs take at most about S seconds together
+    --each S        a mutant's programs take at most about S seconds together, the first however long
+                    it takes
     --sample        for few mutants: only the programs that the table names for a mutant's
                     header, with no run beforehand that tells which places a program reaches;
                     ends when the bar is reached
@@ -69,9 +70,9 @@ BUILDS = {
     'vector': dict(compiler='gcc -O0', strict='', options='', dear=True),
 }
 
-# Programs of tests/: build, arguments, about how many seconds they and gcc take, for the first
-# order, and the headers that a sample tries them on: those of which they reach much for their time,
-# or what no other program reaches.
+# Programs of tests/: build, arguments (with commas between them), about how many seconds they and
+# gcc take, for the first order, and the headers that a sample tries them on: those of which they
+# reach much for their time, or what no other program reaches.
 ROWS = '''
 internals     float   -             0.01  kernels routers moe
 saved_by_0_1  float   -             0.01  kernels routers moe
@@ -93,6 +94,9 @@ fuzz_config   float   quick         0.8
 histories     float   quick         0.8   moe
 layer         float   -             1.1   routers moe
 presets       float   -             0.3   routers moe
+tokenizers    float   -             0.05  import
+models        float   tests/golden/models 0.2 import
+float_lists   float   -             0.3   export
 inference     float   quick         1.2   moe export
 checked       float   quick         1.5   check
 theory        float   -             1.2   routers
@@ -110,6 +114,9 @@ ranks         float   quick         2.8   routers ranks
 state         float   quick         2.5   routers moe
 attention     double  -             3
 int_scores    float   quick         3.3   export
+tokens        float   -             3.5   import
+imported      float   -             4     import
+fuzz_file     float   -             4
 parallel      float   -             3.4
 ranks_nets    float   -             4.5   ranks
 failures      float   -             5
@@ -118,7 +125,10 @@ report        float   -             6     report
 forms         double  -             6
 routers       float   quick         6     routers
 int_sequences float   quick         8     kernels
+models        float   tests/golden/models,tests/golden/shapes.py 6
+int_errors    float   quick         8
 robust        float   quick         10
+models        vector  tests/golden/models,tests/golden/shapes.py 8
 quant         vector  quick         8     kernels
 kernels       vector  quick         4     kernels
 kernels       vector  -             14
@@ -634,7 +644,7 @@ class Row:
         self.name, self.build_name, arguments, seconds = words[:4]
         self.headers = words[4:]
         self.build = BUILDS[self.build_name]
-        self.arguments = [] if arguments == '-' else [arguments]
+        self.arguments = [] if arguments == '-' else arguments.split(',')
         self.second = SECOND.get('%s %s' % (self.name, arguments))
         self.seconds, self.runs, self.kills = float(seconds), {}, {}
         self.prepared, self.passes, self.reached = False, False, None
@@ -754,11 +764,14 @@ class Trial:
         try:
             while rows:
                 row = max(rows, key=lambda r: r.worth(name))
+                if spent and spent + row.seconds > self.seconds:
+                    rows.remove(row)
+                    continue
                 if not row.prepared:
                     row.prepare(self.place, self.headers, self.journal, self.sampling)
                     continue
                 rows.remove(row)
-                if spent + row.seconds > self.seconds or not row.may_reach(name, probe):
+                if not row.may_reach(name, probe):
                     continue
                 self.place.write(name, mutant.mutated())
                 library = 'library.%s.o' % row.build_name

@@ -446,6 +446,52 @@ static void test_reset(void) {
     CHECK(near_to((double)out.gate_temperature, 1, 0) && near_to((double)out.affinity_mass, 1, 0) && out.preset == 0);
 }
 
+/* Exact bytes of workspace of a layer of each preset for 24 tokens, forward alone and forward and
+   backward: a row counts what its arrays need, and so grows or shrinks when one does. In float, with
+   plain C's rows and pointers of 64 bits. */
+static void test_workspaces(void) {
+    static const struct {
+        const char *preset;
+        size_t forward, training;
+    } rows[] = {
+        {"smoe", 13311, 31423}, {"similarity_smoe", 17151, 42175}, {"attention_smoe", 17247, 42271},
+        {"similarity_glam", 17151, 42175}, {"attention_glam", 17247, 42271}, {"similarity_xmoe", 18079, 43871},
+        {"attention_xmoe", 18175, 43967}, {"similarity_smoe_dropout", 17151, 42175},
+        {"attention_smoe_dropout", 17247, 42271}, {"glam", 13311, 31423}, {"switch", 13487, 26799},
+        {"gshard", 12543, 29119}, {"noisy_topk", 12543, 39871}, {"vmoe", 12543, 39871}, {"xmoe", 14239, 33119},
+        {"xmoe_code", 14239, 33119}, {"smoe_dropout", 21711, 96271}, {"sigma_moe", 13743, 38767},
+        {"acmoe", 15935, 34047}, {"acmoe_code", 16095, 34207}, {"acmoe_mix2", 15935, 34047},
+        {"acmoe_threshold", 24335, 98895}, {"soft_acmoe", 26575, 44143}, {"aoe", 17247, 38047},
+        {"aoe_code", 17247, 38047}, {"aoe_top_p", 20847, 69295}, {"aoe_expert_choice", 23407, 71855},
+        {"norm_routing", 42783, 88543}, {"locmoe", 9935, 20943}, {"locmoe_plus", 14127, 53359},
+        {"importance_gate", 16431, 51055}, {"dual_temperature", 16431, 51055}, {"attentive_gate", 30255, 77935},
+        {"similarity_gate", 16431, 51055}, {"expert_choice", 24271, 98831}, {"mixture_of_depths", 10127, 18543},
+        {"base", 11951, 28959}, {"dselect_k", 24591, 100303}, {"thor", 11951, 25263}, {"sinkhorn", 12719, 26799},
+        {"soft_moe", 23919, 40975}, {"top_p", 21711, 96271}, {"dynmoe", 21871, 96431}, {"competesmoe", 13311, 158911},
+        {"remoe", 21711, 96271}, {"mixtral", 10527, 25567}, {"qwen2_moe", 36959, 102303}, {"qwen3_moe", 56319, 141631},
+        {"olmoe", 33791, 94527}, {"deepseek_v2", 71087, 168303}, {"deepseek_v3", 104543, 243615},
+        {"deepseek_v4", 103343, 234351}, {"llama4", 15887, 34575}, {"gpt_oss", 53919, 123103}, {"dbrx", 14511, 40687},
+        {"grok1", 10527, 25567}, {"phi35_moe", 13311, 31807}, {"granite_moe", 25343, 76863}, {"gemma4", 57183, 142495},
+        {"minimax_m2", 101375, 235839}, {"nemotron3", 202287, 455023}, {"moe_pp", 11887, 29615},
+        {"adamoe", 17311, 46559}, {"longcat_flash", 283999, 631199}, {"expert_threshold", 24271, 98911},
+        {"moge", 42335, 116895}, {"grok2", 10527, 26335}, {"trinity", 102143, 225087}};
+    moe_layer_config c;
+    moe_layer layer;
+    size_t i, bytes[2];
+    for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        CHECK_STATUS(moe_layer_preset(rows[i].preset, &c, NULL), MOE_OK);
+        c.router.d_model = 16;
+        c.d_ff = 8;
+        c.kernels = MOE_KERNELS_C;
+        if (!CHECK(moe_layer_create(&layer, &c, 1, 5, NULL, NULL) == MOE_OK, rows[i].preset)) continue;
+        CHECK_STATUS(moe_layer_work_size(&layer, 24, 0, &bytes[0]), MOE_OK);
+        CHECK_STATUS(moe_layer_work_size(&layer, 24, 1, &bytes[1]), MOE_OK);
+        CHECKF(bytes[0] == rows[i].forward && bytes[1] == rows[i].training, "{\"%s\", %lu, %lu}", rows[i].preset,
+               (unsigned long)bytes[0], (unsigned long)bytes[1]);
+        moe_layer_free(&layer);
+    }
+}
+
 int main(void) {
     CASE(test_reset());
     CASE(test_capacity_average());
@@ -457,5 +503,6 @@ int main(void) {
     CASE(test_raw_input());
     CASE(test_parity());
     CASE(test_competition());
+    if (!MOE_REAL_IS_DOUBLE && sizeof(size_t) == 8) CASE(test_workspaces());
     return test_end();
 }

@@ -1365,8 +1365,45 @@ static void test_chat(void) {
     moe_buffer_free(&b);
 }
 
+/* The classes of all code points: their number of runs, and a hash of where each begins and what it
+   is, which Python's unicodedata 14 gives as well (tests/quality/unicode.py has its classes). Then
+   the code points of each set that an expression lists. */
+static void test_classes(void) {
+    static const uint32_t sets[][3] = {
+        {MOEI_RUNES_HAN, 94215, 0xc681f607},
+        {MOEI_RUNES_KANA, 21094, 0x06533cfe},
+        {MOEI_RUNES_EAST, 50086, 0xa9570c3e},
+        {MOEI_RUNES_CASED, 2729, 0xbc3e19f9},
+        {MOEI_RUNES_MARKS, 179, 0x061bee70},
+        {MOEI_RUNES_LINE, 2, 0x808f4b70},
+        {MOEI_RUNES_FALCON, 9, 0x092e27eb},
+        {MOEI_RUNES_DEFAULT, 8, 0xcddeaf71},
+        {MOEI_RUNES_DIGIT, 10, 0xf9808ff2}};
+    uint32_t hash = 2166136261u, code, last = 0, runs = 0;
+    size_t i;
+    for (code = 0; code < 0x110000; code++) {
+        const uint32_t kind = moei_rune_kind(code);
+        if (kind == last) continue;
+        hash = ((hash ^ code) * 16777619u ^ kind) * 16777619u;
+        last = kind;
+        runs++;
+    }
+    CHECKF(runs == 3419 && hash == 0x80f6f733u, "%lu runs, %#lx", (unsigned long)runs, (unsigned long)hash);
+    for (i = 0; i < sizeof sets / sizeof *sets; i++) {
+        uint32_t members = 0;
+        for (code = 0, hash = 2166136261u; code < 0x32000; code++)
+            if (moei_rune_is_in(code, (int)sets[i][0])) {
+                hash = (hash ^ code) * 16777619u;
+                members++;
+            }
+        CHECKF(members == sets[i][1] && hash == sets[i][2], "set %lu: %lu members, %#lx", (unsigned long)i,
+               (unsigned long)members, (unsigned long)hash);
+    }
+}
+
 int main(void) {
     CASE(test_chat());
+    CASE(test_classes());
     CASE(test_memory());
     CASE(test_reads());
     CASE(test_growing());
