@@ -1052,6 +1052,14 @@ static void refuse_inference(int weights, moe_built_model *built, unsigned char 
     IS(MOE_ERR_ARGUMENT, moe_infer(&built->model, NULL, input, output, NULL, built->model.scratch_size));
     IS(MOE_ERR_SPACE, moe_infer(&built->model, NULL, input, output, scratch, built->model.scratch_size - 1));
     IS(MOE_OK, moe_infer(&built->model, NULL, input, output, scratch, built->model.scratch_size));
+    if (weights != MOE_WEIGHTS_FLOAT) { /* weights that are elsewhere need a loader that fetches them */
+        moe_model lacks = built->model;
+        moe_loader loader;
+        memset(&loader, 0, sizeof loader);
+        lacks.experts = NULL;
+        IS(MOE_ERR_UNSUPPORTED, moe_infer(&lacks, NULL, input, output, scratch, lacks.scratch_size));
+        IS(MOE_ERR_UNSUPPORTED, moe_infer(&lacks, &loader, input, output, scratch, lacks.scratch_size));
+    }
     if (built->model.net != NULL) { /* a model that asks for less than its network needs */
         moe_model small = built->model;
         small.scratch_size /= 2;

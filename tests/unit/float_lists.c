@@ -303,6 +303,8 @@ static const char *const unlisted[][2] = {{"score=cosine", "score"},
                                           {"swiglu_limit=7", "a shaped gate"},
                                           {"select=sinkhorn gate=relu", "the selection with this gate"},
                                           {"n_copy=1", "experts without matrices"},
+                                          {"renormalize=after expert_scale=1", "renormalize with expert_scale"},
+                                          {"select=sample sample_at=always", "sample_at = always"},
                                           {"refine=similarity causal=1", "refine"}};
 
 static void test_unlisted(void) {
@@ -380,6 +382,17 @@ static void test_errors(void) {
         *entry = was;
     }
     moe_net_free(&net);
+    /* an operation has 16 bits for an id */
+    for (i = 0; i < 2; i++) {
+        c.router.table_size = 65535 + (int)i;
+        moe_net_init(&net, 0, MOE_KERNELS_C, NULL);
+        moe_net_embedding(&net, VOCABULARY, 6);
+        moe_net_mixture(&net, &c);
+        if (CHECK(moe_net_build(&net, 0, 3, NULL) == MOE_OK && moe_model_create(&built, &net, NULL, NULL) == MOE_OK))
+            CHECK(i == 0 ? built.model.net == NULL : strcmp(built.obstacle, "table_size") == 0);
+        moe_model_free(&built);
+        moe_net_free(&net);
+    }
     /* a logit that is not finite */
     memset(&c, 0, sizeof c);
     moe_net_init(&net, 4, MOE_KERNELS_C, NULL);
