@@ -132,6 +132,11 @@ static void refuse_passes(void) {
     CHECK(pass.expert_outputs == NULL);
     IS(MOE_ERR_STATE, moe_layer_backward(&layer, y, NULL, NULL, &pass)); /* after a forward without training */
     IS(MOE_ERR_STATE, moe_layer_backward_experts(&layer, y, y, NULL, NULL, &pass));
+    call.keep = 1; /* has the rows of training, but was none */
+    IS(MOE_OK, moe_layer_forward(&layer, &call, y, work, size, &pass));
+    IS(MOE_ERR_STATE, moe_layer_backward(&layer, y, NULL, NULL, &pass));
+    IS(MOE_ERR_STATE, moe_layer_backward_experts(&layer, y, y, NULL, NULL, &pass));
+    call.keep = 0;
     call.training = 1;
     IS(MOE_OK, moe_layer_forward(&layer, &call, y, work, size, &pass));
     IS(MOE_ERR_ARGUMENT, moe_layer_backward(NULL, y, NULL, NULL, &pass));
@@ -862,6 +867,11 @@ static void test_files(void) {
     buffer.capacity = 0;
     REFUSED(MOE_ERR_IO, "edges-test", moe_file_read("edges-test/none", &buffer, &error));
 #endif
+    IS(MOE_OK, moe_layer_write(&layer, &stream, &error));
+    IS(MOE_OK, moe_layer_read(&read_layer, buffer.data, buffer.size, 0, MOE_KERNELS_C, NULL, &error));
+    CHECK(read_layer.config.kernels == MOE_KERNELS_C && read_layer.config.transport == NULL);
+    moe_layer_free(&read_layer);
+    buffer.size = 0;
     IS(MOE_OK, moe_net_write(&net, &stream, &error));
     REFUSED(MOE_ERR_ARGUMENT, "must not be NULL", moe_net_read(NULL, buffer.data, buffer.size, 0, 0, NULL, &error));
     REFUSED(MOE_ERR_ARGUMENT, "must not be NULL",

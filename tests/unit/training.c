@@ -1228,6 +1228,32 @@ static void test_checkpoints(void) {
     remove(path[0]);
 }
 
+/* The text of a checkpoint's settings has at most 800 characters; more is not read in part. */
+static void test_long_text(void) {
+    samples s = samples_of(12, 16);
+    moe_net net = net_of(SPARSE, 17, NULL);
+    moe_train_config c = usual(MOE_OPTIMIZER_ADAMW);
+    moe_trainer t = trainer_of(&net, &c);
+    char text[801];
+    moe_metadata entry;
+    moe_buffer file;
+    moe_stream stream;
+    moe_error error;
+    place(&s);
+    memset(&file, 0, sizeof file);
+    memset(text, 'x', sizeof text);
+    text[800] = '\0';
+    stream = moe_buffer_stream(&file);
+    entry.key = "moe.trainer";
+    entry.value = text;
+    CHECK_STATUS(moe_file_write(&stream, net.tensors, net.n_tensors, &entry, 1, NULL, &error), MOE_OK, "write");
+    CHECK_STATUS(moe_trainer_read(&t, file.data, file.size, &error), MOE_ERR_FORMAT, "read");
+    CHECK(strstr(error.message, "the text is too long") != NULL, error.message);
+    moe_buffer_free(&file);
+    moe_trainer_free(&t);
+    moe_net_free(&net);
+}
+
 /* A layer that was packed computes with the weights that a checkpoint brings, not with those that
    were packed. */
 static void test_packed_checkpoint(void) {
@@ -1953,6 +1979,7 @@ int main(int count, char **words) {
     CASE(test_too_long());
     CASE(test_checkpoints());
     CASE(test_packed_checkpoint());
+    CASE(test_long_text());
     CASE(test_refused_checkpoints());
     CASE(test_damaged_checkpoints());
     CASE(test_failed_writing());
