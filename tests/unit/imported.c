@@ -510,6 +510,49 @@ static void test_refusals_folder(void) {
     free(config.p);
 }
 
+/* Each setting has bounds, and messages name what is beyond. */
+static void test_bounds(void) {
+    static const char *const rows[][2] = {{"kv_lora_rank", "0"},
+                                          {"num_hidden_layers", "0"},
+                                          {"num_hidden_layers", "1025"},
+                                          {"max_position_embeddings", "16777218"},
+                                          {"num_attention_heads", "65537"},
+                                          {"qk_nope_head_dim", "0"},
+                                          {"qk_rope_head_dim", "65537"},
+                                          {"v_head_dim", "0"},
+                                          {"rms_norm_eps", "1.5"},
+                                          {"rope_theta", "0.0009"},
+                                          {"factor", "1000001"},
+                                          {"original_max_position_embeddings", "0"},
+                                          {"beta_fast", "1000001"},
+                                          {"beta_slow", "1000001"},
+                                          {"mscale", "1000001"},
+                                          {"mscale", "-1000001"}};
+    const bytes b = read_file(FOLDER "deepseek_v3-bf16/model.safetensors");
+    const bytes config = read_file(FOLDER "deepseek_v3-bf16/config.json");
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        char from[64], with[64], says[64];
+        bytes changed;
+        moe_import_source sources[2];
+        moe_imported model;
+        moe_error error;
+        moe_status status;
+        sprintf(from, "\"%s\"", rows[i][0]);
+        sprintf(with, "\"%s\": %s", rows[i][0], rows[i][1]);
+        sprintf(says, "%s = %s", rows[i][0], rows[i][1]);
+        changed = edited(config, from, ",", with);
+        sources[0] = moe_import_memory("model.safetensors", b.p, b.n);
+        sources[1] = moe_import_memory("config.json", changed.p, changed.n);
+        status = moe_import_read_model(&model, sources, 2, NULL, NULL, &error);
+        CHECKF(status == MOE_ERR_CONFIG && strstr(error.message, says) != NULL, "%s: %s", says, error.message);
+        if (status == MOE_OK) moe_import_free(&model);
+        free(changed.p);
+    }
+    free(b.p);
+    free(config.p);
+}
+
 /* ---- files from strangers ---- */
 
 /* Imports the sources, and runs the model where it is one; whether it is. */
@@ -1027,6 +1070,7 @@ int main(void) {
     CASE(test_refusals_gguf());
     CASE(test_refusals_oss());
     CASE(test_refusals_folder());
+    CASE(test_bounds());
     CASE(test_bytes(gguf, 1, 0, 2500, 8));
     CASE(test_bytes(gguf_oss, 1, 0, 3500, 12));
     CASE(test_bytes(folder, 2, 0, 9000, 60));

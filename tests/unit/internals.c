@@ -508,12 +508,26 @@ static void test_row_beyond(void) {
     CHECK(m.run.status == MOE_OK, "token 2 of 3");
 }
 
+/* Operations name vectors, and mixtures operations, by 16 bits, of which 65535 says none. */
+static void test_most_of_a_list(void) {
+    moei_maker m;
+    int32_t *list = NULL;
+    uint32_t i, good = 0;
+    memset(&m, 0, sizeof m);
+    for (i = 0; i < 65535; i++) good += moei_maker_push(&m, &list, &i, sizeof i) == i;
+    CHECK(good == 65535 && m.status == MOE_OK);
+    CHECK(moei_maker_push(&m, &list, &i, sizeof i) == 0 && m.status == MOE_ERR_OVERFLOW);
+    CHECK(moei_array_length(list) == 65535 && list[65534] == 65534);
+    moei_array_free(NULL, &list, sizeof *list);
+}
+
 int main(void) {
     CASE(test_measures());
     CASE(test_weights());
     CASE(test_clusters());
     CASE(test_rotation());
     CASE(test_row_beyond());
+    CASE(test_most_of_a_list());
     CASE(test_tensor_names());
     CASE(test_digits());
     CASE(test_alignment());
