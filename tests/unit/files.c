@@ -339,6 +339,9 @@ static void test_messages(void) {
         CHECK(moe_file_open(&file, bytes, size, &error) == MOE_ERR_FORMAT);
         CHECK(strcmp(error.message, wrong[i][1]) == 0, error.message);
     }
+    CHECK(moe_file_open(&file, bytes, 11, &error) == MOE_ERR_FORMAT);
+    sprintf(text, "the header length is %lu, but only 3 bytes follow", (unsigned long)strlen(wrong[i - 1][0]));
+    CHECK(strstr(error.message, text) != NULL, error.message);
     free(bytes);
     memset(name, 'n', sizeof name);
     name[sizeof name - 1] = '\0';

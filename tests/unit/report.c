@@ -714,6 +714,10 @@ static void test_messages(void) {
     f.column_names = names;
     CHECK(write_as(&f, HTML) == MOE_OK && holds("The first 3000 of 100000 tokens.") &&
           holds("One of 100 rows is shown."));
+    f.columns = 3001; /* a picture ends before the last, a text does not */
+    names[3000] = "last";
+    CHECK(write_as(&f, SVG) == MOE_OK && !holds(">last<") && write_as(&f, TEXT) == MOE_OK && holds("last\n"));
+    names[3000] = "tok";
 }
 
 /* A bar that is twice as long as another stands for a number that is twice as large. */
