@@ -1001,6 +1001,7 @@ static void try_thresholds(void) {
    are not. */
 static void try_signs(void) {
     moe_real thresholds[4] = {0, (moe_real)0.5, 1, 2};
+    size_t e;
     const moe_real *tensors[MOE_ROUTER_PARAMETER_COUNT] = {NULL};
     moei_int_router_plan plan;
     moe_router_config c;
@@ -1017,10 +1018,14 @@ static void try_signs(void) {
           "no thresholds");
     tensors[MOE_ROUTER_THRESHOLD] = thresholds;
     CHECK(moei_int_router_plan_make(&c, tensors, 8, NULL, 0, &plan, &error) == MOE_OK, error.message);
-    thresholds[2] = (moe_real)-0.25;
-    CHECK(moei_int_router_plan_make(&c, tensors, 8, NULL, 0, &plan, &error) == MOE_ERR_UNSUPPORTED &&
-              strstr(error.message, "gate = identity has no integer form") != NULL,
-          "a threshold below 0");
+    for (e = 0; e < 4; e++) {
+        const moe_real was = thresholds[e];
+        thresholds[e] = (moe_real)-0.25;
+        CHECK(moei_int_router_plan_make(&c, tensors, 8, NULL, 0, &plan, &error) == MOE_ERR_UNSUPPORTED &&
+                  strstr(error.message, "gate = identity has no integer form") != NULL,
+              "a threshold below 0");
+        if (e < 3) thresholds[e] = was;
+    }
     c.threshold_sigmoid = 1; /* a sigmoid is above 0 */
     CHECK(moei_int_router_plan_make(&c, tensors, 8, NULL, 0, &plan, &error) == MOE_OK, error.message);
     c.threshold_sigmoid = c.threshold_learned = 0;

@@ -620,8 +620,43 @@ static void test_trainer(void) {
     free(target);
 }
 
+/* A module without a router shares its work as well, and the order of the tasks changes no bit. */
+static void test_feed_forward(void) {
+    moe_net net;
+    moe_call call;
+    moe_net_pass pass;
+    moe_parallel team;
+    moe_real *x = normals(40 * 24), *first = NULL;
+    size_t bytes = 0;
+    void *work;
+    int calls = 0, turn;
+    memset(&call, 0, sizeof call);
+    memset(&team, 0, sizeof team);
+    team.ctx = &calls;
+    team.run = backwards;
+    team.always = 1;
+    team.threads = 3;
+    CHECK(moe_net_init(&net, 24, MOE_KERNELS_AUTO, NULL) == MOE_OK && moe_net_feed_forward(&net, NULL) == MOE_OK &&
+          moe_net_build(&net, 0, 3, NULL) == MOE_OK && moe_net_work_size(&net, 40, 0, &bytes) == MOE_OK);
+    work = grab(1, bytes);
+    call.n_tokens = 40;
+    call.x = x;
+    for (turn = 0; turn < 2; turn++) {
+        call.parallel = turn == 0 ? NULL : &team;
+        CHECK_STATUS(moe_net_forward(&net, &call, work, bytes, &pass), MOE_OK);
+        CHECK((calls > 0) == turn);
+        if (turn == 0) memcpy(first = reals(40 * 24), pass.y, 40 * 24 * sizeof *first);
+        else CHECK(same_reals(first, pass.y, 40 * 24));
+    }
+    free(first);
+    free(work);
+    free(x);
+    moe_net_free(&net);
+}
+
 int main(void) {
     moe_rng_seed(&rng, 31);
+    CASE(test_feed_forward());
     CASE(test_report_is_relative());
     CASE(test_mishaps());
     CASE(test_trainer());
