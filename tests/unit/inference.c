@@ -1497,7 +1497,14 @@ static void test_streams(void) {
 /* What the header of a float model says of its mixtures: swiglu experts are three matrices of 6 x
    5. */
 static void test_float_comment(void) {
+    static const char masks[] =
+        "#if defined(MOE_IMPLEMENTATION) && defined(MOE_NO_TRAIN) && !defined(MOE_H) && !defined(MOE_KEEP_ALL)\n"
+        "#define MOE_KEEP_ACTS 3\n#define MOE_KEEP_SCORES 1\n#define MOE_KEEP_GATES 1\n#define MOE_KEEP_SELECTS 1\n"
+        "#define MOE_KEEP_WEIGHTS 1\n#define MOE_KEEP_INPUTS 1\n#define MOE_KEEP_REFINES 1\n"
+        "#define MOE_KEEP_MODULES 11\n#define MOE_KEEP_EXTRAS 0\n"
+        "#ifndef MOE_NO_MESSAGES\n#define MOE_NO_MESSAGES\n#endif\n#endif\n\n#include \"moe.h\"\n";
     char line[100];
+    const char *after;
     moe_model_config config;
     moe_built_model built;
     moe_layer_config c;
@@ -1527,6 +1534,10 @@ static void test_float_comment(void) {
         return;
     CHECK(moe_export_c(&built, "said", &stream, NULL) == MOE_OK && stream.write(stream.ctx, "", 1) == MOE_OK,
           "is printed, and ends as a string");
+    after = (const char *)text.data;
+    CHECK(strstr(after, masks) != NULL, "what the build leaves out");
+    after = strstr(after, " has left out: define MOE_KEEP_ALL before both");
+    CHECK(after != NULL && strstr(after + 2, "has left out") == NULL, "once");
     for (i = 0; i < 2; i++) {
         sprintf(line, "MoE layer %d %d experts of %lu bytes, at most %d per token\n", i, i ? 7 : 4,
                 (unsigned long)(90 * sizeof(moe_real)), i ? 3 : 2);
