@@ -839,6 +839,9 @@ static void test_files(void) {
     moe_trainer none;
     moe_buffer buffer;
     moe_stream stream, full;
+    test_heap heap;
+    long calls[2];
+    int turn;
     memset(&none, 0, sizeof none);
     memset(&buffer, 0, sizeof buffer);
     memset(&full, 0, sizeof full);
@@ -855,6 +858,18 @@ static void test_files(void) {
     REFUSED(MOE_ERR_STATE, "not made", moe_trainer_write(&none, &stream, &error));
     CHECK(buffer.size == 0);
 #ifndef MOE_NO_STDIO
+    IS(MOE_OK, moe_layer_save(&layer, "edges-test", &error));
+    for (turn = 0; turn < 2; turn++) { /* the bytes of a file lie in the allocator's memory too */
+        const moe_allocator a = test_allocator(&heap, 0);
+        if (turn == 0) IS(MOE_OK, moe_layer_load(&read_layer, "edges-test", 0, MOE_KERNELS_AUTO, &a, &error));
+        else IS(MOE_OK, moe_layer_read(&read_layer, buffer.data, buffer.size, 0, MOE_KERNELS_AUTO, &a, &error));
+        calls[turn] = heap.calls;
+        if (turn == 0) IS(MOE_OK, moe_file_read("edges-test", &buffer, &error));
+        moe_layer_free(&read_layer);
+        CHECK(heap.blocks == 0);
+    }
+    CHECK(calls[0] > calls[1] && remove("edges-test") == 0);
+    moe_buffer_free(&buffer);
     REFUSED(MOE_ERR_ARGUMENT, "must not be NULL", moe_layer_save(NULL, "edges-test", &error));
     REFUSED(MOE_ERR_ARGUMENT, "must not be NULL", moe_net_save(NULL, "edges-test", &error));
     REFUSED(MOE_ERR_STATE, "not made", moe_trainer_save(&none, "edges-test", &error));

@@ -2777,8 +2777,11 @@ static void test_mismatch(void) {
                         rows[i].want, m.error[r].message);
                 CHECK(m.status[r] == rows[i].want, text);
                 if (rows[i].name[0] != '\0') {
-                    char other[20];
+                    const char *value = strchr(rows[i].settings, '=');
+                    char other[40];
                     sprintf(other, "rank %d", r != odd ? odd : odd == 0 ? 1 : 0);
+                    if (r != odd && value != NULL)
+                        sprintf(other + strlen(other), " has %.*s;", (int)strcspn(value + 1, " "), value + 1);
                     CHECK(strstr(m.error[r].message, rows[i].name) != NULL && strstr(m.error[r].message, other) != NULL,
                           text);
                 }
