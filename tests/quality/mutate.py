@@ -27,8 +27,8 @@ changes, and the tokens around, so that neither its header nor the form of its l
     --header NAME   only this header, as moe.h or examples/extras/moe_report.h
     --journal FILE  results are kept in it, and a run that is repeated goes on from there;
                     --retry: survivors run again, with the programs that are new or have changed
-    --each S        a mutant's programs take at most about S seconds together, the first however long
-                    it takes
+    --each S        a mutant's programs take at most about S seconds together, the first however
+                    long it takes
     --sample        for few mutants: only the programs that the table names for a mutant's
                     header, with no run beforehand that tells which places a program reaches;
                     ends when the bar is reached

@@ -833,15 +833,39 @@ static void read_values(moe_buffer *buffer) {
     IS(MOE_ERR_ARGUMENT, moe_file_values(&odd, 0, 1, values, NULL));
 }
 
+#ifndef MOE_NO_STDIO
+/* A layer's kernels are those that it is read with; the bytes of its file lie in the allocator's
+   memory too. */
+static void test_layer_files(void) {
+    moe_layer layer = make_layer("top_k=2", 0), loaded;
+    moe_buffer buffer;
+    test_heap heap;
+    long calls[2];
+    int turn;
+    memset(&buffer, 0, sizeof buffer);
+    IS(MOE_OK, moe_layer_save(&layer, "edges-test", &error));
+    IS(MOE_OK, moe_file_read("edges-test", &buffer, &error));
+    for (turn = 0; turn < 2; turn++) {
+        const moe_allocator a = test_allocator(&heap, 0);
+        if (turn == 0) IS(MOE_OK, moe_layer_load(&loaded, "edges-test", 0, MOE_KERNELS_C, &a, &error));
+        else IS(MOE_OK, moe_layer_read(&loaded, buffer.data, buffer.size, 0, MOE_KERNELS_C, &a, &error));
+        calls[turn] = heap.calls;
+        CHECK(loaded.config.kernels == MOE_KERNELS_C && loaded.config.transport == NULL);
+        moe_layer_free(&loaded);
+        CHECK(heap.blocks == 0);
+    }
+    CHECK(calls[0] > calls[1] && remove("edges-test") == 0);
+    moe_buffer_free(&buffer);
+    moe_layer_free(&layer);
+}
+#endif
+
 static void test_files(void) {
     moe_layer layer = make_layer("top_k=2", 0), read_layer;
     moe_net net = make_net("top_k=2", 1), raw = unbuilt("top_k=2"), read_net;
     moe_trainer none;
     moe_buffer buffer;
     moe_stream stream, full;
-    test_heap heap;
-    long calls[2];
-    int turn;
     memset(&none, 0, sizeof none);
     memset(&buffer, 0, sizeof buffer);
     memset(&full, 0, sizeof full);
@@ -858,18 +882,6 @@ static void test_files(void) {
     REFUSED(MOE_ERR_STATE, "not made", moe_trainer_write(&none, &stream, &error));
     CHECK(buffer.size == 0);
 #ifndef MOE_NO_STDIO
-    IS(MOE_OK, moe_layer_save(&layer, "edges-test", &error));
-    for (turn = 0; turn < 2; turn++) { /* the bytes of a file lie in the allocator's memory too */
-        const moe_allocator a = test_allocator(&heap, 0);
-        if (turn == 0) IS(MOE_OK, moe_layer_load(&read_layer, "edges-test", 0, MOE_KERNELS_AUTO, &a, &error));
-        else IS(MOE_OK, moe_layer_read(&read_layer, buffer.data, buffer.size, 0, MOE_KERNELS_AUTO, &a, &error));
-        calls[turn] = heap.calls;
-        if (turn == 0) IS(MOE_OK, moe_file_read("edges-test", &buffer, &error));
-        moe_layer_free(&read_layer);
-        CHECK(heap.blocks == 0);
-    }
-    CHECK(calls[0] > calls[1] && remove("edges-test") == 0);
-    moe_buffer_free(&buffer);
     REFUSED(MOE_ERR_ARGUMENT, "must not be NULL", moe_layer_save(NULL, "edges-test", &error));
     REFUSED(MOE_ERR_ARGUMENT, "must not be NULL", moe_net_save(NULL, "edges-test", &error));
     REFUSED(MOE_ERR_STATE, "not made", moe_trainer_save(&none, "edges-test", &error));
@@ -882,11 +894,6 @@ static void test_files(void) {
     buffer.capacity = 0;
     REFUSED(MOE_ERR_IO, "edges-test", moe_file_read("edges-test/none", &buffer, &error));
 #endif
-    IS(MOE_OK, moe_layer_write(&layer, &stream, &error));
-    IS(MOE_OK, moe_layer_read(&read_layer, buffer.data, buffer.size, 0, MOE_KERNELS_C, NULL, &error));
-    CHECK(read_layer.config.kernels == MOE_KERNELS_C && read_layer.config.transport == NULL);
-    moe_layer_free(&read_layer);
-    buffer.size = 0;
     IS(MOE_OK, moe_net_write(&net, &stream, &error));
     REFUSED(MOE_ERR_ARGUMENT, "must not be NULL", moe_net_read(NULL, buffer.data, buffer.size, 0, 0, NULL, &error));
     REFUSED(MOE_ERR_ARGUMENT, "must not be NULL",
@@ -2445,6 +2452,9 @@ int main(void) {
     CASE(test_modular());
     CASE(test_hme());
     CASE(test_files());
+#ifndef MOE_NO_STDIO
+    CASE(test_layer_files());
+#endif
     CASE(test_models_refused());
     if (!MOE_REAL_IS_DOUBLE) CASE(test_model_calls(MOE_WEIGHTS_FLOAT));
     CASE(test_model_calls(MOE_WEIGHTS_INT8));

@@ -338,6 +338,27 @@ static void test_unlisted(void) {
     test_about = "";
 }
 
+/* An operation has 16 bits for an id. */
+static void test_long_table(void) {
+    int size;
+    for (size = 65535; size <= 65536; size++) {
+        moe_layer_config c;
+        moe_net net;
+        moe_built_model built;
+        memset(&c, 0, sizeof c);
+        c.router.select = MOE_SELECT_HASH;
+        c.router.table_size = size;
+        moe_net_init(&net, 0, MOE_KERNELS_C, NULL);
+        moe_net_embedding(&net, VOCABULARY, 6);
+        moe_net_mixture(&net, &c);
+        if (CHECK(moe_net_build(&net, 0, 3, NULL) == MOE_OK && moe_model_create(&built, &net, NULL, NULL) == MOE_OK))
+            CHECK(size == 65535 ? built.model.net == NULL
+                                : built.obstacle != NULL && strcmp(built.obstacle, "table_size") == 0);
+        moe_model_free(&built);
+        moe_net_free(&net);
+    }
+}
+
 static void test_errors(void) {
     moe_layer_config c;
     moe_model_config config;
@@ -382,17 +403,6 @@ static void test_errors(void) {
         *entry = was;
     }
     moe_net_free(&net);
-    /* an operation has 16 bits for an id */
-    for (i = 0; i < 2; i++) {
-        c.router.table_size = 65535 + (int)i;
-        moe_net_init(&net, 0, MOE_KERNELS_C, NULL);
-        moe_net_embedding(&net, VOCABULARY, 6);
-        moe_net_mixture(&net, &c);
-        if (CHECK(moe_net_build(&net, 0, 3, NULL) == MOE_OK && moe_model_create(&built, &net, NULL, NULL) == MOE_OK))
-            CHECK(i == 0 ? built.model.net == NULL : strcmp(built.obstacle, "table_size") == 0);
-        moe_model_free(&built);
-        moe_net_free(&net);
-    }
     /* a logit that is not finite */
     memset(&c, 0, sizeof c);
     moe_net_init(&net, 4, MOE_KERNELS_C, NULL);
@@ -412,5 +422,6 @@ int main(int n, char **words) {
     CASE(test_latent());
     CASE(test_unlisted());
     CASE(test_errors());
+    CASE(test_long_table());
     return test_end();
 }

@@ -482,7 +482,7 @@ static void test_refusals_oss(void) {
         {"yarn", "none", MOE_OK, ""},
         {"gpt-oss.rope.scaling.type", "gpt-oss.rope.scaling.typo", MOE_OK, ""},
         {"blk.1.attn_sinks.weight", "blk.1.attn_sunks.weight", MOE_ERR_NOT_FOUND, "attn_sinks.weight': missing"},
-        {"blk.1.post_attention_norm.weight", "blk.1.post_attention_nurm.weight", MOE_ERR_NOT_FOUND, "norm.weight': miss"},
+        {"blk.1.post_attention_norm.weight", "blk.1.post_attention_nurm.weight", MOE_ERR_NOT_FOUND, "missing"},
         {"blk.1.attn_output.bias", "blk.1.attn_outpit.bias", MOE_ERR_NOT_FOUND, "attn_output.bias': missing"},
         {"blk.1.attn_q.bias", "blk.1.attn_p.bias", MOE_ERR_NOT_FOUND, "attn_q.bias': missing"},
         {"blk.1.ffn_up_exps.bias", "blk.1.ffn_up_expz.bias", MOE_ERR_UNSUPPORTED, "ffn_up_expz"}};

@@ -447,8 +447,8 @@ static void test_reset(void) {
 }
 
 /* Exact bytes of workspace of a layer of each preset for 24 tokens, forward alone and forward and
-   backward: a row counts what its arrays need, and so grows or shrinks when one does. In float, with
-   plain C's rows and pointers of 64 bits. */
+   backward, which change when an array does. In float, with plain C's rows and pointers of 64
+   bits. */
 static void test_workspaces(void) {
     static const struct {
         const char *preset;

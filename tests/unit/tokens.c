@@ -1379,7 +1379,8 @@ static void test_classes(void) {
         {MOEI_RUNES_FALCON, 9, 0x092e27eb},
         {MOEI_RUNES_DEFAULT, 8, 0xcddeaf71},
         {MOEI_RUNES_DIGIT, 10, 0xf9808ff2}};
-    uint32_t hash = 2166136261u, code, last = 0, runs = 0;
+    uint32_t hash = 2166136261u, code;
+    uint32_t last = 0, runs = 0;
     size_t i;
     for (code = 0; code < 0x110000; code++) {
         const uint32_t kind = moei_rune_kind(code);
