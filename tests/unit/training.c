@@ -1228,6 +1228,21 @@ static void test_checkpoints(void) {
     remove(path[0]);
 }
 
+/* A trainer's workspace is that of a batch, the gradient of its outputs and where its sequences
+   begin. */
+static void test_workspace(void) {
+    moe_net net = net_of(SPARSE, 17, NULL);
+    moe_train_config c = usual(MOE_OPTIMIZER_ADAMW);
+    moe_trainer t = trainer_of(&net, &c);
+    size_t bytes = 0;
+    CHECK_STATUS(moe_net_work_size(&net, t.most, 1, &bytes), MOE_OK);
+    bytes += t.most * ((size_t)net.d_out * sizeof(moe_real) + sizeof(int32_t));
+    CHECKF(t.most > 0 && t.work_size >= bytes && t.work_size <= bytes + 64, "%lu bytes, at least %lu",
+           (unsigned long)t.work_size, (unsigned long)bytes);
+    moe_trainer_free(&t);
+    moe_net_free(&net);
+}
+
 /* The text of a checkpoint's settings has at most 800 characters; more is not read in part. */
 static void test_long_text(void) {
     samples s = samples_of(12, 16);
@@ -1980,6 +1995,7 @@ int main(int count, char **words) {
     CASE(test_checkpoints());
     CASE(test_packed_checkpoint());
     CASE(test_long_text());
+    CASE(test_workspace());
     CASE(test_refused_checkpoints());
     CASE(test_damaged_checkpoints());
     CASE(test_failed_writing());
