@@ -1236,7 +1236,7 @@ static void of_presets(void) {
 /* ---- every family, and one tensor of it that is wrong ---- */
 
 /* The tensors of a family in the forms that its files have: names, and a letter for each dimension
-   (E experts, H and I widths, J 2 I, S the shared expert's, 1). */
+   (E experts, H and I widths, J 2 I, S the shared expert's, P 2 S, 1). */
 typedef struct family_form {
     const char *type; /* model_type; NULL: GGUF of the architecture arch */
     const char *arch, *tensors;
@@ -1282,6 +1282,10 @@ static const family_form family_forms[] = {
     {NULL, "gpt-oss", GATE_UP " ffn_gate_inp.bias:E ffn_gate_up_exps.bias:EJ ffn_down_exps.bias:EH"},
     {"granitemoe", NULL, "router.layer.weight:EH input_linear.weight:EJH output_linear.weight:EHI"},
     {NULL, "granitemoe", EXPERTS},
+    {"granitemoeshared", NULL,
+     "router.layer.weight:EH input_linear.weight:EJH output_linear.weight:EHI shared_mlp.input_linear.weight:PH "
+     "shared_mlp.output_linear.weight:HS"},
+    {NULL, "granitemoe", EXPERTS SHEXP},
 };
 
 enum { MOST_PARTS = 24, PART_EXPERTS = 4 };
@@ -1293,8 +1297,8 @@ typedef struct part {
 } part;
 
 static int parts_of(const char *list, part *parts) {
-    static const char letters[] = "EHIJS1";
-    static const size_t sizes[] = {PART_EXPERTS, 6, 5, 10, 7, 1};
+    static const char letters[] = "EHIJSP1";
+    static const size_t sizes[] = {PART_EXPERTS, 6, 5, 10, 7, 14, 1};
     int n = 0, expert;
     while (*list != '\0') {
         const size_t length = strcspn(list, " "), name = strcspn(list, ":");
