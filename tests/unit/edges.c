@@ -833,6 +833,23 @@ static void read_values(moe_buffer *buffer) {
     IS(MOE_ERR_ARGUMENT, moe_file_values(&odd, 0, 1, values, NULL));
 }
 
+/* Soft routing selects every expert for every token that is no padding. */
+static void test_soft_selected(void) {
+    static const unsigned char mask[TOKENS] = {1, 1, 0, 1, 0, 1};
+    moe_layer layer = make_layer("select=soft slots=2", 0);
+    moe_call call = call_of(TOKENS, 0);
+    moe_layer_pass pass;
+    size_t size = 0, i;
+    void *work;
+    call.mask = mask;
+    IS(MOE_OK, moe_layer_work_size(&layer, TOKENS, 0, &size));
+    work = grab(1, size);
+    IS(MOE_OK, moe_layer_forward(&layer, &call, y, work, size, &pass));
+    for (i = 0; i < TOKENS * EXPERTS; i++) CHECK(pass.routing.selected[i] == mask[i / EXPERTS]);
+    free(work);
+    moe_layer_free(&layer);
+}
+
 #ifndef MOE_NO_STDIO
 /* A layer's kernels are those that it is read with; the bytes of its file lie in the allocator's
    memory too. */
@@ -2451,6 +2468,7 @@ int main(void) {
     CASE(test_training());
     CASE(test_modular());
     CASE(test_hme());
+    CASE(test_soft_selected());
     CASE(test_files());
 #ifndef MOE_NO_STDIO
     CASE(test_layer_files());
