@@ -97,6 +97,7 @@ static moe_status make_mixture(moe_net *net, const trial *t) {
     if (t->variant == 4 || t->variant == 9) c.router.apply_to = MOE_APPLY_INPUT;
     if (t->variant == 5) c.router.weight = MOE_WEIGHT_RAW;
     c.add_input = t->variant == 7;
+    if (c.add_input) c.router.scale = (moe_real)0.5; /* half of the input is added, not 0 of it */
     if (t->variant == 8) {
         c.swiglu_limit = 7;
         c.swiglu_alpha = (moe_real)1.702;
