@@ -1549,6 +1549,7 @@ static void test_by_experts(void) {
             c.router.gate = MOE_GATE_SIGMOID;
             c.router.weight = MOE_WEIGHT_RAW;
         }
+        if (trial % 4 == 2 && trial % 5 != 0 && c.d_out == 0) c.router.n_copy = 1;
         if (start(&b, &c, 1, 5)) {
             if (trial & 1) {
                 mask_some(&b);
