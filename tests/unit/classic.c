@@ -421,8 +421,9 @@ static void refuse_problem(int criterion, problem *a, arrays *r) {
     REFUSED(r->m.p = NULL, r->m.p = r->p, MOE_ERR_ARGUMENT, "p ");
     REFUSED(r->m.outputs = NULL, r->m.outputs = r->o, MOE_ERR_ARGUMENT, "outputs");
     REFUSED(r->m.n = (size_t)-1 / 2, r->m.n = N, MOE_ERR_OVERFLOW, "too large");
-    REFUSED((r->m.n = (size_t)-1 / 2, r->m.experts = E - 1), (r->m.n = N, r->m.experts = E), MOE_ERR_OVERFLOW,
-            "experts = 3, width = 4: too large");
+    r->m.experts = E - 1;
+    REFUSED(r->m.n = (size_t)-1 / 2, r->m.n = N, MOE_ERR_OVERFLOW, "experts = 3, width = 4: too large");
+    r->m.experts = E;
     REFUSED(r->m.temperature = -1, r->m.temperature = 0, MOE_ERR_ARGUMENT, "temperature = -1");
     REFUSED(r->m.temperature = not_a_number(), r->m.temperature = 0, MOE_ERR_ARGUMENT, "temperature = nan");
     if (criterion != MOE_CRITERION_CROSS_ENTROPY) {
