@@ -1565,6 +1565,37 @@ static void test_by_experts(void) {
     }
 }
 
+/* A token that attends not at all to another gives that weight no gradient, not one of 0 / 0; what
+   attention has put out for padding is not read, on the way back neither. */
+static void test_attention_backward(void) {
+    enum { N = 5, D = 6, HEADS = 2, PADDING = 2 };
+    moe_layer_config c = small_config();
+    moe_real d_weights[HEADS * N * N] = {0}, d_outputs[HEADS * N * D] = {0}, *outputs;
+    unsigned char mask[N] = {1, 1, 1, 1, 1};
+    bench b;
+    size_t i;
+    c.router.refine = MOE_REFINE_ATTENTION;
+    c.router.heads = HEADS;
+    c.router.attention_heads = MOE_HEADS_ALL;
+    c.router.attention_sigma = 2;
+    mask[PADDING] = 0;
+    if (start(&b, &c, 1, N)) {
+        outputs = b.attention + HEADS * N * N;
+        for (i = 0; i < HEADS * N * N; i += 3) b.attention[i] = 0;
+        for (i = 0; i < HEADS * N * D; i++)
+            if (i / D % N == PADDING) outputs[i] = (moe_real)NAN;
+        b.call.mask = mask;
+        b.call.d_attention_weights = d_weights;
+        b.call.d_attention_outputs = d_outputs;
+        run(&b);
+        CHECK(b.status == MOE_OK && moe_layer_backward(&b.layer, b.dy, b.dx, NULL, &b.pass) == MOE_OK);
+        for (i = 0; i < HEADS * N * N; i++) CHECK(moe_is_finite(d_weights[i]));
+        for (i = 0; i < HEADS * N * D; i++) CHECK(moe_is_finite(d_outputs[i]));
+        for (i = 0; i < N * D; i++) CHECK(moe_is_finite(b.dx[i]));
+    }
+    end(&b);
+}
+
 /* One kind of refusal; nothing moves. */
 static void refuse_by_experts(const char *settings, int training, moe_status wanted) {
     moe_layer_config c = small_config();
@@ -2339,6 +2370,7 @@ int main(int argc, char **argv) {
     CASE(test_backward_without_dx());
     CASE(test_add_input());
     CASE(test_by_experts());
+    CASE(test_attention_backward());
     CASE(test_by_experts_errors());
     CASE(test_state());
     CASE(test_custom());
