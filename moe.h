@@ -5862,8 +5862,7 @@ moe_status moe_layer_quantize(moe_layer *layer, int type, void *memory, size_t s
 #define MOEI_ARRAY_ADD(list, count, item) ((list)[(count)++] = (item))
 #endif
 
-/* Makes room for wanted > count elements in the array of count elements whose pointer is at list; 0
-   if out of memory. */
+/* Makes room for wanted > count elements in the array at *list; 0 if out of memory. */
 static int moei_net_grow(const moe_allocator *a, void *list, size_t element_size, size_t count, size_t wanted) {
 #ifndef MOE_NO_TRAIN
     (void)count;
@@ -6042,8 +6041,7 @@ static moe_status moei_module_refuse(moe_net *net, int kind, moe_status code, co
     return moei_error(&net->error, code, "module %z (%s): %s", net->n_modules, moei_module_names[kind], why);
 }
 
-/* An empty module of the right input width. Fails if an earlier call has failed, or if the network
-   is full. */
+/* An empty module of the right input width. Fails after a failed call, and in a full network. */
 static moe_status moei_module_begin(moe_net *net, int kind, moe_module *m) {
     if (net == NULL) return MOE_ERR_ARGUMENT;
     if (net->error.code != MOE_OK) return net->error.code;
@@ -6212,8 +6210,7 @@ static moe_status moei_previous_check(const moe_net *net, const moe_router_confi
     return MOE_OK;
 }
 
-/* Checks that router_residual finds as many logits in the MoE layer before the new module, if there
-   is one. */
+/* Checks that router_residual finds as many logits in the MoE layer before, if there is one. */
 static moe_status moei_residual_check(const moe_net *net, const moe_router_config *c, moe_error *error) {
     size_t at = moei_previous_mixture(net, net->n_modules);
     const moe_router_config *previous;
@@ -7540,8 +7537,8 @@ static moe_status moei_dropout_forward(const moei_run *r) {
 
 /* ---- attention ------------------------------------------------------------------------------- */
 
-/* The next run of real tokens at or after *start and before `to`; 0 when there is none. Padding is
-   left out of products, because its values times 0 need not be 0. */
+/* The next run of real tokens at or after *start and before `to`; 0: none. Products leave padding
+   out, because its values times 0 need not be 0. */
 static size_t moei_run_of_real(const moei_run *r, size_t *start, size_t to) {
     size_t length = 0;
     while (*start < to && !moei_is_real(&r->pass->call, *start)) ++*start;
