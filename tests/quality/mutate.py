@@ -114,8 +114,6 @@ ranks         float   quick         2.8   routers ranks
 state         float   quick         2.5   routers moe
 attention     double  -             3
 int_scores    float   quick         3.3   export
-tokens        float   -             3.5   import
-imported      float   -             4     import
 fuzz_file     float   -             4
 parallel      float   -             3.4
 ranks_nets    float   -             4.5   ranks
