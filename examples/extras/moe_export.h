@@ -330,7 +330,7 @@ typedef struct moei_maker {
     moei_int_op *main_ops, *inner_ops; /* they refer to vectors by number until these have offsets */
     int inner;                         /* 1: appends to the inner operations, those of MoE layers */
     int branch;                        /* 0: these operations run in every call; 1 and more: those of a layer's
-                                          experts; -1: those of any other experts */
+                                          experts; -1: those of any other experts, or before experts */
     int in_block;                      /* 1: constants belong to experts and go to the blocks */
     moei_int_op *last_op;              /* appended last */
     uint32_t clock;
@@ -2852,7 +2852,11 @@ static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, con
     to = moei_mixture_experts(m, &s, &shared, latent ? s.latent : x, sum_limit, &mixture);
     expert = m->counted;
     m->counted = 0;
-    if (reads_experts) moei_mixture_logits(m, &s, &mixture);
+    if (reads_experts) {
+        m->branch = -1; /* experts run between these operations and what follows */
+        moei_mixture_logits(m, &s, &mixture);
+        m->branch = 0;
+    }
     moei_mixture_rest(m, &s, &shared, x, to, &mixture);
     m->multiplications += mixture.router.most * expert + m->counted;
     mixture.block = MOEI_INT_NONE;
