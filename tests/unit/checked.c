@@ -659,15 +659,26 @@ static void constant_is(size_t at, uint32_t value) {
     for (i = 0; i < 4; i++) p[i] = (unsigned char)(value >> 8 * i & 255u);
 }
 
-/* A product of one output: the row beside it is read, too, by what computes two at once. */
+/* Sets the codes of an int4 product's first four inputs to 0, but for one of 1, and the factor of
+   their block. */
+static void int4_code_is(int side, uint32_t factor) {
+    constant_is(4, 0x08880888u ^ 1u << 4 * side);
+    constant_is(5, 0x08880888u);
+    constant_is(6 + (size_t)side / 2, factor << side % 2 * 16);
+}
+
+/* A product of one output: the rows beside it are read, too, by what computes two or four at
+   once. */
 static void test_single_products(void) {
     int int4, side;
     for (int4 = 0; int4 < 2; int4++)
-        for (side = 0; side < 2; side++) {
+        for (side = 0; side < (int4 ? 4 : 2); side++) {
+            const size_t factors = int4 ? 8 + (size_t)side / 2 : 2;
             single_begin(int4 ? moei_int_op_int4 : moei_int_op_int8, 1, 4);
             one.op.in = 0;
+            one.op.other = 8;
             CHECK_STATUS(single_check(), MOE_OK, "zeros");
-            constant_is(2, side == 0 ? 0x7fff : 0x7fff0000u);
+            constant_is(factors, side % 2 == 0 ? 0x7fff : 0x7fff0000u);
             constant_is((size_t)side, 0x3fffffff);
             CHECK_STATUS(single_check(), MOE_OK, "the largest bias and factor");
             constant_is((size_t)side, 0x40000000);
@@ -675,12 +686,12 @@ static void test_single_products(void) {
             constant_is((size_t)side, 0xc0000001);
             CHECK_STATUS(single_check(), MOE_OK, "the lowest bias");
             constant_is((size_t)side, 0x3fffffff);
-            if (int4) constant_is(3, side == 0 ? 1 : 0x10000); /* a block of the row */
-            else constant_is(3, side == 0 ? 1 : 0x100);        /* a weight of the row */
+            if (int4) int4_code_is(side, 1);
+            else constant_is(3, side == 0 ? 1 : 0x100);
             CHECK_STATUS(single_check(), MOE_ERR_OVERFLOW, "the largest bias and more");
-            constant_is((size_t)side, 0x3fffffff - 127 * (int4 ? 32 : 1));
+            constant_is((size_t)side, 0x3fffffff - 127);
             CHECK_STATUS(single_check(), MOE_OK, "as much less");
-            constant_is(2, side == 0 ? 0x8000 : 0x80000000u);
+            constant_is(factors, side % 2 == 0 ? 0x8000 : 0x80000000u);
             CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "a negative factor");
             if (int4) continue;
             constant_is(2, 0);
