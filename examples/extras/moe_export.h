@@ -329,8 +329,8 @@ typedef struct moei_maker {
     moei_vector *vectors;
     moei_int_op *main_ops, *inner_ops; /* they refer to vectors by number until these have offsets */
     int inner;                         /* 1: appends to the inner operations, those of MoE layers */
-    int branch;                        /* 0: these operations run in every call; 1 and more: those of a layer's
-                                          experts; -1: those of any other experts, or before experts */
+    int branch;                        /* 0: these operations run in every call; 1 and more: those of
+                                          a layer's experts; -1: other experts', or before experts */
     int in_block;                      /* 1: constants belong to experts and go to the blocks */
     moei_int_op *last_op;              /* appended last */
     uint32_t clock;
@@ -2818,6 +2818,15 @@ static uint32_t moei_latent_output(moei_maker *m, const moei_scoring *s, const m
                       s->range->y.most);
 }
 
+/* What the layer reads and writes is in use to its end. */
+static void moei_mixture_use(moei_maker *m, const moei_scoring *s, const moei_int_mixture *mixture) {
+    moei_vector_use(m, s->latent);
+    moei_vector_use(m, s->entering);
+    moei_vector_use(m, mixture->z);
+    moei_vector_use(m, mixture->p);
+    moei_vector_use(m, mixture->sum);
+}
+
 static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, const moei_ranges *range, int limit) {
     const moe_layer_config *c = &module->layer.config;
     const int reads_experts = moei_scored_activation(c) >= 0;
@@ -2866,11 +2875,7 @@ static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, con
                           latent ? range->latent_sum.most : range->y.most);
     m->clock++;
     moei_vector_use(m, x);
-    moei_vector_use(m, s.latent);
-    moei_vector_use(m, s.entering);
-    moei_vector_use(m, mixture.z);
-    moei_vector_use(m, mixture.p);
-    moei_vector_use(m, mixture.sum);
+    moei_mixture_use(m, &s, &mixture);
     if (m->config->loader && m->status == MOE_OK) m->vectors[mixture.block].first_use = begun;
     index = moei_maker_push(m, &m->made.mixtures, &mixture, sizeof mixture);
     op = moei_op(moei_int_op_mixture, moei_sum_width(s.layer), 0, m->relu ? 0 : -sum_limit, sum_limit, to.shift);
