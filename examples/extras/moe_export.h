@@ -330,7 +330,7 @@ typedef struct moei_maker {
     moei_int_op *main_ops, *inner_ops; /* they refer to vectors by number until these have offsets */
     int inner;                         /* 1: appends to the inner operations, those of MoE layers */
     int branch;                        /* 0: these operations run in every call; 1 and more: those of
-                                          a layer's experts; -1: other experts', or before experts */
+                                          a layer's experts; -1: others, or before experts run */
     int in_block;                      /* 1: constants belong to experts and go to the blocks */
     moei_int_op *last_op;              /* appended last */
     uint32_t clock;
