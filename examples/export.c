@@ -10,7 +10,8 @@
 #include "report.h"
 
 static const char help[] =
-    "export MODEL.safetensors [options]   writes a saved network as a C header for firmware\n"
+    "export MODEL.safetensors [options]   writes a saved network as a C header for firmware; its first comment and "
+    "--report tell what each operation costs and loses, and which memory it needs\n"
     "  -o FILE             the header (NAME.h)\n"
     "  --name NAME         the model's name in C (from MODEL)\n"
     "  --weights KIND      int8, int4: no floating point on the device; or float (int8)\n"
@@ -368,7 +369,100 @@ static void report_model(const moe_model *model) {
     f->column_names = heads;
 }
 
-static int export_net(moe_net *net, samples *s, moe_built_model *floats, moe_built_model *made) {
+/* ---- the profile ---- */
+
+static const char *operation_name(const moe_profile_row *row, size_t number) {
+    char text[64];
+    sprintf(text, "%d %s", (int)number, row->name);
+    return report_text(text);
+}
+
+/* What one number per operation shows; what a row has not is left out. */
+static void report_operations(const moe_profile *p, const char *const *names, const char *title, const char *label,
+                              const char *caption, int decimals, double (*value)(const moe_profile_row *row)) {
+    moe_figure *f = report_add(MOE_FIGURE_BARS, title, p->n_rows, 1);
+    double *values = (double *)report_grab(p->n_rows, sizeof *values);
+    for (size_t i = 0; i < p->n_rows; i++) values[i] = value(&p->rows[i]);
+    f->values = values;
+    f->row_names = names;
+    f->row_label = "operation";
+    f->value_label = label;
+    f->caption = caption;
+    f->decimals = decimals;
+}
+
+static double snr_of(const moe_profile_row *row) { return row->compared > 0 ? row->snr : HUGE_VAL; }
+static double instructions_of(const moe_profile_row *row) {
+    return row->calls > 0 ? floor(row->instructions + 0.5) : HUGE_VAL;
+}
+
+static void report_rows(const moe_profile *p, const char *const *names) {
+    static const char *const heads[] = {"module",      "outputs", "inputs",  "calls",        "MACs",
+                                        "bytes",       "SNR, dB", "net, dB", "clamped, %", "codes used, %",
+                                        "instructions"};
+    enum { COLUMNS = sizeof heads / sizeof *heads };
+    moe_figure *f = report_add(MOE_FIGURE_TABLE, "Operations", p->n_rows, COLUMNS);
+    double *values = (double *)report_grab(p->n_rows * COLUMNS, sizeof *values);
+    for (size_t i = 0; i < p->n_rows; i++) {
+        const moe_profile_row *row = &p->rows[i];
+        double *v = values + i * COLUMNS;
+        const int compared = row->compared > 0;
+        v[0] = (double)row->module;
+        v[1] = (double)row->outputs;
+        v[2] = (double)row->inputs;
+        v[3] = (double)row->calls;
+        v[4] = (double)row->multiplications;
+        v[5] = (double)row->weight_bytes;
+        v[6] = compared ? floor(row->snr * 10 + 0.5) / 10 : HUGE_VAL;
+        v[7] = row->net_compared > 0 ? floor(row->net_snr * 10 + 0.5) / 10 : HUGE_VAL;
+        v[8] = row->used > 0 ? floor(row->saturated * 1e4 + 0.5) / 100 : HUGE_VAL;
+        v[9] = row->used > 0 ? floor(row->used * 1e3 + 0.5) / 10 : HUGE_VAL;
+        v[10] = row->instructions > 0 ? floor(row->instructions + 0.5) : HUGE_VAL;
+    }
+    f->values = values;
+    f->row_names = names;
+    f->column_names = heads;
+    f->caption = "MACs and instructions (of a Cortex-M4) are those of all calls of one inference, at most. SNR "
+                 "compares the operation with the same in float on the same inputs, net the output of its module, or "
+                 "the routing weights, with the network's.";
+}
+
+/* Which operations need which scratch memory. */
+static void report_map(const moe_profile *p, const char *const *names) {
+    moe_figure *f = report_add(MOE_FIGURE_HEAT, "Scratch memory by lifetime", p->n_vectors, p->n_rows);
+    double *values = (double *)report_grab(p->n_vectors * p->n_rows, sizeof *values);
+    const char **rows = (const char **)report_grab(p->n_vectors, sizeof *rows);
+    for (size_t i = 0; i < p->n_vectors; i++) {
+        const moe_profile_vector *v = &p->vectors[i];
+        char text[64];
+        sprintf(text, "%d-%d", (int)v->at, (int)(v->at + v->size - 1));
+        rows[i] = report_text(text);
+        for (size_t r = 0; r < p->n_rows; r++)
+            values[i * p->n_rows + r] = r >= v->first && r <= v->last ? (double)v->size : HUGE_VAL;
+    }
+    f->values = values;
+    f->row_names = rows;
+    f->row_label = "bytes";
+    f->column_names = names;
+    f->column_label = "operation";
+    f->value_label = "bytes";
+    f->decimals = -1;
+    f->caption = "A row is a piece of scratch memory, a column an operation: colored while the piece is needed.";
+}
+
+static void report_profile(const moe_profile *p) {
+    const char **names = (const char **)report_grab(p->n_rows, sizeof *names);
+    for (size_t i = 0; i < p->n_rows; i++) names[i] = operation_name(&p->rows[i], i);
+    report_rows(p, names);
+    report_operations(p, names, "Accuracy of each operation", "SNR (dB)",
+                      "6 dB are a factor of 2 of the error. A missing bar: exact, or not compared.", 1, snr_of);
+    if (p->instructions > 0)
+        report_operations(p, names, "Instructions of each operation", "instructions",
+                          "Of all calls in one inference on a Cortex-M4, at most.", -1, instructions_of);
+    report_map(p, names);
+}
+
+static int export_net(moe_net *net, samples *s, moe_built_model *floats, moe_built_model *made, moe_profile *profile) {
     moe_model_config config = {.length = (size_t)length};
     moe_error error = {0};
     size_t all, used;
@@ -381,10 +475,15 @@ static int export_net(moe_net *net, samples *s, moe_built_model *floats, moe_bui
     config.weights = weights;
     config.calibration = &s->data;
     if (moe_model_create(made, net, &config, &error)) return fail(path, error.message);
+    if (moe_model_profile(profile, net, &config, NULL, &error) == MOE_OK) made->profile = profile;
+    else if (error.code != MOE_ERR_UNSUPPORTED) return fail(path, error.message);
     if (moe_file_replace(output, write_header, made, &error)) return fail(output, error.message);
     show_model(&made->model);
+    if (profile->instructions > 0)
+        printf("             about %.0f instructions of a Cortex-M4\n", profile->instructions);
     if (s->data.n > 0 && weights != MOE_WEIGHTS_FLOAT && compare(s, &floats->model, &made->model)) return 1;
     report_model(&made->model);
+    if (made->profile != NULL) report_profile(made->profile);
     if (report_write_added("export", "A model for firmware")) return 1;
     printf("next         include it in the firmware; %s begins with how. To see that it compiles:\n", output);
     printf("             cc -std=c99 -Os -I. -DMOE_IMPLEMENTATION %s-x c -c %s -o /dev/null\n",
@@ -396,10 +495,12 @@ int main(int count, char **words) {
     moe_net net = {0};
     samples s = {0};
     moe_built_model floats = {0}, made = {0};
+    moe_profile profile = {0};
     int failed;
     if (read_options(count, words)) return EXIT_USAGE;
     if (report_refused() != NULL) return fail(report_path, report_refused());
-    failed = export_net(&net, &s, &floats, &made);
+    failed = export_net(&net, &s, &floats, &made, &profile);
+    moe_profile_free(&profile);
     moe_model_free(&made);
     moe_model_free(&floats);
     moe_net_free(&net);

@@ -6,6 +6,7 @@
 
    Contents (search for the tag)
      >>create       moe_model_create, moe_model_free
+     >>profile      moe_model_profile, moe_profile_free
      >>print        moe_export_c, moe_export_experts
      >>private      the implementation, in the order of the data:
        >>making       the state of a model in the making
@@ -15,6 +16,7 @@
        >>modules      MoE layers, the other modules, attention
        >>scratch      vectors get their offsets
        >>models       integer models, float models
+       >>profiles     every operation beside the same in float
        >>header       the C header
 
    Recipe
@@ -119,6 +121,16 @@
      of them in its first 64 KiB. Names that begin with moei_ are private. A header fits one
      MOE_MODEL_VERSION and stops the compiler under another.
 
+     Profiles.   Which operation loses accuracy, wastes range, takes time or memory:
+       moe_model_profile(&profile, &net, &config, NULL, &error);    runs on config.calibration
+       built.profile = &profile;                   the first comment of the header shows it
+     The SNR of a row is its own error, on the inputs that it got; net_snr is what has gathered up
+     to a module's output. Saturated outputs need more calibration data; where little of the range
+     is used, that has outliers. In the map, memory that vectors share at different times has a line
+     for each. Instructions are an estimate for gcc -Os without wait states, by constants for each
+     function that are fitted to counts of an emulator; for the digits of examples/mcu it is within
+     10 % of the longest run. Float models that are no lists of operations have no profile.
+
      Integer models.   Everything is an integer, from the input to the output, so every machine
      computes the same bits. A float is code * scale: scale the input to int8 codes with
      moe_infer_levels or NAME_INPUT_SCALE, and multiply the int16 outputs by NAME_OUTPUT_SCALE.
@@ -186,6 +198,8 @@
 #define moe_model_free moe_model_free_f64
 #define moe_export_c moe_export_c_f64
 #define moe_export_experts moe_export_experts_f64
+#define moe_model_profile moe_model_profile_f64
+#define moe_profile_free moe_profile_free_f64
 #endif
 
 #ifdef __cplusplus
@@ -207,7 +221,7 @@ typedef struct moe_model_config {
 } moe_model_config;
 
 /* A model and the memory that it owns. model points into this struct, so do not move or copy it.
-   Pass &built.model to moe_infer. All other fields are private. */
+   Pass &built.model to moe_infer. All other fields but profile are private. */
 typedef struct moe_built_model {
     moe_model model;
     moe_buffer weights, experts;
@@ -218,6 +232,8 @@ typedef struct moe_built_model {
     moe_net net;  /* float models without a list: the network's modules with plain C kernels */
     const char *obstacle; /* why there is no list */
     moe_allocator allocator;
+    /* the caller's: moe_model_profile of this model, for the comment of its header [NULL: none] */
+    const struct moe_profile *profile;
 } moe_built_model;
 
 /* Makes an inference model of a built network, which stays the caller's. A float model without a
@@ -238,6 +254,58 @@ MOE_API moe_status moe_model_create(moe_built_model *built, const moe_net *net, 
                                     moe_error *error);
 /* Frees what built owns and zeroes it. NULL and {0} are allowed. */
 MOE_API void moe_model_free(moe_built_model *built);
+
+/* ---- >>profile: what each operation costs and loses ----------------------------------------- */
+
+/* An operation of a model, or with the name "route" the router of an MoE layer. */
+typedef struct moe_profile_row {
+    const char *name;       /* of its function: "int8", "curve", "mixture", ...; add: it adds to a sum */
+    size_t op;              /* its number in model.ops; route: that of its MoE layer in model.mixtures */
+    size_t module;          /* of the network */
+    size_t outputs, inputs; /* its shape; route: the most choices, the experts */
+    /* the most calls in one inference: those of experts top_k times; 0: experts without matrices,
+       for one with matrices costs more */
+    size_t calls;
+    size_t multiplications; /* multiply-accumulates of all these calls */
+    size_t weight_bytes;    /* its constants, of all experts; 0: another row has the same */
+    double instructions;    /* of all calls on a Cortex-M4, see Profiles; 0: not known */
+    /* the same operation in float on the same (dequantized) inputs: numbers compared, 0: none; the
+       ratio of signal to noise in dB, HUGE_VAL: no difference */
+    size_t compared;
+    double snr;
+    /* a module's output, or the routing weights, against the network's: the same */
+    size_t net_compared;
+    double net_snr;
+    double saturated; /* share of outputs clamped because their codes have no more range */
+    double used;      /* the largest code as a share of that range; float: 0 */
+    double same;      /* route: share of inputs for which the network chose the same experts */
+} moe_profile_row;
+
+/* A vector in scratch memory, from the first operation that writes it to the last that uses it. The
+   state of a sequence lives from the first row to the last. */
+typedef struct moe_profile_vector {
+    size_t at, size;    /* bytes, from the first multiple of 4 on */
+    size_t first, last; /* rows */
+} moe_profile_vector;
+
+typedef struct moe_profile {
+    moe_profile_row *rows;       /* in the order in which vectors are laid out */
+    size_t n_rows;
+    moe_profile_vector *vectors; /* by offset */
+    size_t n_vectors;
+    double instructions;         /* of the whole call; 0: not known */
+    moe_allocator allocator;
+} moe_profile;
+
+/* Profiles the model that moe_model_create makes of net and config (NULL: {0}): runs it on samples
+   (NULL: config->calibration; without both nothing is compared), each operation beside the same in
+   float. Errors as moe_model_create, and MOE_ERR_UNSUPPORTED: the model is no list of operations
+   (see Float models); MOE_ERR_STATE: a sequence is longer than config->length. On failure *profile
+   is untouched. */
+MOE_API moe_status moe_model_profile(moe_profile *profile, const moe_net *net, const moe_model_config *config,
+                                     const moe_data *samples, moe_error *error);
+/* Frees what profile owns and zeroes it. NULL and {0} are allowed. */
+MOE_API void moe_profile_free(moe_profile *profile);
 
 /* ---- >>print: the model as C ---------------------------------------------------------------- */
 
@@ -319,6 +387,28 @@ typedef struct moei_vector {
 
 enum { MOEI_INT_PIECES = 16 };
 
+/* What a profile must know of an operation besides its fields. */
+typedef struct moei_op_note {
+    uint32_t in, other, out; /* vectors by number */
+    uint32_t clock, module;
+    uint32_t mixture;        /* of an inner operation: its MoE layer */
+    uint32_t output_of;      /* 1 + the module whose output it makes; 0: none */
+    /* product: its floats, the number of the first of weights [n,k] and biases [n] of each matrix;
+       attention: the vector of values */
+    uint32_t reference;
+    int in_block;            /* its constants are in the block of an expert */
+    int act, rest;           /* curve: as moei_points */
+    int clamps;              /* its limits are meant: the curve that follows ends there */
+    double alpha;            /* curve: the same; a factor of others */
+} moei_op_note;
+
+/* The operations, vectors and floats of a model in the making, kept for a profile. */
+typedef struct moei_trace {
+    moei_op_note *notes, *inner; /* of the main and the inner operations; in the end all are notes */
+    moei_vector *vectors;
+    moe_buffer floats;
+} moei_trace;
+
 typedef struct moei_maker {
     moe_built_model made;
     const moe_net *net;
@@ -326,6 +416,7 @@ typedef struct moei_maker {
     moe_error *error;
     moe_status status;   /* the first failure; after it nothing is appended */
     moei_ranges *ranges; /* [modules] */
+    moei_range *input;
     moei_vector *vectors;
     moei_int_op *main_ops, *inner_ops; /* they refer to vectors by number until these have offsets */
     int inner;                         /* 1: appends to the inner operations, those of MoE layers */
@@ -343,6 +434,10 @@ typedef struct moei_maker {
     int weights;                             /* MOE_WEIGHTS_ of the current matrix */
     uint32_t rows; /* constants of the embedding; rows_unit: factor of a row = its scale * rows_unit */
     double rows_unit;
+    moei_trace *trace;        /* NULL: no profile is made */
+    moei_op_note *note;       /* of the last operation, or the spare one */
+    moei_op_note spare;
+    uint32_t reference;       /* of the next operation */
 } moei_maker;
 
 static void moei_maker_fail(moei_maker *m, moe_status status) {
@@ -415,6 +510,30 @@ static moei_int_op moei_op(void (*run)(const moei_int_op *op, moei_int_run *run)
     return op;
 }
 
+static void moei_note_append(moei_maker *m, uint32_t in, uint32_t other, uint32_t out) {
+    moei_op_note note, **list = m->inner ? &m->trace->inner : &m->trace->notes;
+    memset(&note, 0, sizeof note);
+    note.in = in;
+    note.other = other;
+    note.out = out;
+    note.clock = m->clock;
+    note.module = (uint32_t)m->module;
+    note.mixture = (uint32_t)moei_array_length(m->made.mixtures);
+    note.reference = m->reference;
+    note.in_block = m->in_block;
+    note.alpha = 1;
+    (void)moei_maker_push(m, list, &note, sizeof note);
+    if (m->status == MOE_OK) m->note = &(*list)[moei_array_length(*list) - 1];
+    m->reference = MOEI_INT_NONE;
+}
+
+/* The operation that wrote vector v last makes the output of a module. */
+static void moei_note_output(moei_maker *m, size_t module, uint32_t v) {
+    size_t i = m->trace != NULL ? moei_array_length(m->trace->notes) : 0;
+    while (i > 0 && m->trace->notes[i - 1].out != v) i--;
+    if (i > 0) m->trace->notes[i - 1].output_of = (uint32_t)module + 1;
+}
+
 /* Appends an operation. in, other, out: vectors. */
 static void moei_op_append(moei_maker *m, moei_int_op op, uint32_t in, uint32_t other, uint32_t out) {
     op.in = in;
@@ -424,6 +543,7 @@ static void moei_op_append(moei_maker *m, moei_int_op op, uint32_t in, uint32_t 
     moei_vector_use(m, in);
     moei_vector_use(m, other);
     moei_vector_use(m, out);
+    if (m->trace != NULL) moei_note_append(m, in, other, out);
     (void)moei_maker_push(m, m->inner ? &m->inner_ops : &m->main_ops, &op, sizeof op);
     m->last_op = m->status != MOE_OK ? NULL
                  : m->inner          ? &m->inner_ops[moei_array_length(m->inner_ops) - 1]
@@ -617,10 +737,11 @@ static void moei_range_heads(moei_range *range, const moe_module *module, const 
                                    sqrt((double)x[j] * (double)x[j] + (double)x[j + half] * (double)x[j + half]));
 }
 
-static moe_status moei_ranges_batch(const moei_maker *m, const moe_net_pass *pass, moei_range *input) {
+static moe_status moei_ranges_batch(void *maker, const moe_net_pass *pass) {
+    const moei_maker *m = (const moei_maker *)maker;
     size_t i, n = pass->n_tokens;
     moe_status status = MOE_OK;
-    if (m->net->d_in > 0) moei_range_rows(input, pass->call.x, n, (size_t)m->net->d_in, (size_t)m->net->d_in);
+    if (m->net->d_in > 0) moei_range_rows(m->input, pass->call.x, n, (size_t)m->net->d_in, (size_t)m->net->d_in);
     for (i = 0; i < m->net->n_modules; i++) {
         const moe_module *module = &m->net->modules[i];
         const struct moe_module_pass *p = &pass->modules[i];
@@ -642,9 +763,9 @@ static moe_status moei_ranges_batch(const moei_maker *m, const moe_net_pass *pas
 
 enum { MOEI_CALIBRATION_ROWS = 256 };
 
-/* Runs the network over the calibration data, in batches. */
-static void moei_calibrate(moei_maker *m, moei_range *input) {
-    const moe_data *data = m->config->calibration;
+/* Runs a network over data, in batches, and calls `use` after each. */
+static moe_status moei_each_batch(const moe_net *net, const moe_data *data, const moe_allocator *allocator,
+                                  moe_status (*use)(void *ctx, const moe_net_pass *pass), void *ctx) {
     const size_t length = data->length > 0 ? data->length : 1;
     const size_t batch = length >= MOEI_CALIBRATION_ROWS ? length : MOEI_CALIBRATION_ROWS / length * length;
     int32_t starts[MOEI_CALIBRATION_ROWS + 1];
@@ -652,21 +773,29 @@ static void moei_calibrate(moei_maker *m, moei_range *input) {
     moe_call call;
     void *work = NULL;
     size_t at, i, bytes = 0;
-    moe_status status = moe_net_work_size(m->net, batch, 1, &bytes);
-    if (status == MOE_OK && (work = moei_alloc(&m->made.allocator, bytes, 1)) == NULL) status = MOE_ERR_MEMORY;
+    moe_status status = moe_net_work_size(net, batch, 1, &bytes);
+    if (status == MOE_OK && (work = moei_alloc(allocator, bytes, 1)) == NULL) status = MOE_ERR_MEMORY;
     for (at = 0; at < data->n && status == MOE_OK; at += call.n_tokens) {
         memset(&call, 0, sizeof call);
         call.n_tokens = data->n - at < batch ? data->n - at : batch;
         call.keep = 1;
-        if (m->net->d_in > 0) call.x = data->x + at * (size_t)m->net->d_in;
+        if (net->d_in > 0) call.x = data->x + at * (size_t)net->d_in;
         if (data->token_ids != NULL) call.token_ids = data->token_ids + at;
         call.n_sequences = call.n_tokens / length;
         for (i = 0; i <= call.n_sequences && i <= MOEI_CALIBRATION_ROWS; i++) starts[i] = (int32_t)(i * length);
         call.sequences = starts;
-        status = moe_net_forward(m->net, &call, work, bytes, &pass);
-        if (status == MOE_OK) status = moei_ranges_batch(m, &pass, input);
+        status = moe_net_forward(net, &call, work, bytes, &pass);
+        if (status == MOE_OK) status = use(ctx, &pass);
     }
-    moei_free(&m->made.allocator, work, bytes);
+    moei_free(allocator, work, bytes);
+    return status;
+}
+
+/* Runs the network over the calibration data. */
+static void moei_calibrate(moei_maker *m) {
+    const moe_status status =
+        moei_each_batch(m->net, m->config->calibration, &m->made.allocator, moei_ranges_batch, m);
+    size_t i;
     if (status != MOE_OK) MOEI_MAKER_REFUSE(m, status, "calibration: %s", moe_status_text(status));
     for (i = 0; i < m->net->n_modules; i++)
         if (!moei_ranges_are_finite(&m->ranges[i]))
@@ -924,6 +1053,22 @@ static double moei_input_scale(const moei_maker *m, uint32_t in) {
     return m->vectors[in].limit == MOEI_WIDE ? m->vectors[in].scale * 256 : m->vectors[in].scale;
 }
 
+/* Keeps the floats of a product's matrices. */
+static void moei_note_matrix(moei_maker *m, const moei_matrix *x) {
+    moe_buffer *to = &m->trace->floats;
+    size_t e, j;
+    moe_status status = m->status;
+    m->reference = (uint32_t)(to->size / sizeof *x->w);
+    for (e = 0; e < x->count && status == MOE_OK; e++) {
+        status = moei_buffer_write(to, x->w + e * x->n * x->k, x->n * x->k * sizeof *x->w);
+        for (j = 0; j < x->n && status == MOE_OK; j++) {
+            const moe_real bias = (moe_real)moei_matrix_bias(x, e * x->n + j);
+            status = moei_buffer_write(to, &bias, sizeof bias);
+        }
+    }
+    if (status != MOE_OK) moei_maker_fail(m, status);
+}
+
 /* Packs the constants of a product: into those of the model, or for experts into a new piece of
    their blocks. */
 static uint32_t moei_product_constants(moei_maker *m, const moei_matrix *x, moei_codes *l, uint32_t in, double unit) {
@@ -932,6 +1077,7 @@ static uint32_t moei_product_constants(moei_maker *m, const moei_matrix *x, moei
     if (m->status != MOE_OK) return 0;
     l->wide = m->vectors[in].limit == MOEI_WIDE;
     m->counted += (size_t)(1 + l->wide) * x->n * x->k;
+    if (m->trace != NULL) moei_note_matrix(m, x);
     if (!m->in_block) return moei_matrix_pack(m, x, l, in_scale, unit, &m->made.weights, &size);
     (void)moei_matrix_pack(m, x, l, in_scale, unit, &m->pieces, &size);
     for (i = 0; i < m->n_pieces; i++) at += m->piece[i];
@@ -1041,6 +1187,7 @@ static void moei_product_add(moei_maker *m, const moei_matrix *x, uint32_t in, i
         m, x, &l, in, ldexp(m->vectors[in].limit == MOEI_WIDE ? 1.0 / 64 : 1.0, 17 + bits + shift) / scale);
     moei_codes_free(m, x, &l);
     moei_product_append(m, op, 1, in, sum);
+    m->note->alpha = ldexp(1, bits);
 }
 
 /* The largest row scale of a matrix, which determines the units of a sum. */
@@ -1101,8 +1248,10 @@ static uint32_t moei_points(moei_maker *m, int act, int rest, double alpha, uint
     reach = moei_curve_reach(m, in);
     if (end > 0 && (rest || act == MOE_ACT_TANH || act == MOE_ACT_SIGMOID) && reach > end) reach = end;
     if (reach < m->vectors[in].scale * 4) reach = m->vectors[in].scale * 4;
-    if (act != MOE_ACT_RELU && act != MOE_ACT_IDENTITY && reach * 1.33 < m->vectors[in].scale * MOEI_WIDE)
+    if (act != MOE_ACT_RELU && act != MOE_ACT_IDENTITY && reach * 1.33 < m->vectors[in].scale * MOEI_WIDE) {
         in = moei_rescale(m, in, MOEI_WIDE, reach / MOEI_WIDE);
+        m->note->clamps = reach <= end;
+    }
     if (m->status != MOE_OK) return 0;
     for (i = 0; i <= 64; i++) {
         moe_real x = (moe_real)(((double)i * 1024 - 32768) * m->vectors[in].scale * alpha), y;
@@ -1115,6 +1264,9 @@ static uint32_t moei_points(moei_maker *m, int act, int rest, double alpha, uint
     op = moei_op(moei_int_op_curve, m->vectors[in].width, 0, -limit, limit, limit == MOEI_NARROW ? 8 : 0);
     op.at = moei_constants(m, &m->made.weights, points, sizeof points);
     moei_op_append(m, op, in, in, out);
+    m->note->act = act;
+    m->note->rest = rest;
+    m->note->alpha = alpha;
     return out;
 }
 
@@ -1320,6 +1472,7 @@ static uint32_t moei_product_accumulate(moei_maker *m, const moei_matrix *x, uin
     }
     y = moei_product(m, x, in, MOEI_WIDE, 0, range, ldexp(to->scale, 15 - to->bits - to->shift - shift));
     moei_op_append(m, moei_op(moei_int_op_accumulate, x->n, 0, 0, 0, shift), y, y, to->sum);
+    m->note->alpha = ldexp(1, to->bits);
     return y;
 }
 
@@ -2032,6 +2185,7 @@ static uint32_t moei_unit(moei_maker *m, uint32_t x, double least, double range)
     op.factor = (int16_t)moei_nearest(ldexp(1 / scale, shift), 32767);
     op.at = (uint32_t)floor(least / (m->vectors[x].scale * m->vectors[x].scale) + 0.5);
     moei_op_append(m, op, x, x, y);
+    m->note->alpha = least;
     return y;
 }
 
@@ -2205,11 +2359,25 @@ static uint32_t moei_logits_grap(moei_maker *m, moei_scoring *s) {
     return z;
 }
 
+/* The note of the last operation says what that of inner operation i says. */
+static void moei_note_copy(moei_maker *m, uint32_t i) {
+    const moei_op_note *from;
+    if (m->trace == NULL || m->status != MOE_OK) return;
+    from = &m->trace->inner[i];
+    m->note->reference = from->reference;
+    m->note->in_block = from->in_block;
+    m->note->act = from->act;
+    m->note->clamps = from->clamps;
+    m->note->rest = from->rest;
+    m->note->alpha = from->alpha;
+}
+
 /* Appends a copy of inner operation i, which reads and writes the same vectors. */
 static void moei_op_copy(moei_maker *m, uint32_t i) {
     moei_int_op op = m->inner_ops[i];
     op.index = 0; /* its input may have no sums yet */
     moei_op_append(m, op, op.in, op.other, op.out);
+    moei_note_copy(m, i);
 }
 
 /* Bytes of a block up to the end of this operation's constants, if it is a product. */
@@ -2234,6 +2402,7 @@ static uint32_t moei_output_copy(moei_maker *m, const moei_scoring *s, uint32_t 
     while (op.shape.shift < 30 && ldexp(unit, op.shape.shift) < s->output_scale) op.shape.shift++;
     v = moei_vector_new(m, op.shape.n, MOEI_WIDE, ldexp(unit, op.shape.shift), s->range->node[MOE_NODE_OUTPUT].most);
     moei_product_append(m, op, 0, op.in, v);
+    moei_note_copy(m, i);
     return v;
 }
 
@@ -2289,6 +2458,11 @@ static uint32_t moei_logits_of_experts(moei_maker *m, moei_scoring *s,
     made = &m->inner_ops[at];
     made->in = v;
     made->other = other != MOEI_INT_NONE ? other : v;
+    if (m->trace != NULL) {
+        m->trace->inner[at].in = made->in;
+        m->trace->inner[at].other = made->other;
+        m->trace->inner[at].alpha = other != MOEI_INT_NONE ? 1 : factor;
+    }
     moei_vector_use(m, v);
     moei_vector_use(m, made->other);
     moei_vector_use(m, z);
@@ -2524,6 +2698,7 @@ static uint32_t moei_weighted(moei_maker *m, uint32_t x, int bits, int limit, co
     op = moei_op(moei_int_op_apply_weight, m->vectors[x].width, 0, -limit, limit, shift < 0 ? 0 : shift);
     op.factor = (int16_t)moei_nearest(ldexp(ratio, bits + op.shape.shift), 32767);
     moei_op_append(m, op, x, x, y);
+    m->note->alpha = ldexp(1, bits);
     return y;
 }
 
@@ -2557,6 +2732,7 @@ static void moei_add_rest(moei_maker *m, const moei_int_mixture *mixture, const 
     op.at = bits < 32 ? (uint32_t)32768 >> bits : 0;
     op.index = (uint16_t)moei_array_length(m->made.mixtures);
     moei_op_append(m, op, x, mixture->choices, to->sum);
+    m->note->alpha = ldexp(1, mixture->weight_bits);
 }
 
 /* The operations that follow have the weight in_k. */
@@ -2602,6 +2778,7 @@ static void moei_accumulate(moei_maker *m, uint32_t x, const moei_sum_units *to)
     x = moei_rescale(m, x, MOEI_WIDE, ldexp(to->scale, 15 - to->bits - to->shift - shift));
     if (m->status == MOE_OK)
         moei_op_append(m, moei_op(moei_int_op_accumulate, m->vectors[x].width, 0, 0, 0, shift), x, x, to->sum);
+    m->note->alpha = ldexp(1, to->bits);
 }
 
 /* [a, 1 - a] for constant expert i: a = sigmoid((gate_0 - gate_1) . x), times the weight of the
@@ -2884,6 +3061,7 @@ static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, con
     op.factor2 = (int16_t)moei_additions(m, mixture.shared, mixture.n_shared);
     m->counted = 0;
     moei_op_append(m, op, x, x, out);
+    if (m->status == MOE_OK) m->vectors[mixture.sum].scale = ldexp(to.scale, -to.shift);
     return latent ? moei_latent_output(m, &s, &shared, x, out, limit) : out;
 }
 
@@ -3013,6 +3191,11 @@ static uint32_t moei_module_tied(moei_maker *m, const moe_module *module, const 
     m->rows = MOEI_INT_NONE;
     out = moei_vector_new(m, n, MOEI_WIDE, scale, range->y.most);
     m->counted += n * k;
+    if (m->trace != NULL) {
+        const moei_matrix w = moei_matrix_of(module->tensors[MOE_MODULE_WEIGHT], module->tensors[MOE_MODULE_BIAS], 1,
+                                             n, k);
+        moei_note_matrix(m, &w);
+    }
     m->weights = MOE_WEIGHTS_INT8; /* rows always are */
     moei_product_append(m, op, 0, x, out);
     m->weights = m->config->weights;
@@ -3179,6 +3362,7 @@ static uint32_t moei_module_attention(moei_maker *m, const moe_module *module, c
     op.factor2 = (int16_t)moei_nearest(ldexp(m->vectors[a.value].scale / scale, bits), 32766);
     op.index = (uint16_t)moei_maker_push(m, &m->made.attentions, &a, sizeof a);
     m->counted += 2 * width * m->made.model.length;
+    m->reference = a.value;
     moei_op_append(m, op, q, k, out);
     moei_vector_use(m, a.value);
     moei_vector_use(m, a.room);
@@ -3295,6 +3479,8 @@ static void moei_maker_finish(moei_maker *m) {
     }
     for (i = 0; i < moei_array_length(m->inner_ops); i++)
         (void)moei_maker_push(m, &m->main_ops, &m->inner_ops[i], sizeof *m->inner_ops);
+    for (i = 0; m->trace != NULL && i < moei_array_length(m->trace->inner); i++)
+        (void)moei_maker_push(m, &m->trace->notes, &m->trace->inner[i], sizeof *m->trace->inner);
     m->made.ops = m->main_ops;
     m->main_ops = NULL;
     model->n_main = (uint32_t)n_main;
@@ -3741,8 +3927,10 @@ static void moei_list_modules(moei_maker *m) {
     model->input_scale = model->output_scale = 1;
     m->rows = MOEI_INT_NONE;
     if (m->status == MOE_OK && model->d_in > 0) m->entering[0] = moei_vector_int32(m, model->d_in);
-    for (m->module = 0; m->module < m->net->n_modules && m->status == MOE_OK; m->module++)
+    for (m->module = 0; m->module < m->net->n_modules && m->status == MOE_OK; m->module++) {
         m->entering[m->module + 1] = moei_list_module(m, &m->net->modules[m->module]);
+        moei_note_output(m, m->module, m->entering[m->module + 1]);
+    }
 }
 #endif
 
@@ -3830,6 +4018,7 @@ static void moei_maker_modules(moei_maker *m) {
         if (m->relu) range.y = m->ranges[++i].y;
         limit = moei_reads_narrow(m->net, i + 1) ? moei_limit_for(m, &range.y) : MOEI_WIDE;
         m->entering[i + 1] = moei_module_make(m, module, &range, limit);
+        moei_note_output(m, i, m->entering[i + 1]);
         if (m->status == MOE_OK && moei_limit_for(m, &range.y) == MOEI_WIDE)
             m->vectors[m->entering[i + 1]].keeps_16 = 1;
     }
@@ -3849,7 +4038,8 @@ static void moei_maker_integers(moei_maker *m) {
         for (i = 0; i < n; i++) m->ranges[i].rotation_table = MOEI_INT_NONE;
         m->weights = m->config->weights;
         m->rows = MOEI_INT_NONE;
-        moei_calibrate(m, &input);
+        m->input = &input;
+        moei_calibrate(m);
     }
     if (m->status == MOE_OK) {
         m->entering[0] =
@@ -3861,6 +4051,7 @@ static void moei_maker_integers(moei_maker *m) {
         if (m->status == MOE_OK &&
             (moei_array_length(m->main_ops) == 0 || m->main_ops[moei_array_length(m->main_ops) - 1].out != last))
             last = moei_rescale(m, last, MOEI_WIDE, m->vectors[last].scale);
+        moei_note_output(m, n - 1, last);
     }
     if (m->status == MOE_OK) {
         model->input_scale = model->d_in > 0 ? (float)m->vectors[0].scale : 1;
@@ -3889,7 +4080,8 @@ static void moei_maker_run(moei_maker *m) {
     }
     moei_free(a, m->ranges, n * sizeof *m->ranges);
     moei_free(a, m->entering, (n + 1) * sizeof *m->entering);
-    moei_array_free(a, &m->vectors, sizeof *m->vectors);
+    if (m->trace != NULL) m->trace->vectors = m->vectors;
+    else moei_array_free(a, &m->vectors, sizeof *m->vectors);
     moei_array_free(a, &m->main_ops, sizeof *m->main_ops);
     moei_array_free(a, &m->inner_ops, sizeof *m->inner_ops);
     moe_buffer_free(&m->pieces);
@@ -4048,7 +4240,7 @@ static void moei_model_link(moe_built_model *b) {
 
 /* Makes a model that is a list of operations. */
 static moe_status moei_listed(moe_built_model *made, const moe_net *net, const moe_model_config *config,
-                              moe_error *error) {
+                              struct moei_trace *trace, moe_error *error) {
 #ifndef MOE_NO_QUANT
     moei_maker m;
     memset(&m, 0, sizeof m);
@@ -4060,18 +4252,22 @@ static moe_status moei_listed(moe_built_model *made, const moe_net *net, const m
     m.config = config;
     m.error = error;
     m.pieces.allocator = config->allocator;
+    m.trace = trace;
+    m.note = &m.spare;
     moei_maker_run(&m);
     *made = m.made;
     return m.status;
 #else
     (void)made;
     (void)net;
+    (void)trace;
     return moei_error(error, MOE_ERR_UNSUPPORTED, "weights = %d: the build has MOE_NO_QUANT", config->weights);
 #endif
 }
 
-moe_status moe_model_create(moe_built_model *built, const moe_net *net, const moe_model_config *config,
-                            moe_error *error) {
+/* trace: NULL, or what a list of operations fills for a profile. */
+static moe_status moei_model_create(moe_built_model *built, const moe_net *net, const moe_model_config *config,
+                                    struct moei_trace *trace, moe_error *error) {
     const moe_model_config none = {MOE_WEIGHTS_FLOAT, NULL, 0, 0, {NULL, NULL}, 0};
     moe_built_model made;
     moe_status status;
@@ -4090,9 +4286,9 @@ moe_status moe_model_create(moe_built_model *built, const moe_net *net, const mo
     if (config->weights == MOE_WEIGHTS_FLOAT) {
         status = moei_float_check(net, error);
         made.obstacle = config->same_bits ? "same_bits = 1" : moei_list_obstacle(net, made.model.length);
-        if (status == MOE_OK && made.obstacle == NULL) status = moei_listed(&made, net, config, error);
+        if (status == MOE_OK && made.obstacle == NULL) status = moei_listed(&made, net, config, trace, error);
         else if (status == MOE_OK) status = moei_float_model(&made, net, error);
-    } else status = moei_listed(&made, net, config, error);
+    } else status = moei_listed(&made, net, config, trace, error);
     if (status != MOE_OK) {
         moe_model_free(&made);
         return status;
@@ -4100,6 +4296,11 @@ moe_status moe_model_create(moe_built_model *built, const moe_net *net, const mo
     *built = made;
     moei_model_link(built);
     return MOE_OK;
+}
+
+moe_status moe_model_create(moe_built_model *built, const moe_net *net, const moe_model_config *config,
+                            moe_error *error) {
+    return moei_model_create(built, net, config, NULL, error);
 }
 
 void moe_model_free(moe_built_model *built) {
@@ -4111,6 +4312,911 @@ void moe_model_free(moe_built_model *built) {
     moei_array_free(&built->allocator, &built->attentions, sizeof *built->attentions);
     moei_free(&built->allocator, built->net.modules, built->net.n_modules * sizeof *built->net.modules);
     memset(built, 0, sizeof *built);
+}
+
+typedef void (*moei_any_function)(void);
+
+/* The functions that constants name. */
+static const struct moei_named_function {
+    moei_any_function function;
+    const char *name;
+} moei_function_names[] = {
+#define MOEI_FUNCTION_NAME(function) {(moei_any_function)(function), #function},
+#define MOEI_OP_NAME(name) MOEI_FUNCTION_NAME(moei_int_op_##name)
+#if !MOE_REAL_IS_DOUBLE
+#define MOEI_FLOAT_NAME(name) MOEI_FUNCTION_NAME(moei_float_op_##name)
+#define MOEI_FLOAT_ACT(value, name, act, backward) MOEI_FLOAT_NAME(value)
+    MOEI_FLOAT_OPS(MOEI_FLOAT_NAME) MOEI_MODEL_OPS(MOEI_FLOAT_NAME) MOE_ACTS(MOEI_FLOAT_ACT)
+#undef MOEI_FLOAT_NAME
+#undef MOEI_FLOAT_ACT
+#endif
+    MOEI_INT_OPS(MOEI_OP_NAME) MOEI_FUNCTION_NAME(moei_int_gate_logits) MOEI_FUNCTION_NAME(moei_int_gate_relu)
+    MOEI_FUNCTION_NAME(moei_int_gate_predicted)
+        MOEI_FUNCTION_NAME(moei_int_gate_softmax) MOEI_FUNCTION_NAME(moei_int_gate_sigmoid)
+            MOEI_FUNCTION_NAME(moei_int_gate_sqrt_softplus) MOEI_FUNCTION_NAME(moei_int_share_softmax)
+                MOEI_FUNCTION_NAME(moei_int_share_sigmoid) MOEI_FUNCTION_NAME(moei_int_share_sqrt_softplus)
+                    MOEI_FUNCTION_NAME(moei_int_select_logits) MOEI_FUNCTION_NAME(moei_int_select_top_k)
+                        MOEI_FUNCTION_NAME(moei_int_select_grouped) MOEI_FUNCTION_NAME(moei_int_select_each)
+                        MOEI_FUNCTION_NAME(moei_int_select_top_p)
+                            MOEI_FUNCTION_NAME(moei_int_select_threshold) MOEI_FUNCTION_NAME(moei_int_select_hash)
+                                MOEI_FUNCTION_NAME(moei_int_weight_raw) MOEI_FUNCTION_NAME(moei_int_weight_sum)
+                                    MOEI_FUNCTION_NAME(moei_int_weight_norm) MOEI_FUNCTION_NAME(moei_int_weight_softmax)
+                                        MOEI_FUNCTION_NAME(moei_int_weight_over)
+                                        MOEI_FUNCTION_NAME(moei_int_weight_uniform)
+                                            MOEI_FUNCTION_NAME(moei_int_weight_one)
+                                                MOEI_FUNCTION_NAME(moei_int_weight_sparsemixer)
+                                                    MOEI_FUNCTION_NAME(moei_int_scale_weights)
+#undef MOEI_OP_NAME
+#undef MOEI_FUNCTION_NAME
+};
+
+static const char *moei_function_name(moei_any_function function) {
+    size_t i;
+    for (i = 0; i < sizeof moei_function_names / sizeof *moei_function_names; i++)
+        if (moei_function_names[i].function == function) return moei_function_names[i].name;
+    return NULL;
+}
+
+/* ---- >>profiles: every operation beside the same in float ---- */
+
+#ifndef MOE_NO_QUANT
+/* Sums over all calls of an operation. */
+typedef struct moei_tally {
+    double signal, noise, net_signal, net_noise, saturated, most, same;
+    size_t compared, net_compared, inputs;
+} moei_tally;
+
+typedef struct moei_profiler {
+    moe_model model; /* first, for run->model leads back from it: every operation calls moei_profile_op */
+    moe_built_model built;
+    const moe_net *net;
+    const moe_data *data;
+    moei_trace trace;
+    moei_int_op *ops;
+    moei_tally *tally;                            /* [operations, then routers] */
+    double *in, *other, *wanted, *each, *before;  /* [the widest vector] */
+    unsigned char *memory; /* scratch, input, output */
+    const moei_int_op *measured; /* the score that reads experts whose operations run; NULL: none */
+    const moe_net_pass *pass;    /* of the network, and the row in it */
+    size_t row, place;
+    size_t fetched; /* the offset of the block that was fetched last */
+} moei_profiler;
+
+static int moei_profile_is_float(const moei_profiler *p) { return p->model.weights_are == MOE_WEIGHTS_FLOAT; }
+
+static double moei_profile_code(const moei_profiler *p, const moei_int_run *run, uint32_t vector, uint32_t at,
+                                size_t j) {
+    float real;
+    int32_t wide;
+    if (moei_profile_is_float(p)) {
+        memcpy(&real, run->vectors + at + 2 * j, sizeof real);
+        return (double)real;
+    }
+    if (!p->trace.vectors[vector].is_int32) return run->vectors[at + j];
+    memcpy(&wide, run->vectors + at + 2 * j, sizeof wide);
+    return wide;
+}
+
+static double moei_profile_scale(const moei_profiler *p, uint32_t vector) {
+    return moei_profile_is_float(p) ? 1 : p->trace.vectors[vector].scale;
+}
+
+/* A vector as floats. */
+static const double *moei_profile_load(const moei_profiler *p, const moei_int_run *run, uint32_t vector, uint32_t at,
+                                       size_t n, double *to) {
+    size_t j;
+    for (j = 0; j < n; j++) to[j] = moei_profile_code(p, run, vector, at, j) * moei_profile_scale(p, vector);
+    return to;
+}
+
+/* The weight of the present expert. */
+static double moei_profile_weight(const moei_profiler *p, const moei_op_note *note, const moei_int_run *run) {
+    if (moei_profile_is_float(p)) return (double)run->share;
+    return run->weight == 32767 ? note->alpha : run->weight / 32768.0 * note->alpha;
+}
+
+/* The number of the expert whose block is read. */
+static size_t moei_profile_expert(const moei_profiler *p, const moei_op_note *note, const moei_int_run *run) {
+    const moei_int_mixture *m = &p->model.mixtures[note->mixture];
+    const size_t at = run->loader != NULL ? p->fetched : (size_t)(run->base - p->model.experts);
+    return note->in_block && m->stride > 0 ? (at - m->experts) / m->stride : 0;
+}
+
+/* References: p->wanted is what the operation would write in float; they return how many. */
+#define MOEI_REFERENCE_ARGUMENTS \
+    const moei_profiler *p, const moei_int_op *op, const moei_op_note *note, const moei_int_run *run
+typedef size_t moei_reference_function(MOEI_REFERENCE_ARGUMENTS);
+#define MOEI_LOAD(what, n) moei_profile_load(p, run, note->what, op->what, n, p->what)
+
+static size_t moei_reference_product(MOEI_REFERENCE_ARGUMENTS) {
+    const size_t n = op->shape.n, k = op->shape.k;
+    const double *x = MOEI_LOAD(in, k);
+    const moe_real *w = (const moe_real *)(const void *)p->trace.floats.data, *bias;
+    size_t j, q;
+    if (moei_profile_is_float(p)) {
+        bias = (const moe_real *)(const void *)(run->base + op->at);
+        w = bias + n;
+    } else {
+        w += note->reference + moei_profile_expert(p, note, run) * n * (k + 1);
+        bias = w + n * k;
+    }
+    for (j = 0; j < n; j++) {
+        p->wanted[j] = (double)bias[j];
+        for (q = 0; q < k; q++) p->wanted[j] += (double)w[j * k + q] * x[q];
+    }
+    return n;
+}
+
+static size_t moei_reference_product_add(MOEI_REFERENCE_ARGUMENTS) {
+    const double weight = moei_profile_weight(p, note, run);
+    const size_t n = moei_reference_product(p, op, note, run);
+    size_t j;
+    for (j = 0; j < n; j++) p->wanted[j] *= weight;
+    return n;
+}
+
+static size_t moei_reference_curve(MOEI_REFERENCE_ARGUMENTS) {
+    const double *v = MOEI_LOAD(in, op->shape.n);
+    size_t j;
+    for (j = 0; j < op->shape.n; j++) {
+        moe_real x = (moe_real)(v[j] * note->alpha), y;
+        if (note->act == MOEI_SOFTPLUS) y = moei_softplus(x);
+        else moe_activate(NULL, note->act, 1, &x, &y);
+        if (note->rest && x > MOEI_R(0.0)) y -= x;
+        p->wanted[j] = (double)y / note->alpha;
+    }
+    return op->shape.n;
+}
+
+static size_t moei_reference_multiply(MOEI_REFERENCE_ARGUMENTS) {
+    const double *a = MOEI_LOAD(in, op->shape.n), *b = MOEI_LOAD(other, op->shape.n);
+    size_t j;
+    for (j = 0; j < op->shape.n; j++) p->wanted[j] = a[j] * b[j];
+    return op->shape.n;
+}
+
+static size_t moei_reference_add(MOEI_REFERENCE_ARGUMENTS) {
+    const double *a = MOEI_LOAD(in, op->shape.n), *b = MOEI_LOAD(other, op->shape.n);
+    size_t j;
+    for (j = 0; j < op->shape.n; j++) p->wanted[j] = a[j] + b[j];
+    return op->shape.n;
+}
+
+static size_t moei_reference_rescale(MOEI_REFERENCE_ARGUMENTS) {
+    (void)moei_profile_load(p, run, note->in, op->in, op->shape.n, p->wanted);
+    return op->shape.n;
+}
+
+/* apply_weight, accumulate */
+static size_t moei_reference_weighted(MOEI_REFERENCE_ARGUMENTS) {
+    const double weight = moei_profile_weight(p, note, run);
+    const size_t n = moei_reference_rescale(p, op, note, run);
+    size_t j;
+    for (j = 0; j < n; j++) p->wanted[j] *= weight;
+    return n;
+}
+
+static size_t moei_reference_add_rest(MOEI_REFERENCE_ARGUMENTS) {
+    const int16_t *choices = run->vectors + op->other;
+    const size_t n = moei_reference_rescale(p, op, note, run);
+    double rest = 1;
+    size_t j;
+    for (j = 0; j < (size_t)choices[0]; j++)
+        rest -= choices[1 + p->model.mixtures[op->index].router.most + j] / 32768.0 * note->alpha;
+    for (j = 0; j < n; j++) p->wanted[j] *= rest;
+    return n;
+}
+
+static size_t moei_reference_unit(MOEI_REFERENCE_ARGUMENTS) {
+    const size_t n = moei_reference_rescale(p, op, note, run);
+    double square = note->alpha;
+    size_t j;
+    for (j = 0; j < n; j++) square += p->wanted[j] * p->wanted[j];
+    for (j = 0; j < n && square > 0; j++) p->wanted[j] /= sqrt(square);
+    return n;
+}
+
+static size_t moei_reference_cluster(MOEI_REFERENCE_ARGUMENTS) {
+    const int16_t *choices = run->vectors + op->other, *experts = choices + 1;
+    const int16_t *weights = experts + p->model.mixtures[op->index].router.most;
+    const moe_real *table = p->net->modules[note->module].layer.tensors[MOE_ROUTER_AC_RUNNING];
+    const size_t n = op->shape.n;
+    const double *x = MOEI_LOAD(in, n);
+    double sum = 0;
+    size_t q;
+    int i, j;
+    for (i = 0, j = -1; i < op->factor2 && (j = moei_int_lighter(weights, choices[0], j)) >= 0; i++)
+        sum += op->factor2 > 1 ? weights[j] : 1;
+    for (q = 0; q < n; q++) p->wanted[q] = sum > 0 ? 0 : x[q];
+    for (i = 0, j = -1; sum > 0 && i < op->factor2 && (j = moei_int_lighter(weights, choices[0], j)) >= 0; i++)
+        for (q = 0; q < n; q++)
+            p->wanted[q] += (op->factor2 > 1 ? weights[j] : 1) / sum * (double)table[(size_t)experts[j] * n + q] * x[q];
+    return n;
+}
+
+/* Both norms; those of float lists have eps, gain and bias before them. */
+static size_t moei_reference_norm(MOEI_REFERENCE_ARGUMENTS) {
+    const moe_module *module = &p->net->modules[note->module];
+    const moe_real *gain = module->tensors[MOE_MODULE_WEIGHT], *bias = module->tensors[MOE_MODULE_BIAS];
+    const size_t n = op->shape.n;
+    const double *x = MOEI_LOAD(in, n);
+    double eps = (double)moei_eps_of(module->eps);
+    double mean = 0, square = 0;
+    int centers = op->index != 0;
+    size_t j;
+#if !MOE_REAL_IS_DOUBLE
+    if (moei_profile_is_float(p)) {
+        const moe_real *c = (const moe_real *)(const void *)(run->base + op->at);
+        centers = p->built.ops[op - p->ops].run == moei_float_op_layer_norm;
+        eps = (double)c[0];
+        gain = c + 1;
+        bias = gain + n;
+    }
+#endif
+    for (j = 0; j < n && centers; j++) mean += x[j] / (double)n;
+    for (j = 0; j < n; j++) square += (x[j] - mean) * (x[j] - mean) / (double)n;
+    for (j = 0; j < n; j++) {
+        p->wanted[j] = (x[j] - mean) / sqrt(square + eps) * (double)gain[j];
+        if (centers || moei_profile_is_float(p)) p->wanted[j] += (double)bias[j];
+    }
+    return n;
+}
+
+static size_t moei_reference_row(MOEI_REFERENCE_ARGUMENTS) {
+    const moe_real *row = p->net->modules[note->module].tensors[MOE_MODULE_WEIGHT];
+    const size_t r = op->index == 0 ? (size_t)run->token : (size_t)run->place, n = op->shape.n;
+    size_t j;
+    for (j = 0; j < n && r < op->shape.k; j++) p->wanted[j] = (double)row[r * n + j];
+    return j;
+}
+
+static size_t moei_reference_rotate(MOEI_REFERENCE_ARGUMENTS) {
+    const size_t n = op->shape.n, half = op->shape.k / 2u;
+    const double base = (double)p->net->modules[note->module].attention.rotary_base;
+    const double *x = MOEI_LOAD(in, n);
+    size_t i, j;
+    for (i = 0; i < half; i++) {
+        const double angle = (double)run->place * pow(base, -(double)i / (double)half);
+        for (j = i; j < n; j += 2 * half) {
+            p->wanted[j] = x[j] * cos(angle) - x[j + half] * sin(angle);
+            p->wanted[j + half] = x[j] * sin(angle) + x[j + half] * cos(angle);
+        }
+    }
+    return n;
+}
+
+static size_t moei_reference_attention(MOEI_REFERENCE_ARGUMENTS) {
+    const moei_int_attention *a = &p->model.attentions[op->index];
+    const signed char *keys = (const signed char *)run->state + a->keys;
+    const signed char *values = (const signed char *)run->state + a->values;
+    const size_t width = op->shape.n, d = a->d_head;
+    const size_t n = (size_t)run->place + 1;
+    const double *q = MOEI_LOAD(in, width);
+    const double by = moei_profile_scale(p, note->other) / sqrt((double)d);
+    double most, total, *score = p->other;
+    size_t h, i, j;
+    for (h = 0; h < width; h += d) {
+        for (most = -HUGE_VAL, j = 0; j < n; j++) {
+            for (score[j] = 0, i = h; i < h + d; i++)
+                score[j] += q[i] * by * (j + 1 < n ? keys[j * width + i] : run->vectors[op->other + i]);
+            if (score[j] > most) most = score[j];
+        }
+        for (total = 0, j = 0; j < n; j++) total += score[j] = exp(score[j] - most);
+        for (i = h; i < h + d; i++)
+            for (p->wanted[i] = 0, j = 0; j < n; j++)
+                p->wanted[i] += score[j] / total * moei_profile_scale(p, note->reference) *
+                                (j + 1 < n ? values[j * width + i] : run->vectors[a->value + i]);
+    }
+    return width;
+}
+
+/* The sum is as it was left. */
+static size_t moei_reference_mixture(MOEI_REFERENCE_ARGUMENTS) {
+    const moei_int_mixture *m = &p->model.mixtures[op->index];
+    const double scale = ldexp(moei_profile_scale(p, note->out), -op->shape.shift);
+    size_t j;
+    if (moei_profile_is_float(p)) return 0;
+    for (j = 0; j < op->shape.n; j++) {
+        int32_t sum;
+        memcpy(&sum, run->vectors + m->sum + 2 * j, sizeof sum);
+        p->wanted[j] = sum * scale;
+    }
+    return op->shape.n;
+}
+
+/* What a profile knows of each function: its reference, and flags. */
+enum {
+    MOEI_HAS_CONSTANTS = 1, /* at op->at */
+    MOEI_MULTIPLIES = 2,    /* each constant with an input; twice: MOEI_TWICE */
+    MOEI_TWICE = 4,
+    MOEI_ADDS = 8,          /* to a sum */
+    MOEI_MEASURES = 16,     /* experts */
+    MOEI_NESTS = 32         /* a mixture */
+};
+
+static const struct moei_profile_kind {
+    void (*run)(const moei_int_op *op, moei_int_run *run);
+    moei_reference_function *reference;
+    int flags;
+} moei_profile_kinds[] = {
+    {moei_int_op_int8, moei_reference_product, MOEI_HAS_CONSTANTS | MOEI_MULTIPLIES},
+    {moei_int_op_int4, moei_reference_product, MOEI_HAS_CONSTANTS | MOEI_MULTIPLIES},
+    {moei_int_op_int16, moei_reference_product, MOEI_HAS_CONSTANTS | MOEI_MULTIPLIES | MOEI_TWICE},
+    {moei_int_op_int8_add, moei_reference_product_add, MOEI_HAS_CONSTANTS | MOEI_MULTIPLIES | MOEI_ADDS},
+    {moei_int_op_int4_add, moei_reference_product_add, MOEI_HAS_CONSTANTS | MOEI_MULTIPLIES | MOEI_ADDS},
+    {moei_int_op_int16_add, moei_reference_product_add, MOEI_HAS_CONSTANTS | MOEI_MULTIPLIES | MOEI_TWICE | MOEI_ADDS},
+    {moei_int_op_curve, moei_reference_curve, MOEI_HAS_CONSTANTS},
+    {moei_int_op_multiply, moei_reference_multiply, 0},
+    {moei_int_op_add, moei_reference_add, 0},
+    {moei_int_op_rescale, moei_reference_rescale, 0},
+    {moei_int_op_mixture, moei_reference_mixture, MOEI_NESTS},
+    {moei_int_op_row, moei_reference_row, MOEI_HAS_CONSTANTS},
+    {moei_int_op_norm, moei_reference_norm, MOEI_HAS_CONSTANTS},
+    {moei_int_op_rotate, moei_reference_rotate, MOEI_HAS_CONSTANTS},
+    {moei_int_op_attention, moei_reference_attention, 0},
+    {moei_int_op_unit, moei_reference_unit, 0},
+    {moei_int_op_cluster, moei_reference_cluster, MOEI_HAS_CONSTANTS},
+    {moei_int_op_norm_l1, NULL, MOEI_MEASURES},
+    {moei_int_op_norm_l2, NULL, MOEI_MEASURES},
+    {moei_int_op_norm_linf, NULL, MOEI_MEASURES},
+    {moei_int_op_match, NULL, MOEI_MEASURES},
+    {moei_int_op_apply_weight, moei_reference_weighted, 0},
+    {moei_int_op_accumulate, moei_reference_weighted, MOEI_ADDS},
+    {moei_int_op_add_rest, moei_reference_add_rest, MOEI_ADDS},
+#if !MOE_REAL_IS_DOUBLE
+    {moei_float_op_product, moei_reference_product, MOEI_HAS_CONSTANTS | MOEI_MULTIPLIES},
+    {moei_float_op_product_add, moei_reference_product_add, MOEI_HAS_CONSTANTS | MOEI_MULTIPLIES | MOEI_ADDS},
+    {moei_float_op_multiply, moei_reference_multiply, 0},
+    {moei_float_op_add, moei_reference_add, 0},
+    {moei_float_op_layer_norm, moei_reference_norm, MOEI_HAS_CONSTANTS},
+    {moei_float_op_rms_norm, moei_reference_norm, MOEI_HAS_CONSTANTS},
+    {moei_float_op_row, NULL, MOEI_HAS_CONSTANTS},
+    {moei_float_op_softmax, NULL, MOEI_HAS_CONSTANTS},
+    {moei_float_op_choose_above, NULL, MOEI_HAS_CONSTANTS},
+    {moei_float_op_choose_sum, NULL, MOEI_HAS_CONSTANTS},
+    {moei_float_op_choose_listed, NULL, MOEI_HAS_CONSTANTS},
+    {moei_float_op_weigh_scale, NULL, MOEI_HAS_CONSTANTS},
+    {moei_float_op_mixture, NULL, MOEI_NESTS},
+#endif
+    {NULL, NULL, 0}, /* all others */
+};
+
+static const struct moei_profile_kind *moei_profile_kind_of(const moei_int_op *op) {
+    const struct moei_profile_kind *kind = moei_profile_kinds;
+    while (kind->run != NULL && kind->run != op->run) kind++;
+    return kind;
+}
+
+static void moei_tally_net(moei_tally *t, double got, double wanted) {
+    t->net_signal += wanted * wanted;
+    t->net_noise += (got - wanted) * (got - wanted);
+    t->net_compared++;
+}
+
+/* Compares n outputs of operation i with `wanted`, and with the network's. */
+static void moei_profile_compare(moei_profiler *p, size_t i, size_t n, const double *wanted, const moei_int_run *run) {
+    const moei_int_op *op = &p->ops[i];
+    const moei_op_note *note = &p->trace.notes[i];
+    const moei_vector *v = &p->trace.vectors[note->out];
+    const double scale = moei_profile_scale(p, note->out), limit = v->is_int32 ? 2147483647.0 : v->limit;
+    const int adds = moei_profile_kind_of(&p->built.ops[i])->flags & MOEI_ADDS;
+    moei_tally *t = &p->tally[i];
+    size_t j;
+    for (j = 0; j < n; j++) {
+        const double code = moei_profile_code(p, run, note->out, op->out, j);
+        const double got = code * scale;
+        double y = adds ? p->before[j] * scale + wanted[j] : wanted[j];
+        if (fabs(code) > t->most * limit) t->most = fabs(code) / limit;
+        if (!moei_profile_is_float(p) && !adds) {
+            t->saturated += !note->clamps && fabs(code) >= limit && fabs(y) > (limit + 0.5) * scale;
+            if ((note->clamps || op->shape.low > -v->limit) && y < op->shape.low * scale) y = op->shape.low * scale;
+            if ((note->clamps || op->shape.high < v->limit) && y > op->shape.high * scale) y = op->shape.high * scale;
+        }
+        t->signal += y * y;
+        t->noise += (got - y) * (got - y);
+    }
+    t->compared += n;
+    if (note->output_of == 0) return;
+    n = (size_t)p->net->modules[note->output_of - 1].d_out;
+    for (j = 0; j < n; j++)
+        moei_tally_net(t, moei_profile_code(p, run, note->out, op->out, j) * scale,
+                       (double)p->pass->modules[note->output_of - 1].y[p->row * n + j]);
+}
+
+/* The measure of the present expert, in float. */
+static void moei_profile_measure(moei_profiler *p, const moei_int_run *run) {
+    const moei_int_op *op = p->measured;
+    const moei_op_note *note = &p->trace.notes[op - p->ops];
+    void (*const is)(const moei_int_op *op, moei_int_run *run) = p->built.ops[op - p->ops].run;
+    const double *v = MOEI_LOAD(in, op->shape.n), *other = MOEI_LOAD(other, op->shape.n);
+    double sum = 0;
+    size_t j;
+    moei_op_note block = *note;
+    block.in_block = 1;
+    for (j = 0; j < op->shape.n; j++) {
+        if (is == moei_int_op_norm_l1) sum += fabs(v[j]);
+        else if (is == moei_int_op_norm_l2) sum += v[j] * v[j];
+        else if (is == moei_int_op_match) sum += v[j] * other[j];
+        else if (fabs(v[j]) > sum) sum = fabs(v[j]);
+    }
+    p->each[moei_profile_expert(p, &block, run)] = note->alpha * (is == moei_int_op_norm_l2 ? sqrt(sum) : sum);
+}
+
+/* The routing weights against the network's. */
+static void moei_profile_route(moei_profiler *p, const moei_int_op *op, size_t module, const moei_int_run *run) {
+    const moei_int_mixture *m = &p->model.mixtures[op->index];
+    const moe_routing *routing = &p->pass->modules[module].layer->routing;
+    const moe_real *wanted = routing->weights + p->row * routing->n_experts;
+    int16_t *choices = run->vectors + m->choices;
+    moei_tally *t = &p->tally[p->model.n_ops + op->index];
+    int i, same = choices[0] == routing->n_choices[p->row];
+    size_t e;
+    for (e = 0; e < routing->n_experts; e++) p->wanted[e] = 0;
+    for (i = 0; i < choices[0]; i++) {
+        double *w = &p->wanted[choices[1 + i]];
+        *w = ldexp(choices[1 + m->router.most + i], m->weight_bits - 15);
+#if !MOE_REAL_IS_DOUBLE
+        if (moei_profile_is_float(p)) *w = (double)moei_float_weights(choices, m->router.most)[i];
+#endif
+        same = same && routing->selected[p->row * routing->n_experts + (size_t)choices[1 + i]];
+    }
+    for (e = 0; e < routing->n_experts; e++) moei_tally_net(t, p->wanted[e], (double)wanted[e]);
+    t->inputs++;
+    t->same += same;
+}
+
+/* The function of every operation while a profile is made. */
+static void moei_profile_op(const moei_int_op *op, moei_int_run *run) {
+    moei_profiler *p = (moei_profiler *)(void *)(uintptr_t)run->model;
+    const size_t i = (size_t)(op - p->ops);
+    const moei_op_note *note = &p->trace.notes[i];
+    const struct moei_profile_kind *kind = moei_profile_kind_of(&p->built.ops[i]);
+    size_t n = 0, j;
+    if (kind->reference != NULL && !(kind->flags & MOEI_NESTS)) n = kind->reference(p, op, note, run);
+    for (j = 0; j < n && kind->flags & MOEI_ADDS; j++)
+        p->before[j] = moei_profile_code(p, run, note->out, op->out, j);
+    if (kind->flags & MOEI_MEASURES) p->measured = op;
+    p->built.ops[i].run(op, run);
+    if (run->status != MOE_OK) return;
+    if (p->measured != NULL && op == p->measured + p->measured->shape.k) moei_profile_measure(p, run);
+    if (kind->flags & MOEI_NESTS) {
+        moei_profile_route(p, op, note->module, run);
+        n = kind->reference != NULL ? kind->reference(p, op, note, run) : 0;
+    }
+    if (kind->flags & MOEI_MEASURES) {
+        n = p->model.mixtures[op->index].router.n_experts;
+        p->measured = NULL;
+    }
+    moei_profile_compare(p, i, n, kind->flags & MOEI_MEASURES ? p->each : p->wanted, run);
+}
+
+static moe_status moei_profile_fetch(void *ctx, size_t at, size_t size, void *to) {
+    moei_profiler *p = (moei_profiler *)ctx;
+    p->fetched = at;
+    memcpy(to, p->built.experts.data + at, size);
+    return MOE_OK;
+}
+
+static moe_status moei_profile_batch(void *ctx, const moe_net_pass *pass) {
+    moei_profiler *p = (moei_profiler *)ctx;
+    const moe_model *model = &p->model;
+    unsigned char *input = p->memory + (model->scratch_size + 7) / 8 * 8; /* aligned as the memory is */
+    unsigned char *output = input + (model->d_in + 1) * sizeof(moe_real);
+    moe_loader loader;
+    moe_status status = MOE_OK;
+    loader.ctx = p;
+    loader.fetch = moei_profile_fetch;
+    p->pass = pass;
+    for (p->row = 0; p->row < pass->n_tokens && status == MOE_OK; p->row++) {
+        const moe_real *x = model->d_in > 0 ? pass->call.x + p->row * model->d_in : NULL;
+        if (p->place++ % (p->data->length > 0 ? p->data->length : 1) == 0) memset(p->memory, 0, model->scratch_size);
+        if (x == NULL) memcpy(input, pass->call.token_ids + p->row, sizeof(int32_t));
+        else if (moei_profile_is_float(p)) memcpy(input, x, model->d_in * sizeof *x);
+        else moe_infer_levels(model, x, (int8_t *)input);
+        status = moe_infer(model, p->built.external ? &loader : NULL, input, output, p->memory, model->scratch_size);
+    }
+    return status;
+}
+
+/* ---- rows ---- */
+
+/* Instructions of a call on a Cortex-M4 (see Profiles), with features a, b, c of the operation:
+   factor[0] + factor[1] a + factor[2] b + factor[3] c. Between the marks
+   tests/port/devices.sh --write-costs writes. */
+typedef struct moei_cost {
+    moei_any_function function;
+    double factor[4];
+} moei_cost;
+
+static const moei_cost moei_costs[] = {
+    /* costs */
+    {(moei_any_function)moei_int_op_int8, {94.83, 12.64, 0.08, 0.89}},
+    {(moei_any_function)moei_int_op_int4, {105.98, 17.06, 1.33, 1}},
+    {(moei_any_function)moei_int_op_int16, {328.18, 44.52, 35.17, 1.78}},
+    {(moei_any_function)moei_int_op_int8_add, {89.64, 9.2, 0.1, 0.89}},
+    {(moei_any_function)moei_int_op_int4_add, {101.9, 13.62, 1.34, 1}},
+    {(moei_any_function)moei_int_op_int16_add, {310.29, 45.76, 35.16, 1.78}},
+    {(moei_any_function)moei_int_op_curve, {36, 22, 0, 0}},
+    {(moei_any_function)moei_int_op_multiply, {30, 14, 0, 0}},
+    {(moei_any_function)moei_int_op_add, {42, 16, 0, 0}},
+    {(moei_any_function)moei_int_op_rescale, {43, 16, 0, 0}},
+    {(moei_any_function)moei_int_op_norm, {332, 52, 0, 0}},
+    {(moei_any_function)moei_int_op_rotate, {98, 21, 0, 0}},
+    {(moei_any_function)moei_int_op_unit, {276.76, 19.72, 0, 0}},
+    {(moei_any_function)moei_int_op_apply_weight, {31, 17, 0, 0}},
+    {(moei_any_function)moei_int_op_set_weight, {13, 0, 0, 0}},
+    {(moei_any_function)moei_int_op_accumulate, {22, 10, 0, 0}},
+    {(moei_any_function)moei_int_op_add_rest, {63, 14, 0, 0}},
+    {(moei_any_function)moei_int_op_cluster, {170, 37, 0, 0}},
+    {(moei_any_function)moei_int_op_row, {42, 22, 0, 0}},
+    {(moei_any_function)moei_int_op_norm_l1, {49.36, 76.57, 0.01, 9}},
+    {(moei_any_function)moei_int_op_norm_l2, {49.59, 318.61, 0, 6.75}},
+    {(moei_any_function)moei_int_op_norm_linf, {49.4, 76.57, 0.01, 12}},
+    {(moei_any_function)moei_int_op_match, {49.32, 76.58, 0.01, 7}},
+    {(moei_any_function)moei_int_op_attention, {71.97, 51.88, 205.12, 0}},
+    {(moei_any_function)moei_int_gate_logits, {-7, 7, 0, 0}},
+    {(moei_any_function)moei_int_gate_relu, {-7, 10, 0, 0}},
+    {(moei_any_function)moei_int_gate_softmax, {-1.99, 74.99, 0, 0}},
+    {(moei_any_function)moei_int_gate_sigmoid, {54.33, 73.35, 0, 0}},
+    {(moei_any_function)moei_int_gate_sqrt_softplus, {-101.88, 230.89, 0, 0}},
+    {(moei_any_function)moei_int_share_softmax, {-37, 61, 0, 0}},
+    {(moei_any_function)moei_int_share_sigmoid, {22.23, 84.58, 0, 0}},
+    {(moei_any_function)moei_int_share_sqrt_softplus, {-136.17, 242.94, 0, 0}},
+    {(moei_any_function)moei_int_select_logits, {25.16, 5.76, 6.04, 3.68}},
+    {(moei_any_function)moei_int_select_top_k, {38.58, 6.71, -0.44, 2.88}},
+    {(moei_any_function)moei_int_select_top_p, {2.31, 47.49, -32.16, 3.95}},
+    {(moei_any_function)moei_int_weight_sum, {25.99, -0.02, 17.03, 0.01}},
+    {(moei_any_function)moei_int_weight_raw, {5.19, -0.03, 12.54, 0.01}},
+    {(moei_any_function)moei_int_weight_softmax, {18.77, 75.1, 14.83, -0.07}},
+    {(moei_any_function)moei_int_weight_uniform, {5.69, 0.01, 4.64, -0.01}},
+    {(moei_any_function)moei_int_weight_one, {0.43, -0.02, 0.4, 0.02}},
+    {(moei_any_function)moei_int_scale_weights, {2, 0, 17, 0}},
+    {(moei_any_function)moei_int_op_mixture, {138.57, 7.26, 58.59, 8.79}},
+    {(moei_any_function)moei_int_model_run, {93.26, 1.55, 4, 0}},
+#if !MOE_REAL_IS_DOUBLE
+    {(moei_any_function)moei_float_op_product, {26, 12, 0, 3}},
+    {(moei_any_function)moei_float_op_product_add, {26, 16, 0, 3}},
+    {(moei_any_function)moei_float_op_multiply, {19, 8, 0, 0}},
+    {(moei_any_function)moei_float_op_add, {19, 8, 0, 0}},
+    {(moei_any_function)moei_float_op_layer_norm, {62, 26, 0, 0}},
+    {(moei_any_function)moei_float_op_rms_norm, {35, 14, 0, 0}},
+    {(moei_any_function)moei_float_op_row, {29, 16, 0, 0}},
+    {(moei_any_function)moei_float_op_apply_weight, {19, 8, 0, 0}},
+    {(moei_any_function)moei_float_op_set_weight, {12, 0, 0, 0}},
+    {(moei_any_function)moei_float_op_add_rest, {37, 8, 0, 0}},
+    {(moei_any_function)moei_float_op_softmax, {17.54, 78.6, 0, 0}},
+    {(moei_any_function)moei_float_op_sqrt_softplus, {13.68, 156.86, 0, 0}},
+    {(moei_any_function)moei_float_op_MOE_ACT_RELU, {20, 12, 0, 0}},
+    {(moei_any_function)moei_float_op_MOE_ACT_SILU, {22.78, 97.6, 0, 0}},
+    {(moei_any_function)moei_float_op_MOE_ACT_GELU, {21.51, 69.49, 0, 0}},
+    {(moei_any_function)moei_float_op_MOE_ACT_TANH, {29.65, 97.19, 0, 0}},
+    {(moei_any_function)moei_float_op_MOE_ACT_SIGMOID, {21.79, 82.48, 0, 0}},
+    {(moei_any_function)moei_float_op_MOE_ACT_IDENTITY, {20, 8, 0, 0}},
+    {(moei_any_function)moei_float_op_MOE_ACT_GELU_TANH, {40.85, 115.99, 0, 0}},
+    {(moei_any_function)moei_float_op_MOE_ACT_RELU2, {20, 13, 0, 0}},
+    {(moei_any_function)moei_float_op_choose, {63.05, 23.91, -8.12, 2.26}},
+    {(moei_any_function)moei_float_op_weigh, {23, 0, 9, 0}},
+    {(moei_any_function)moei_float_op_weigh_sum, {26.8, -0.03, 16.44, 0.02}},
+    {(moei_any_function)moei_float_op_weigh_softmax, {21.83, -0.14, 65.44, 0.12}},
+    {(moei_any_function)moei_float_op_weigh_scale, {23, 0, 11, 0}},
+    {(moei_any_function)moei_float_op_mixture, {73, 16, 0, 0}},
+    {(moei_any_function)moei_float_ops_run, {85, 16, 8, 0}},
+#endif
+    /* end */
+    {NULL, {0, 0, 0, 0}},
+};
+
+/* 0: not known. */
+static double moei_cost_of(moei_any_function function, double a, double b, double c) {
+    const moei_cost *cost = moei_costs;
+    double sum;
+    while (cost->function != NULL && cost->function != function) cost++;
+    sum = cost->factor[0] + cost->factor[1] * a + cost->factor[2] * b + cost->factor[3] * c;
+    return cost->function != NULL && sum < 1 ? 1 : sum;
+}
+
+/* The most calls of operation i in one inference. */
+static size_t moei_profile_calls(const moei_profiler *p, size_t i) {
+    const moei_int_mixture *m;
+    if (i < p->model.n_main) return 1;
+    m = &p->model.mixtures[p->trace.notes[i].mixture];
+    if (i - m->expert < m->n_expert) return m->router.most;
+    if (i - m->score < m->n_score || i - m->shared < m->n_shared) return 1;
+    if (i - m->copy < m->n_copy) return 0;
+    if (i - m->constant < m->n_constant * (size_t)(m->router.n_experts - m->constants)) return 0;
+    return m->router.n_experts;
+}
+
+/* Whether operation i has constants, and whether those are in the blocks of experts. */
+static int moei_profile_has(const moei_profiler *p, size_t i, int *in_block) {
+    const int flags = moei_profile_kind_of(&p->built.ops[i])->flags;
+    *in_block = flags & MOEI_MULTIPLIES && p->trace.notes[i].in_block;
+    return flags & MOEI_HAS_CONSTANTS;
+}
+
+/* Where constants begin, the first at or after `at`, or where all end. mixture: in its blocks;
+   MOEI_INT_NONE: in those of the model. */
+static size_t moei_profile_next(const moei_profiler *p, size_t at, uint32_t mixture) {
+    const int blocks = mixture != MOEI_INT_NONE;
+    size_t end = blocks ? p->model.mixtures[mixture].stride : p->model.weights_size, i, j;
+    int in_block;
+    for (i = 0; i < p->model.n_ops; i++)
+        if (moei_profile_has(p, i, &in_block) && blocks == in_block &&
+            (!blocks || p->trace.notes[i].mixture == mixture) && p->ops[i].at >= at && p->ops[i].at < end)
+            end = p->ops[i].at;
+    for (i = 0; !blocks && i < p->model.n_mixtures; i++) {
+        const moei_int_router *r = &p->model.mixtures[i].router;
+        const uint32_t table[4] = {r->bias, r->thresholds, r->scales, r->table};
+        for (j = 0; j < 4; j++)
+            if (table[j] >= at && table[j] < end) end = table[j];
+    }
+    return end;
+}
+
+static size_t moei_profile_bytes(const moei_profiler *p, size_t i) {
+    const moei_op_note *note = &p->trace.notes[i];
+    const moei_int_mixture *m = &p->model.mixtures[p->model.n_mixtures > 0 ? note->mixture : 0];
+    size_t at = p->ops[i].at, j, experts = 1, end;
+    int in_block, other;
+    if (!moei_profile_has(p, i, &in_block)) return 0;
+    for (j = 0; j < i; j++)
+        if (moei_profile_has(p, j, &other) && other == in_block && p->ops[j].at == p->ops[i].at &&
+            (!in_block || p->trace.notes[j].mixture == note->mixture))
+            return 0;
+    if (in_block) experts = m->zeros > 0 ? m->zeros : m->router.n_experts;
+    end = moei_profile_next(p, at + 1, in_block ? note->mixture : MOEI_INT_NONE);
+    if (moei_profile_next(p, 0, in_block ? note->mixture : MOEI_INT_NONE) == at) at = 0; /* what no operation reads */
+    return experts * (end - at);
+}
+
+/* Copies the sums to a row. */
+static void moei_profile_sums(const moei_tally *t, moe_profile_row *row) {
+    row->compared = t->compared;
+    row->net_compared = t->net_compared;
+    row->snr = t->noise > 0 ? 10 * log10(t->signal / t->noise) : HUGE_VAL;
+    row->net_snr = t->net_noise > 0 ? 10 * log10(t->net_signal / t->net_noise) : HUGE_VAL;
+    row->saturated = t->compared > 0 ? t->saturated / (double)t->compared : 0;
+    row->used = t->most;
+    row->same = t->inputs > 0 ? t->same / (double)t->inputs : 0;
+}
+
+static moe_profile_row moei_profile_row(const moei_profiler *p, size_t i) {
+    const moei_int_op *op = &p->built.ops[i];
+    const struct moei_profile_kind *kind = moei_profile_kind_of(op);
+    const int chooses = moei_profile_is_float(p) && op->shape.low > 0; /* then it is the most choices */
+    const double n = op->shape.n, k = chooses ? op->shape.low : op->shape.k;
+    moe_profile_row row;
+    memset(&row, 0, sizeof row);
+    moei_profile_sums(&p->tally[i], &row);
+    row.name = strstr(moei_function_name((moei_any_function)op->run), "_op_") + 4;
+    row.op = i;
+    row.module = p->trace.notes[i].module;
+    row.outputs = row.inputs = op->shape.n;
+    row.calls = moei_profile_calls(p, i);
+    row.weight_bytes = moei_profile_bytes(p, i);
+    row.instructions = moei_cost_of((moei_any_function)op->run, n, k, n * k);
+    if (kind->flags & MOEI_MULTIPLIES) {
+        const double rows = ceil(n / 2) * 2, columns = ceil(k / 4) * 4;
+        row.inputs = op->shape.k;
+        row.multiplications = (kind->flags & MOEI_TWICE ? 2 : 1) * row.calls * row.outputs * row.inputs;
+        row.instructions = moei_cost_of((moei_any_function)op->run, rows, columns, rows * columns);
+    } else if (op->run == moei_int_op_attention) {
+        const double length = (double)p->model.length, heads = p->model.attentions[op->index].heads;
+        row.multiplications = 2 * row.outputs * p->model.length;
+        row.instructions = moei_cost_of((moei_any_function)op->run, n, heads * length, n * length);
+    } else if (kind->flags & MOEI_NESTS) {
+        const double most = p->model.mixtures[op->index].router.most;
+        row.instructions = moei_cost_of((moei_any_function)op->run, n, most, most * most);
+    } else if (kind->flags & MOEI_MEASURES) {
+        row.outputs = p->model.mixtures[op->index].router.n_experts;
+        row.instructions =
+            moei_cost_of((moei_any_function)op->run, (double)row.outputs, n, n * (double)row.outputs);
+    }
+    row.instructions *= (double)row.calls;
+    return row;
+}
+
+/* The row of the router of a mixture; those of float lists are operations. */
+static moe_profile_row moei_profile_router(const moei_profiler *p, size_t mixture, size_t module) {
+    const moei_int_router *r = &p->model.mixtures[mixture].router;
+    const double n = r->n_experts, most = r->most;
+    const uint32_t table[4] = {r->bias, r->thresholds, r->scales, r->table};
+    moe_profile_row row;
+    int j;
+    memset(&row, 0, sizeof row);
+    moei_profile_sums(&p->tally[p->model.n_ops + mixture], &row);
+    row.name = "route";
+    row.op = mixture;
+    row.module = module;
+    row.outputs = r->most;
+    row.inputs = r->n_experts;
+    row.calls = 1;
+    for (j = 0; j < 4; j++)
+        if (table[j] != MOEI_INT_NONE) row.weight_bytes += moei_profile_next(p, table[j] + 1, MOEI_INT_NONE) - table[j];
+    if (moei_profile_is_float(p)) return row;
+    if (r->gate != NULL) row.instructions += moei_cost_of((moei_any_function)r->gate, n, 0, 0);
+    row.instructions += moei_cost_of((moei_any_function)r->select, n, most, n * most);
+    if (r->values != NULL) row.instructions += moei_cost_of((moei_any_function)r->values, most, 0, 0);
+    row.instructions += moei_cost_of((moei_any_function)r->weight, n, most, n * most);
+    if (r->scale != NULL) row.instructions += moei_cost_of((moei_any_function)r->scale, n, most, n * most);
+    return row;
+}
+
+/* The inner operations of a mixture come before it, its router after its last score. */
+static void moei_profile_rows(const moei_profiler *p, moe_profile *profile) {
+    size_t i, inner = p->model.n_main, n = 0;
+    for (i = 0; i < p->model.n_main; i++) {
+        const moei_int_op *op = &p->built.ops[i];
+        const size_t index = op->index;
+        if (moei_profile_kind_of(op)->flags & MOEI_NESTS) {
+            const moei_int_mixture *m = &p->model.mixtures[index];
+            size_t last = m->score + m->n_score;
+            if (m->n_score > 0 && moei_profile_kind_of(&p->built.ops[last - 1])->flags & MOEI_MEASURES)
+                last += p->built.ops[last - 1].shape.k;
+            for (; inner < p->model.n_ops && p->trace.notes[inner].mixture == index; inner++) {
+                if (inner == last) profile->rows[n++] = moei_profile_router(p, index, p->trace.notes[i].module);
+                profile->rows[n++] = moei_profile_row(p, inner);
+            }
+            if (inner == last) profile->rows[n++] = moei_profile_router(p, index, p->trace.notes[i].module);
+        }
+        profile->rows[n++] = moei_profile_row(p, i);
+    }
+    profile->n_rows = n;
+}
+
+/* Adds a vector, by offset. */
+static void moei_profile_vector(moe_profile *profile, size_t at, size_t size, size_t first, size_t last) {
+    moe_profile_vector *v = profile->vectors, one;
+    size_t i = profile->n_vectors++;
+    one.at = at;
+    one.size = size;
+    one.first = first;
+    one.last = last;
+    for (; i > 0 && (v[i - 1].at > at || (v[i - 1].at == at && v[i - 1].first > first)); i--) v[i] = v[i - 1];
+    v[i] = one;
+}
+
+/* A vector is alive from the operation after the one when it was made, but for those that two
+   operations share and an operation's own room. */
+static void moei_profile_vectors(const moei_profiler *p, moe_profile *profile) {
+    size_t i, r;
+    if (p->model.state_size > 0) moei_profile_vector(profile, 0, p->model.state_size, 0, profile->n_rows - 1);
+    for (i = 0; i < moei_array_length(p->trace.vectors); i++) {
+        const moei_vector *v = &p->trace.vectors[i];
+        const uint32_t from = v->first_use < v->last_use ? v->first_use + 1 : v->last_use;
+        size_t first = SIZE_MAX, last = 0;
+        for (r = 0; r < profile->n_rows; r++) {
+            const moe_profile_row *row = &profile->rows[r];
+            const moei_op_note *note = &p->trace.notes[row->op];
+            const int router = row->name[0] == 'r' && row->name[1] == 'o' && row->name[2] == 'u';
+            const int own = note->other == i && note->clock == v->first_use;
+            if (router || (note->clock < from && !own) || note->clock > v->last_use) continue;
+            if (first == SIZE_MAX) first = r;
+            last = r;
+        }
+        if (first != SIZE_MAX)
+            moei_profile_vector(profile, p->model.state_size + 2 * (size_t)v->offset, 2 * moei_vector_room(v), first,
+                                last);
+    }
+}
+
+/* The whole call, unless the cost of a part is not known. */
+static void moei_profile_total(const moei_profiler *p, moe_profile *profile) {
+    const int is_float = moei_profile_is_float(p);
+    size_t r;
+    profile->instructions = moei_cost_of((moei_any_function)p->built.model.run, (double)p->model.d_in,
+                                         (double)p->model.d_out, 0);
+    for (r = 0; r < profile->n_rows && profile->instructions > 0; r++) {
+        const moe_profile_row *row = &profile->rows[r];
+        const int known = row->instructions > 0 || row->calls == 0 || (is_float && strcmp(row->name, "route") == 0);
+        profile->instructions = known ? profile->instructions + row->instructions : 0;
+    }
+}
+
+/* Allocates what the run needs and hooks the operations. */
+static moe_status moei_profile_begin(moei_profiler *p, moe_profile *profile) {
+    const moe_allocator *a = &p->built.allocator;
+    const moe_model *model = &p->built.model;
+    const size_t n = model->n_ops, all = n + model->n_mixtures;
+    const size_t vectors = moei_array_length(p->trace.vectors);
+    size_t i, widest = model->length + 1;
+    for (i = 0; i < vectors; i++)
+        if (p->trace.vectors[i].width > widest) widest = p->trace.vectors[i].width;
+    for (i = 0; i < model->n_mixtures; i++)
+        if (model->mixtures[i].router.n_experts > widest) widest = model->mixtures[i].router.n_experts;
+    if (!moei_array_reserve(a, &p->ops, sizeof *p->ops, n) ||
+        !moei_array_reserve(a, &p->tally, sizeof *p->tally, all) ||
+        !moei_array_reserve(a, &p->in, sizeof *p->in, 5 * widest) ||
+        !moei_array_reserve(a, &p->memory, 1,
+                            model->scratch_size + (model->d_in + model->d_out + 3) * sizeof(moe_real)) ||
+        !moei_array_reserve(a, &profile->rows, sizeof *profile->rows, all) ||
+        !moei_array_reserve(a, &profile->vectors, sizeof *profile->vectors, vectors + 1))
+        return MOE_ERR_MEMORY;
+    memset(p->tally, 0, all * sizeof *p->tally);
+    p->other = p->in + widest;
+    p->wanted = p->other + widest;
+    p->each = p->wanted + widest;
+    p->before = p->each + widest;
+    memcpy(p->ops, p->built.ops, n * sizeof *p->ops);
+    for (i = 0; i < n; i++) p->ops[i].run = moei_profile_op;
+    p->model = *model;
+    p->model.ops = p->ops;
+    return MOE_OK;
+}
+
+static moe_status moei_profile_check(const moe_net *net, const moe_data *data, moe_error *error) {
+    if (data == NULL || data->n == 0) return MOE_OK;
+    if (data->length > 0 && data->n % data->length != 0)
+        return moei_error(error, MOE_ERR_ARGUMENT, "samples: n = %z: must be a multiple of length = %z", data->n,
+                          data->length);
+    return moei_inputs_check(net, data, error);
+}
+
+/* What stands in p->built and p->trace. */
+static moe_status moei_profile_make(moei_profiler *p, moe_profile *profile, moe_error *error) {
+    moe_status status;
+    if (p->built.ops == NULL)
+        return moei_error(error, MOE_ERR_UNSUPPORTED, "the model is no list of operations: %s", p->built.obstacle);
+    status = moei_profile_check(p->net, p->data, error);
+    if (status != MOE_OK) return status;
+    status = moei_profile_begin(p, profile);
+    if (status == MOE_OK && p->data != NULL)
+        status = moei_each_batch(p->net, p->data, &p->built.allocator, moei_profile_batch, p);
+    if (status != MOE_OK) return moei_error(error, status, "profile: %s", moe_status_text(status));
+    moei_profile_rows(p, profile);
+    moei_profile_vectors(p, profile);
+    moei_profile_total(p, profile);
+    return MOE_OK;
+}
+
+moe_status moe_model_profile(moe_profile *profile, const moe_net *net, const moe_model_config *config,
+                             const moe_data *samples, moe_error *error) {
+    moei_profiler p;
+    moe_profile made;
+    moe_allocator a;
+    moe_status status;
+    if (profile == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "profile must not be NULL");
+    memset(&p, 0, sizeof p);
+    memset(&made, 0, sizeof made);
+    memset(&a, 0, sizeof a);
+    if (config != NULL) a = config->allocator;
+    p.trace.floats.allocator = made.allocator = a;
+    p.net = net;
+    p.data = samples == NULL && config != NULL ? config->calibration : samples;
+    status = moei_model_create(&p.built, net, config, &p.trace, error);
+    if (status == MOE_OK) {
+        moei_model_link(&p.built); /* it has moved */
+        status = moei_profile_make(&p, &made, error);
+    }
+    if (status == MOE_OK) *profile = made;
+    else moe_profile_free(&made);
+    moei_array_free(&a, &p.ops, sizeof *p.ops);
+    moei_array_free(&a, &p.tally, sizeof *p.tally);
+    moei_array_free(&a, &p.in, sizeof *p.in);
+    moei_array_free(&a, &p.memory, 1);
+    moei_array_free(&a, &p.trace.notes, sizeof *p.trace.notes);
+    moei_array_free(&a, &p.trace.inner, sizeof *p.trace.inner);
+    moei_array_free(&a, &p.trace.vectors, sizeof *p.trace.vectors);
+    moe_buffer_free(&p.trace.floats);
+    moe_model_free(&p.built);
+    return status;
+}
+#else
+moe_status moe_model_profile(moe_profile *profile, const moe_net *net, const moe_model_config *config,
+                             const moe_data *samples, moe_error *error) {
+    (void)profile;
+    (void)net;
+    (void)config;
+    (void)samples;
+    return moei_error(error, MOE_ERR_UNSUPPORTED, "the build has MOE_NO_QUANT");
+}
+#endif /* MOE_NO_QUANT */
+
+void moe_profile_free(moe_profile *profile) {
+    if (profile == NULL) return;
+    moei_array_free(&profile->allocator, &profile->rows, sizeof *profile->rows);
+    moei_array_free(&profile->allocator, &profile->vectors, sizeof *profile->vectors);
+    memset(profile, 0, sizeof *profile);
 }
 
 /* ---- >>header: the model as C ---------------------------------------------------------------- */
@@ -4206,49 +5312,9 @@ static void moei_print_offset(moei_printer *p, uint32_t at, const char *end) {
     else moei_print(p, "%z%s", (size_t)at, end);
 }
 
-typedef void (*moei_any_function)(void);
-
-/* The functions that constants name. */
-static const struct moei_function_name {
-    moei_any_function function;
-    const char *name;
-} moei_function_names[] = {
-#define MOEI_FUNCTION_NAME(function) {(moei_any_function)(function), #function},
-#define MOEI_OP_NAME(name) MOEI_FUNCTION_NAME(moei_int_op_##name)
-#if !MOE_REAL_IS_DOUBLE
-#define MOEI_FLOAT_NAME(name) MOEI_FUNCTION_NAME(moei_float_op_##name)
-#define MOEI_FLOAT_ACT(value, name, act, backward) MOEI_FLOAT_NAME(value)
-    MOEI_FLOAT_OPS(MOEI_FLOAT_NAME) MOEI_MODEL_OPS(MOEI_FLOAT_NAME) MOE_ACTS(MOEI_FLOAT_ACT)
-#undef MOEI_FLOAT_NAME
-#undef MOEI_FLOAT_ACT
-#endif
-    MOEI_INT_OPS(MOEI_OP_NAME) MOEI_FUNCTION_NAME(moei_int_gate_logits) MOEI_FUNCTION_NAME(moei_int_gate_relu)
-    MOEI_FUNCTION_NAME(moei_int_gate_predicted)
-        MOEI_FUNCTION_NAME(moei_int_gate_softmax) MOEI_FUNCTION_NAME(moei_int_gate_sigmoid)
-            MOEI_FUNCTION_NAME(moei_int_gate_sqrt_softplus) MOEI_FUNCTION_NAME(moei_int_share_softmax)
-                MOEI_FUNCTION_NAME(moei_int_share_sigmoid) MOEI_FUNCTION_NAME(moei_int_share_sqrt_softplus)
-                    MOEI_FUNCTION_NAME(moei_int_select_logits) MOEI_FUNCTION_NAME(moei_int_select_top_k)
-                        MOEI_FUNCTION_NAME(moei_int_select_grouped) MOEI_FUNCTION_NAME(moei_int_select_each)
-                        MOEI_FUNCTION_NAME(moei_int_select_top_p)
-                            MOEI_FUNCTION_NAME(moei_int_select_threshold) MOEI_FUNCTION_NAME(moei_int_select_hash)
-                                MOEI_FUNCTION_NAME(moei_int_weight_raw) MOEI_FUNCTION_NAME(moei_int_weight_sum)
-                                    MOEI_FUNCTION_NAME(moei_int_weight_norm) MOEI_FUNCTION_NAME(moei_int_weight_softmax)
-                                        MOEI_FUNCTION_NAME(moei_int_weight_over)
-                                        MOEI_FUNCTION_NAME(moei_int_weight_uniform)
-                                            MOEI_FUNCTION_NAME(moei_int_weight_one)
-                                                MOEI_FUNCTION_NAME(moei_int_weight_sparsemixer)
-                                                    MOEI_FUNCTION_NAME(moei_int_scale_weights)
-#undef MOEI_OP_NAME
-#undef MOEI_FUNCTION_NAME
-};
-
 static void moei_print_function(moei_printer *p, moei_any_function function) {
-    size_t i;
-    for (i = 0; i < sizeof moei_function_names / sizeof *moei_function_names; i++)
-        if (moei_function_names[i].function == function) break;
-    if (function == NULL) moei_print(p, "NULL, ");
-    else if (i < sizeof moei_function_names / sizeof *moei_function_names)
-        moei_print(p, "%s, ", moei_function_names[i].name);
+    const char *name = function != NULL ? moei_function_name(function) : "NULL";
+    if (name != NULL) moei_print(p, "%s, ", name);
     else if (p->status == MOE_OK) p->status = MOE_ERR_STATE; /* a function without a row */
 }
 
@@ -4686,7 +5752,83 @@ static void moei_print_call(moei_printer *p, const moe_model *model) {
                loads ? "&loader" : "NULL");
 }
 
-static void moei_print_comment(moei_printer *p, const moe_model *model, const char *obstacle) {
+/* ---- the profile in the comment ---- */
+
+/* A number with `digits` digits, or a dash, behind spaces up to the width. */
+static void moei_print_cell(moei_printer *p, size_t width, int is_there, double value, int digits) {
+    char room[40];
+    moei_text t;
+    t.out = room;
+    t.room = sizeof room;
+    t.length = 0;
+    if (is_there && !(fabs(value) > 0)) moei_put(&t, "0", 1);
+    else if (is_there && fabs(value) < HUGE_VAL) moei_put_digits(&t, value, digits);
+    else moei_put(&t, is_there ? "exact" : "-", is_there ? 5 : 1);
+    room[t.length < sizeof room ? t.length : sizeof room - 1] = '\0';
+    for (; width > t.length; width--) moei_print(p, " ");
+    moei_print(p, "%s", room);
+}
+
+/* Rounded, as decibels and percents are printed. */
+static double moei_tenths(double value) { return fabs(value) < 1e9 ? floor(value * 10 + 0.5) / 10 : value; }
+
+static void moei_print_profile_row(moei_printer *p, const moe_profile_row *row, size_t number) {
+    size_t i, length = strlen(row->name);
+    moei_print(p, "\n     ");
+    moei_print_cell(p, 4, 1, (double)number, 9);
+    moei_print(p, "  %s", row->name);
+    for (i = length; i < 16; i++) moei_print(p, " ");
+    moei_print_cell(p, 4, 1, (double)row->module, 9);
+    moei_print_cell(p, 6, 1, (double)row->outputs, 9);
+    moei_print_cell(p, 6, 1, (double)row->inputs, 9);
+    moei_print_cell(p, 6, 1, (double)row->calls, 9);
+    moei_print_cell(p, 9, row->multiplications > 0, (double)row->multiplications, 12);
+    moei_print_cell(p, 9, row->weight_bytes > 0, (double)row->weight_bytes, 12);
+    moei_print_cell(p, 7, row->compared > 0, moei_tenths(row->snr), 4);
+    moei_print_cell(p, 7, row->net_compared > 0, moei_tenths(row->net_snr), 4);
+    moei_print_cell(p, 7, row->used > 0, moei_tenths(100 * row->saturated), 4);
+    moei_print_cell(p, 6, row->used > 0, moei_tenths(100 * row->used), 4);
+    moei_print_cell(p, 9, row->instructions > 0, floor(row->instructions + 0.5), 12);
+}
+
+/* A line for each vector: a sign for each operation, or for several if there are many. */
+static void moei_print_profile_map(moei_printer *p, const moe_profile *profile) {
+    const size_t each = (profile->n_rows + 79) / 80;
+    size_t i, r;
+    moei_print(p, "\n\n   Scratch memory: offset, bytes, and the operations that need it");
+    if (each > 1) moei_print(p, ", %z for each sign", each);
+    for (i = 0; i < profile->n_vectors; i++) {
+        const moe_profile_vector *v = &profile->vectors[i];
+        moei_print(p, "\n     ");
+        moei_print_cell(p, 6, 1, (double)v->at, 12);
+        moei_print_cell(p, 7, 1, (double)v->size, 12);
+        moei_print(p, "  ");
+        for (r = 0; r < profile->n_rows; r += each) moei_print(p, r + each > v->first && r <= v->last ? "#" : ".");
+        moei_print(p, "  %z-%z", v->first, v->last);
+    }
+}
+
+static void moei_print_profile(moei_printer *p, const moe_profile *profile) {
+    size_t i;
+    moei_print(p,
+               "\n   Operations: module; outputs, inputs; the most calls, multiply-accumulates and instructions of a\n"
+               "   Cortex-M4 for all of them; bytes of constants; SNR in dB of the operation against float on\n"
+               "   the same inputs, and of the module's output (route: weights) against the network; outputs that are\n"
+               "   clamped, and the part of the codes' range that is used, in %%\n"
+               "        #  operation        mod  outs   ins calls     MACs    bytes    SNR    net  clamp  used"
+               "   instr.");
+    for (i = 0; i < profile->n_rows; i++) moei_print_profile_row(p, &profile->rows[i], i);
+    if (profile->instructions > 0) {
+        moei_print(p, "\n   A call takes about ");
+        moei_print_cell(p, 0, 1, floor(profile->instructions + 0.5), 12);
+        moei_print(p, " instructions at most.");
+    }
+    moei_print_profile_map(p, profile);
+    moei_print(p, "\n");
+}
+
+static void moei_print_comment(moei_printer *p, const moe_model *model, const char *obstacle,
+                               const moe_profile *profile) {
     const int is_float = model->weights_are == MOE_WEIGHTS_FLOAT;
     const char *kind = is_float ? "float" : model->weights_are == MOE_WEIGHTS_INT8 ? "int8" : "int4";
     moei_print(p, "/* %s: an inference model for moe_infer, printed by moe_export_c of moe %s. Weights: %s.\n\n",
@@ -4705,6 +5847,7 @@ static void moei_print_comment(moei_printer *p, const moe_model *model, const ch
     if (model->length > 0)
         moei_print(p, "     sequences   of up to %z tokens, one per call; %z bytes of scratch persist between calls\n",
                    model->length, model->state_size);
+    if (profile != NULL) moei_print_profile(p, profile);
     moei_print(p,
                "\n   Define MOE_IMPLEMENTATION in ONE source file before it includes this header, and MOE_NO_TRAIN to\n"
                "   leave out all but inference%s.\n",
@@ -4773,7 +5916,7 @@ moe_status moe_export_c(const moe_built_model *built, const char *name, moe_stre
     if (status != MOE_OK) return status;
     copy = *built;
     moei_model_link(&copy);
-    moei_print_comment(&p, model, copy.obstacle);
+    moei_print_comment(&p, model, copy.obstacle, copy.profile);
     moei_print(&p, "#ifndef %s_MODEL_H\n#define %s_MODEL_H\n\n", p.capitals, p.capitals);
     if (model->net != NULL) moei_print_masks(&p, model->net, 0);
     moei_print(&p,

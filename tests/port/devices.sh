@@ -7,6 +7,7 @@
 #   sh tests/port/devices.sh --write            measures and writes tests/port/devices/figures.txt
 #                                               and the table of examples/mcu/README.md; later
 #                                               runs must have the same figures
+#   sh tests/port/devices.sh --write-costs      measures and writes moei_costs of moe_export.h
 # A tool that is missing is a skip, with REQUIRE_TOOLS=1 a failure. The figures are printed as a
 # table; the last line is "N passed, N failed, N skipped".
 
@@ -89,6 +90,8 @@ plan() {
     done
     echo 'figures m4 float'
     echo 'figures m7 float'
+    echo 'costs m4'
+    echo 'estimated'
     echo 'whole m4 int8'
     for device in m0 m4; do
         for level in -O0 -O2 -O3; do echo "same $device int8 $level"; done
@@ -135,7 +138,7 @@ prepare() {
     (
         $CC -std=c99 -O0 -DMOE_NO_SIMD -I"$root" -I"$root/examples" tests/port/devices/export.c -o "$prepared/export" \
             -lm &&
-            "$prepared/export" examples/data/digits.csv "$prepared" &&
+            "$prepared/export" examples/data/digits.csv "$prepared" >"$prepared/estimates" &&
             for thing in $things; do
                 $CC -std=c99 -O2 $(sources "$thing") -o "$prepared/$thing" -lm || exit 1
                 "$prepared/$thing" >"$prepared/$thing.lines" || echo "exit status $?" >>"$prepared/$thing.lines"
@@ -460,6 +463,36 @@ same() { # device model options...
     firmware "$@" -std=c99 && run_firmware && same_lines "$1" lines
 }
 
+# The instructions of every operation (moei_costs in moe_export.h) are those that were written.
+costs() { # device
+    device "$1"
+    needs python3
+    linking=$(echo "$linking" | sed 's/--crt0=minimal/--crt0=semihost --oslib=semihost/')
+    cycles=,each=on
+    run "${cross}gcc" $options $linking -Os -std=c99 -I"$root" "$root/tests/port/devices/costs.c" -o firmware.elf -lm &&
+        run_firmware 60 || return 1
+    if [ "$writing" = 1 ]; then
+        run python3 "$root/tests/port/devices/costs.py" lines counted "$root/examples/extras/moe_export.h"
+        return
+    fi
+    grep -qx "# $(compiler_version)" "$root/tests/port/devices/figures.txt" || return 0 # other code
+    python3 "$root/tests/port/devices/costs.py" lines counted >rows &&
+        awk '/^    \/\* end \*\/$/ { inside = 0 } inside { print } /^    \/\* costs \*\/$/ { inside = 1 }' \
+            "$root/examples/extras/moe_export.h" >written && run diff rows written
+}
+
+# What a profile says of the digits models is within 10 % of the emulator's longest run.
+estimated() {
+    sed -n 's/^estimate model_\(.*\)\.h/\1/p' "$prepared/estimates" | awk '
+        FNR == NR { if ($1 == "m4") most[$2] = $9; next }
+        {
+            print $1 ": estimated " $2 ", counted " most[$1]
+            if (most[$1] == "" || $2 > 1.1 * most[$1] || $2 < 0.9 * most[$1]) failed = 1
+            n++
+        }
+        END { exit failed || n != 3 }' "$root/tests/port/devices/figures.txt" -
+}
+
 # With all that an inference build has, of which the linker leaves out what is not called.
 whole() { # device model
     device "$1"
@@ -701,12 +734,19 @@ write_figures() {
 }
 
 writing=0
-if [ "${1:-}" = --write ]; then
+case ${1:-} in
+--write)
     writing=1
     REQUIRE_TOOLS=1
     set -- figures
-fi
+    ;;
+--write-costs)
+    writing=1
+    REQUIRE_TOOLS=1
+    set -- costs
+    ;;
+esac
 run_checks "$@"
 status=$?
-[ "$writing" = 0 ] || [ "$status" -ne 0 ] || write_figures
+[ "$writing" = 0 ] || [ "$status" -ne 0 ] || [ "$1" = costs ] || write_figures
 exit "$status"

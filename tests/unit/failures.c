@@ -738,8 +738,11 @@ static moe_train_config training(void) {
     return c;
 }
 
+/* parameter: weights, + 10 for a loader, + 100 for a profile. */
 static moe_status make_model(world *w, moe_error *error) {
     moe_model_config c;
+    moe_profile profile;
+    moe_status status;
     moe_data data = samples();
     memset(&c, 0, sizeof c);
     if (w->net.d_in == 0) {
@@ -750,9 +753,13 @@ static moe_status make_model(world *w, moe_error *error) {
     }
     c.calibration = &data;
     c.weights = w->parameter % 10;
-    c.loader = w->parameter >= 10;
+    c.loader = w->parameter / 10 % 10;
     if (w->allocator != NULL) c.allocator = *w->allocator;
-    return moe_model_create(&w->built, &w->net, &c, error);
+    if (w->parameter < 100) return moe_model_create(&w->built, &w->net, &c, error);
+    memset(&profile, 0, sizeof profile);
+    status = moe_model_profile(&profile, &w->net, &c, NULL, error);
+    moe_profile_free(&profile);
+    return status;
 }
 
 /* Where a loader takes experts from. */
@@ -1450,6 +1457,7 @@ static const row rows[] = {
     {"moe_model_create", OP_MEMORY, NET, MODEL, PLAIN, 0, MOE_WEIGHTS_INT8, AROUND, INTEGERS(make_model)},
     {"moe_model_create", OP_MEMORY, NET, MODEL, PLAIN, 0, MOE_WEIGHTS_INT4, AROUND, INTEGERS(make_model)},
     {"moe_model_create", OP_MEMORY, NET, MODEL, SEQUENCES, 0, 10 + MOE_WEIGHTS_INT8, AROUND, INTEGERS(make_model)},
+    {"moe_model_profile", OP_MEMORY, NET, 0, PLAIN, 0, 100 + MOE_WEIGHTS_INT8, AROUND, INTEGERS(make_model)},
     {"moe_export_c", OP_STREAM, NET | MODEL, 0, TINY, 0, MOE_WEIGHTS_FLOAT, CONSTANT, FLOATS(run_export_c)},
     {"moe_export_c", OP_STREAM, NET | MODEL, 0, TINY, 0, MOE_WEIGHTS_INT4, CONSTANT, INTEGERS(run_export_c)},
     {"moe_export_c", OP_STREAM, NET | MODEL, 0, SEQUENCES, 0, 10 + MOE_WEIGHTS_INT8, CONSTANT, INTEGERS(run_export_c)},
@@ -2453,6 +2461,7 @@ typedef struct excuse {
 
 static const excuse excuses[] = {{"moe_infer", OP_FETCH, "its loader is NULL"},
                                  {"moe_model_create", OP_FETCH, "names the functions that fetch, but runs none"},
+                                 {"moe_model_profile", OP_FETCH, "fetches from memory, with a loader of its own"},
                                  {"moe_transport_begin", FILES, "names functions that read files, but runs none"}};
 
 static int names(const char *list, const char *name) {

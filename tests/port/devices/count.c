@@ -4,7 +4,8 @@
      qemu-system-arm ... -plugin ./count.so,from=ADDRESS,to=ADDRESS[,cycles=TABLE] -d plugin
    At the end it says "count runs N sum N worst N": how often it came from `from` (which counts) to
    `to` (which does not), the instructions of all these ways and of the longest; with a table of
-   cycles (cortex_m4.txt says what it holds) also "cycles N", the sum of theirs. */
+   cycles (cortex_m4.txt says what it holds) also "cycles N", the sum of theirs. With each=on every
+   way has a line "run N" before. */
 
 #include <inttypes.h>
 #include <stdbool.h>
@@ -37,7 +38,7 @@ PUBLIC int qemu_plugin_install(qemu_plugin_id_t id, const void *info, int argc, 
 static uint64_t from, to;
 static uint64_t total, start, runs, sum, worst;
 static uint64_t spent, spent_before, cycles; /* up to here, before this run, of all runs */
-static bool inside;
+static bool inside, tells;
 
 /* ---- the table of cycles ---- */
 
@@ -143,10 +144,13 @@ static void enter(unsigned cpu, void *data) {
 
 static void leave(unsigned cpu, void *data) {
     uint64_t taken = total - start;
+    char text[40];
     (void)cpu;
     (void)data;
     if (!inside) return;
     inside = false;
+    snprintf(text, sizeof text, "run %" PRIu64 "\n", taken);
+    if (tells) qemu_plugin_outs(text);
     runs++;
     sum += taken;
     cycles += spent - spent_before;
@@ -184,6 +188,7 @@ int qemu_plugin_install(qemu_plugin_id_t id, const void *info, int argc, char **
         /* The last bit of an Arm function's address says that its code is Thumb. */
         if (strncmp(argv[i], "from=", 5) == 0) from = strtoull(argv[i] + 5, NULL, 0) & ~(uint64_t)1;
         if (strncmp(argv[i], "cycles=", 7) == 0 && !read_table(argv[i] + 7)) return 1;
+        if (strncmp(argv[i], "each=", 5) == 0) tells = true;
         if (strncmp(argv[i], "to=", 3) == 0) to = strtoull(argv[i] + 3, NULL, 0) & ~(uint64_t)1;
     }
     qemu_plugin_register_vcpu_tb_trans_cb(id, translate);

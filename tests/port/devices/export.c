@@ -43,14 +43,18 @@ static moe_status write_model(const moe_net *net, const moe_data *calibration, c
     const moe_model_config config = {.weights = weights, .calibration = calibration};
     moe_built_model built = {0};
     moe_buffer buffer = {0};
+    moe_profile profile = {0};
     moe_stream stream = moe_buffer_stream(&buffer);
     moe_status status = moe_model_create(&built, net, &config, error);
+    if (status == MOE_OK) status = moe_model_profile(&profile, net, &config, NULL, error);
+    if (status == MOE_OK) printf("estimate %s %.0f\n", name, profile.instructions);
     if (status == MOE_OK) status = moe_export_c(&built, "digits", &stream, error);
     if (status == MOE_OK) {
         FILE *f = create(folder, name);
         if (f == NULL || fwrite(buffer.data, 1, buffer.size, f) != buffer.size || fclose(f) != 0) status = MOE_ERR_IO;
     }
     moe_buffer_free(&buffer);
+    moe_profile_free(&profile);
     moe_model_free(&built);
     return status;
 }
