@@ -422,9 +422,9 @@ static void report_rows(const moe_profile *p, const char *const *names) {
     f->values = values;
     f->row_names = names;
     f->column_names = heads;
-    f->caption = "MACs and instructions (of a Cortex-M4) are those of all calls of one inference, at most. SNR "
-                 "compares the operation with the same in float on the same inputs, net the output of its module, or "
-                 "the routing weights, with the network's.";
+    f->caption = "MACs are those of all calls of one inference, at most; instructions of a Cortex-M4 are "
+                 "estimated. SNR compares the operation with the same in float on the same inputs, net the output of "
+                 "its module, or the routing weights, with the network's.";
 }
 
 /* Which operations need which scratch memory. */
@@ -458,7 +458,7 @@ static void report_profile(const moe_profile *p) {
                       "6 dB are a factor of 2 of the error. A missing bar: exact, or not compared.", 1, snr_of);
     if (p->instructions > 0)
         report_operations(p, names, "Instructions of each operation", "instructions",
-                          "Of all calls in one inference on a Cortex-M4, at most.", -1, instructions_of);
+                          "Of all calls in one inference on a Cortex-M4, by an estimate.", -1, instructions_of);
     report_map(p, names);
 }
 

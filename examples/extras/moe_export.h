@@ -5821,7 +5821,7 @@ static void moei_print_profile(moei_printer *p, const moe_profile *profile) {
     if (profile->instructions > 0) {
         moei_print(p, "\n   A call takes about ");
         moei_print_cell(p, 0, 1, floor(profile->instructions + 0.5), 12);
-        moei_print(p, " instructions at most.");
+        moei_print(p, " instructions, by an estimate.");
     }
     moei_print_profile_map(p, profile);
     moei_print(p, "\n");
