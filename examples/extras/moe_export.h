@@ -4955,7 +4955,7 @@ static size_t moei_profile_next(const moei_profiler *p, size_t at, uint32_t mixt
 
 static size_t moei_profile_bytes(const moei_profiler *p, size_t i) {
     const moei_op_note *note = &p->trace.notes[i];
-    const moei_int_mixture *m = &p->model.mixtures[p->model.n_mixtures > 0 ? note->mixture : 0];
+    const moei_int_mixture *m;
     size_t at = p->ops[i].at, j, experts = 1, end;
     int in_block, other;
     if (!moei_profile_has(p, i, &in_block)) return 0;
@@ -4963,7 +4963,10 @@ static size_t moei_profile_bytes(const moei_profiler *p, size_t i) {
         if (moei_profile_has(p, j, &other) && other == in_block && p->ops[j].at == p->ops[i].at &&
             (!in_block || p->trace.notes[j].mixture == note->mixture))
             return 0;
-    if (in_block) experts = m->zeros > 0 ? m->zeros : m->router.n_experts;
+    if (in_block) {
+        m = &p->model.mixtures[note->mixture];
+        experts = m->zeros > 0 ? m->zeros : m->router.n_experts;
+    }
     end = moei_profile_next(p, at + 1, in_block ? note->mixture : MOEI_INT_NONE);
     if (moei_profile_next(p, 0, in_block ? note->mixture : MOEI_INT_NONE) == at) at = 0; /* what no operation reads */
     return experts * (end - at);

@@ -2548,6 +2548,7 @@ static void test_whole(void) {
 }
 
 static void refuse_models(moe_net *net, moe_model_config *config, moe_built_model *built, moe_real *x, int weights) {
+    moe_profile profile;
     moe_error error;
     moe_real kept;
     int special;
@@ -2565,6 +2566,8 @@ static void refuse_models(moe_net *net, moe_model_config *config, moe_built_mode
                    : status == MOE_ERR_NONFINITE,
                "calibration with %s: %s", special_names[special], moe_status_text(status));
         if (status == MOE_OK) T(moe_model_free)(built);
+        CHECK(T(moe_model_profile)(&profile, net, config, NULL, &error) == status, error.message);
+        if (status == MOE_OK) T(moe_profile_free)(&profile);
         x[at] = kept;
         kept = net->tensors[0].data[5];
         net->tensors[0].data[5] = specials[special];
@@ -3514,6 +3517,8 @@ static const row rows[] = {
     {"moe_model_check", ""},
     {"moe_model_create", "MOE_ERR_NONFINITE for integers"},
     {"moe_model_free", ""},
+    {"moe_model_profile", "as moe_model_create"},
+    {"moe_profile_free", ""},
     {"moe_export_c", ""},
     {"moe_export_experts", ""},
     {"moe_report_svg", "what is not finite is no value"},
