@@ -98,6 +98,7 @@ tokenizers    float   -             0.05  import
 models        float   tests/golden/models 0.2 import
 float_lists   float   -             0.3   export
 inference     float   quick         1.2   moe export
+profile       float   quick         2     export
 checked       float   quick         1.5   check
 theory        float   -             1.2   routers
 kernels       float   quick         1.3   kernels
@@ -125,6 +126,7 @@ routers       float   quick         6     routers
 int_sequences float   quick         8     kernels
 models        float   tests/golden/models,tests/golden/shapes.py 6
 int_errors    float   quick         8
+profile       double  -             8
 robust        float   quick         10
 models        vector  tests/golden/models,tests/golden/shapes.py 8
 quant         vector  quick         8     kernels
