@@ -1073,9 +1073,9 @@ static void test_changing(void) {
         error.message[0] = '\0';
         memcpy(&t, &untouched, sizeof t);
         status = moe_import_read_tokenizer(&t, &source, 1, NULL, &error);
-        if (status == MOE_OK && at.left >= 0) break; /* no read was another one */
         if (status == MOE_OK) moe_tokenizer_free(&t);
         else if (!CHECKF(error.message[0] != '\0' && memcmp(&t, &untouched, sizeof t) == 0, "%ld", k)) break;
+        if (status == MOE_OK && at.left >= 0) break; /* no read was another one */
         refused += status != MOE_OK;
         beyond += strstr(error.message, "beyond the end") != NULL;
         long_list += strstr(error.message, "elements") != NULL;
