@@ -52,6 +52,7 @@ inside float kernels - quick
 inside float int_scores -DMOE_NO_SIMD quick
 inside float float_lists -DMOE_NO_SIMD
 inside float inference -DMOE_NO_SIMD quick
+inside float profile -DMOE_NO_SIMD
 inside float quant - quick
 inside float tokens -DMOE_NO_SIMD
 inside float imported -

@@ -413,6 +413,40 @@ static void test_saturated(void) {
 
 /* ---- what is refused; the header shows the rows ---- */
 
+static void test_refused(void) {
+    moe_attention_config attention;
+    moe_net net;
+    moe_model_config config;
+    moe_profile profile, untouched;
+    moe_data samples;
+    moe_error error;
+    memset(&net, 0, sizeof net);
+    memset(&config, 0, sizeof config);
+    memset(&data, 0, sizeof data);
+    memset(&attention, 0, sizeof attention);
+    memset(&untouched, 0x5a, sizeof untouched);
+    profile = untouched;
+    attention.heads = 2;
+    (void)moe_net_init(&net, 8, MOE_KERNELS_C, NULL);
+    CHECK_STATUS(moe_net_attention(&net, &attention), MOE_OK);
+    CHECK_STATUS(moe_net_build(&net, 0, 1, NULL), MOE_OK);
+    data.n = ROWS;
+    data.x = x;
+    data.length = config.length = LENGTH;
+    samples = data;
+    samples.n = LENGTH + 1;
+    config.calibration = &data;
+    config.weights = MOE_WEIGHTS_INT8;
+    CHECK_STATUS(moe_model_profile(&profile, &net, &config, &samples, &error), MOE_ERR_ARGUMENT);
+    CHECK(strcmp(error.message, "samples: n = 9: must be a multiple of length = 8") == 0, error.message);
+    config.weights = MOE_WEIGHTS_FLOAT;
+    CHECK_STATUS(moe_model_profile(&profile, &net, &config, NULL, &error), MOE_ERR_UNSUPPORTED);
+    if (!MOE_REAL_IS_DOUBLE)
+        CHECK(strstr(error.message, "the model is no list of operations: ") == error.message, error.message);
+    CHECK(memcmp(&profile, &untouched, sizeof profile) == 0, "untouched");
+    moe_net_free(&net);
+}
+
 static void test_header(void) {
     moe_net net;
     moe_model_config config;
@@ -462,6 +496,7 @@ int main(int argc, char **argv) {
     CASE(test_random());
     CASE(test_alone());
     CASE(test_saturated());
+    CASE(test_refused());
     CASE(test_header());
     return test_end();
 }
