@@ -8715,7 +8715,7 @@ MOEI_INLINE const unsigned char *moei_int4_dot(unsigned k, const unsigned char *
                      "asrs %2,%5,#16\nasrs %4,%6,#16\n" MOEI_INPUT
                      "cmp %1,%7\nbne 1b\nmov %2,r8\nmov %3,r9\nmov %4,r10\nmov %5,r11"
                      : "+l"(w), "+l"(x), "+l"(a), "=&l"(b), "=&l"(c), "=&l"(d), "=&l"(inputs)
-                     : "r"(end)
+                     : "h"(end)
                      : "r8", "r9", "r10", "r11", "cc", "memory");
 #undef MOEI_INPUT
 #else

@@ -4238,6 +4238,8 @@ static void moei_model_link(moe_built_model *b) {
     b->model.attentions = b->attentions;
 }
 
+struct moei_trace; /* without MOE_NO_QUANT alone */
+
 /* Makes a model that is a list of operations. */
 static moe_status moei_listed(moe_built_model *made, const moe_net *net, const moe_model_config *config,
                               struct moei_trace *trace, moe_error *error) {
@@ -4758,7 +4760,8 @@ static void moei_profile_route(moei_profiler *p, const moei_int_op *op, size_t m
 #if !MOE_REAL_IS_DOUBLE
         if (moei_profile_is_float(p)) *w = (double)moei_float_weights(choices, m->router.most)[i];
 #endif
-        same = same && routing->selected[p->row * routing->n_experts + (size_t)choices[1 + i]];
+        e = (size_t)choices[1 + i];
+        same = same && routing->selected[p->row * routing->n_experts + e];
     }
     for (e = 0; e < routing->n_experts; e++) moei_tally_net(t, p->wanted[e], (double)wanted[e]);
     t->inputs++;
