@@ -120,10 +120,10 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
     M(s, loss_locality) M(s, nodes) M(s, loss_l1) M(s, loss_load) M(s, loss_orthogonal) M(s, loss_diversity) \
     M(s, loss_simplicity) M(s, loss_stable_balance) M(s, loss_selector_entropy) M(s, loss_selector_reach) \
     M(s, loss_distill) M(s, distill) M(s, student) M(s, student_dim) M(s, loss_predictor) M(s, compete_rate) \
-    M(s, compete_from) M(s, compete) M(s, expert_temperature) \
-    M(s, bias_rate) M(s, bias_rule) M(s, bias_real) M(s, bias_centre) M(s, bias_kappa) M(s, bias_beta) \
-    M(s, l1_controller) M(s, schedule_steps) M(s, k_end) M(s, tau_schedule) M(s, tau_end) M(s, freeze_at) \
-    M(s, switch_at) M(s, switch_share) M(s, switch_from) M(s, untrained) M(s, preset)
+    M(s, compete_from) M(s, compete) M(s, expert_temperature) M(s, bias_rate) M(s, bias_rule) M(s, bias_real) \
+    M(s, bias_centre) M(s, bias_kappa) M(s, bias_beta) M(s, l1_controller) M(s, schedule_steps) M(s, k_end) \
+    M(s, tau_schedule) M(s, tau_end) M(s, freeze_at) M(s, switch_at) M(s, switch_share) M(s, switch_from) \
+    M(s, untrained) M(s, preset)
 #define MOEI_OF_moe_preset(M, s) M(s, name) M(s, aliases) M(s, source) M(s, formula) M(s, router) M(s, layer)
 #define MOEI_OF_moe_parameter(M, s) M(s, name) M(s, n_dims) M(s, shape) M(s, count) M(s, flags) M(s, init_value) \
     M(s, init_std)
@@ -144,8 +144,8 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
     M(s, n_dropped) M(s, capacity) M(s, capacity_zero) M(s, capacity_bound) M(s, capacity_clamped) M(s, top_k) \
     M(s, plan) M(s, loss) M(s, bound_now) M(s, affinity_now) M(s, d_weight_in) M(s, d_weight_out) M(s, memory)
 #define MOEI_OF_moe_custom(M, s) M(s, ctx) M(s, score) M(s, score_backward) M(s, select) M(s, n_parameters)
-#define MOEI_OF_moe_router(M, s) \
-    M(s, config) M(s, custom) M(s, kernels) M(s, present) M(s, parts) M(s, external) M(s, tensors)
+#define MOEI_OF_moe_router(M, s) M(s, config) M(s, custom) M(s, kernels) M(s, present) M(s, parts) M(s, external) \
+    M(s, tensors)
 #define MOEI_OF_moe_metrics(M, s) M(s, n_experts) M(s, n_classes) M(s, n_calls) M(s, n_tokens) M(s, n_routed) \
     M(s, n_assignments) M(s, n_real_assignments) M(s, n_predicted) M(s, n_agreed) M(s, n_dropped) M(s, entropy) \
     M(s, entropy_normalized) M(s, entropy_calls) M(s, n_classified) M(s, choices) M(s, choices_squared) M(s, load) \
@@ -219,6 +219,9 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
     M(s, weights_size) M(s, experts) M(s, experts_size) M(s, ops) M(s, n_ops) M(s, n_main) M(s, mixtures) \
     M(s, n_mixtures) M(s, attentions) M(s, n_attentions) M(s, net) M(s, multiplications)
 #define MOEI_OF_moe_choice(M, s) M(s, expert) M(s, weight)
+#define MOEI_OF_moe_blocks_slot(M, s) M(s, at) M(s, size) M(s, used) M(s, pinned)
+#define MOEI_OF_moe_blocks(M, s) M(s, loader) M(s, block_size) M(s, slots) M(s, memory) M(s, n) M(s, requests) \
+    M(s, reads) M(s, bytes) M(s, hits) M(s, hit_bytes)
 #define MOEI_OF_moe_hme_config(M, s) M(s, d_in) M(s, d_out) M(s, n_groups) M(s, n_experts) M(s, family) M(s, steps) \
     M(s, variance) M(s, min_variance)
 #define MOEI_OF_moe_hme(M, s) M(s, config) M(s, gate) M(s, gates) M(s, experts) M(s, variances) M(s, parameters) \
@@ -231,7 +234,13 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
 #define MOEI_OF_moe_model_config(M, s) M(s, weights) M(s, calibration) M(s, length) M(s, loader) M(s, allocator) \
     M(s, same_bits)
 #define MOEI_OF_moe_built_model(M, s) M(s, model) M(s, weights) M(s, experts) M(s, ops) M(s, mixtures) \
-    M(s, attentions) M(s, external) M(s, net) M(s, obstacle) M(s, allocator)
+    M(s, attentions) M(s, external) M(s, net) M(s, obstacle) M(s, allocator) M(s, profile)
+#define MOEI_OF_moe_profile_row(M, s) M(s, name) M(s, op) M(s, module) M(s, outputs) M(s, inputs) M(s, calls) \
+    M(s, multiplications) M(s, weight_bytes) M(s, instructions) M(s, compared) M(s, snr) M(s, net_compared) \
+    M(s, net_snr) M(s, saturated) M(s, used) M(s, same)
+#define MOEI_OF_moe_profile_vector(M, s) M(s, at) M(s, size) M(s, first) M(s, last)
+#define MOEI_OF_moe_profile(M, s) M(s, rows) M(s, n_rows) M(s, vectors) M(s, n_vectors) M(s, instructions) \
+    M(s, allocator)
 #define MOEI_OF_moe_import_source(M, s) M(s, name) M(s, size) M(s, ctx) M(s, read_at)
 #define MOEI_OF_moe_import_options(M, s) M(s, exact) M(s, context) M(s, top_k) M(s, kernels) M(s, cache_type) \
     M(s, memory)
@@ -245,9 +254,6 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
 #define MOEI_OF_moe_decoder(M, s) M(s, tokenizer) M(s, flags) M(s, begun) M(s, n_held) M(s, held)
 #define MOEI_OF_moe_chat(M, s) M(s, name) M(s, marks) M(s, architectures) M(s, begin) M(s, before) M(s, after) \
     M(s, reply) M(s, joined)
-#define MOEI_OF_moe_blocks_slot(M, s) M(s, at) M(s, size) M(s, used) M(s, pinned)
-#define MOEI_OF_moe_blocks(M, s) M(s, loader) M(s, block_size) M(s, slots) M(s, memory) M(s, n) M(s, requests) \
-    M(s, reads) M(s, bytes) M(s, hits) M(s, hit_bytes)
 #define MOEI_OF_moe_exchange(M, s) M(s, row_bytes) M(s, send) M(s, send_counts) M(s, send_at) M(s, receive) \
     M(s, receive_counts) M(s, receive_at) M(s, channel)
 #define MOEI_OF_moe_traffic(M, s) M(s, rows) M(s, bytes) M(s, tokens) M(s, assignments) M(s, assignments_remote) \
@@ -279,7 +285,8 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
 #define MOEI_STRUCTS_CLASSIC(S)
 #endif
 #ifdef MOE_EXPORT_H
-#define MOEI_STRUCTS_EXPORT(S) S(moe_model_config) S(moe_built_model)
+#define MOEI_STRUCTS_EXPORT(S) S(moe_model_config) S(moe_built_model) S(moe_profile_row) S(moe_profile_vector) \
+    S(moe_profile)
 #else
 #define MOEI_STRUCTS_EXPORT(S)
 #endif
