@@ -2149,10 +2149,7 @@ static uint32_t moei_logits_more(moei_maker *m, moei_scoring *s, const moei_matr
     uint32_t more = follows ? moei_logits_previous(m, s, x->n, &most) : 0;
     uint32_t v = moei_product(m, x, in, MOEI_WIDE, 0, range + most, 0);
     if (m->status != MOE_OK) return 0;
-    if (follows && !(cap > 0)) {
-        finest = m->vectors[more].scale;
-        if (m->vectors[v].scale > finest) finest = m->vectors[v].scale;
-    }
+    if (follows && !(cap > 0)) finest = fmax(m->vectors[more].scale, m->vectors[v].scale);
     moei_mixture_plan(m, s, finest / 64);
     if (m->status != MOE_OK) return 0;
     if (follows) v = moei_added_at(m, v, more, range, cap > 0 ? 0 : (double)s->plan.z_scale);
