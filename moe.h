@@ -6151,8 +6151,8 @@ static moe_status moei_attention_check(moe_attention_config *c, int d, moe_error
     return MOE_OK;
 }
 
-/* The layer of a feed_forward for width d: its one expert takes every token, whatever the score,
-   which has no parameters. */
+/* The layer of a feed_forward for width d: its one expert takes every token; its score has no
+   parameters. */
 static moe_status moei_feed_forward_config(const moe_layer_config *wanted, int d, moe_layer_config *c,
                                            moe_error *error) {
     const moe_field *field;
@@ -6303,8 +6303,7 @@ static moe_status moei_module_complete(moe_net *net, moe_module *m, moe_error *e
     }
 }
 
-/* Takes the settings of *from and checks their ranges. Numbers of a module itself have no
-   default. */
+/* Takes the settings of *from and checks their ranges. A module's own numbers have no default. */
 static moe_status moei_module_take(moe_module *m, const moe_module *from, moe_error *error) {
     const moe_field *fields = moei_module_fields[from->kind], *field;
     if (from->kind == MOE_MODULE_ATTENTION) m->attention = from->attention;
@@ -7212,8 +7211,8 @@ static size_t moei_work_of(const moe_module *m, size_t n, size_t size, moei_shar
     return at;
 }
 
-/* Lays out what the modules share, after the bytes of all are known: lengths [3] of scratch, works
-   and outputs. */
+/* Lays out what the modules share, after all bytes are known: lengths [3] of scratch, works and
+   outputs. */
 static moe_status moei_shared_begin(const moe_net *net, const moei_extent *e, int shares, moei_layout *l,
                                     moei_shared *s, void **scratch, unsigned char **works) {
     struct moe_module_pass unplaced;
@@ -9917,7 +9916,7 @@ static moe_status moei_add_squares(const moe_kernels *kernels, const moe_tensor 
 }
 
 /* Names the tensor whose gradient is not finite: the last of several, as the backward pass meets it
-   first. There is one. */
+   first. */
 static moe_status moei_gradient_refuse(const moe_trainer *trainer, moe_error *error) {
     const moe_net *net = trainer->net;
     moei_rows r = moei_rows_begin(trainer), bad = r;
@@ -10184,8 +10183,7 @@ static void moei_config_put(moei_config_text *c, const char *s) {
     if (c->status == MOE_OK) c->status = moei_buffer_write(&c->buffer, s, moei_strlen(s));
 }
 
-/* "name":value for every field that is not 0, or for every field; comma: there are members
-   before. */
+/* "name":value for every field that is not 0, or for all; comma: members stand before. */
 static void moei_config_put_fields(moei_config_text *c, const moe_field *fields, const void *config, int all,
                                    int comma) {
     char value[64];
@@ -12370,7 +12368,7 @@ static void moei_int_ops(moei_int_run *run, uint32_t first, uint32_t n) {
     for (; op < end && run->status == MOE_OK; op++) op->run(op, run);
 }
 
-/* The constants of an expert: in place, or the first size bytes in scratch memory. */
+/* An expert's constants: in place, or the first size bytes in scratch memory. */
 static const unsigned char *moei_int_block(const moei_int_mixture *m, moei_int_run *run, uint32_t expert,
                                            uint32_t size) {
     const size_t at = (size_t)m->experts + (size_t)expert * (size_t)m->stride;
@@ -12648,16 +12646,18 @@ MOEI_INLINE moe_status moei_int_begin(const moe_model *model, const moe_loader *
     return run->place >= model->length ? MOE_ERR_STATE : MOE_OK;
 }
 
-/* Its operations, and the bytes of its output. */
+/* Its operations and its output, numbers of size bytes. */
 MOEI_INLINE moe_status moei_int_end(moei_int_run *run, void *output, size_t size) {
     const moe_model *model = run->model;
     const int16_t *from;
-    int16_t *to = (int16_t *)output, *end = to + size / sizeof *to;
+    int16_t *to = (int16_t *)output, *end = to + model->d_out;
     moei_int_ops(run, 0, model->n_main);
     if (run->status != MOE_OK) return run->status;
     from = moei_int_vector(run, model->ops[model->n_main - 1].out);
-    do *to++ = *from++;
-    while (to != end);
+    if (size != sizeof *to) memcpy(output, from, model->d_out * size); /* floats are no int16_t */
+    else
+        do *to++ = *from++;
+        while (to != end);
     run->place++;
     if (model->length > 0) memcpy(run->state, &run->place, sizeof run->place);
     return MOE_OK;
@@ -12670,7 +12670,7 @@ moe_status moei_int_model_run(const moe_model *model, const moe_loader *loader, 
     const moe_status status = moei_int_begin(model, loader, input, scratch, &run);
     if (status != MOE_OK) return status;
     if (model->d_in > 0) moei_int_enter(run.vectors, (const signed char *)input, model->d_in);
-    return moei_int_end(&run, output, model->d_out * sizeof(int16_t));
+    return moei_int_end(&run, output, sizeof(int16_t));
 }
 
 moe_status moe_infer(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch,
@@ -12840,7 +12840,7 @@ moe_status moei_float_ops_run(const moe_model *model, const moe_loader *loader, 
     run.share = 1;
     if (status != MOE_OK) return status;
     memcpy(run.vectors, input, model->d_in * sizeof(float));
-    return moei_int_end(&run, output, model->d_out * sizeof(float));
+    return moei_int_end(&run, output, sizeof(float));
 }
 
 moe_status moei_float_ops_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices,

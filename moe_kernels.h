@@ -2984,7 +2984,7 @@ MOEI_AVX2 MOEI_INLINE void moei_nt_tile_avx2(int rows, int groups, int lines, si
 
 /* The columns of one to four rows that fill vectors (one row: pairs of them), column by column, so
    that each row of b is read from its beginning to its end; returns how many were computed.
-   Matrices that come from memory, and rows a multiple of 4 KB apart, whose lines share a set of the
+   Matrices of 512 KB and more, and rows a multiple of 4 KB apart, whose lines share a set of the
    first-level cache, are read by whole cache lines. */
 MOEI_AVX2 static size_t moei_nt_unpacked_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b,
                                               size_t ldb, float *c, size_t ldc, int accumulate) {

@@ -270,7 +270,7 @@ typedef struct moe_profile_row {
     size_t weight_bytes;    /* its constants, of all experts; 0: another row has the same */
     double instructions;    /* of all calls on a Cortex-M4, see Profiles; 0: not known */
     /* the same operation in float on the same (dequantized) inputs: numbers compared, 0: none; the
-       ratio of signal to noise in dB, HUGE_VAL: no difference */
+       ratio of signal to noise in dB, HUGE_VAL: no difference, NaN: the samples are not finite */
     size_t compared;
     double snr;
     /* a module's output, or the routing weights, against the network's: the same */
@@ -4611,7 +4611,7 @@ static size_t moei_reference_attention(MOEI_REFERENCE_ARGUMENTS) {
     return width;
 }
 
-/* The sum is as it was left. */
+/* The sum is as it was left, with what makes its shift round to nearest. */
 static size_t moei_reference_mixture(MOEI_REFERENCE_ARGUMENTS) {
     const moei_int_mixture *m = &p->model.mixtures[op->index];
     const double scale = ldexp(moei_profile_scale(p, note->out), -op->shape.shift);
@@ -4620,7 +4620,7 @@ static size_t moei_reference_mixture(MOEI_REFERENCE_ARGUMENTS) {
     for (j = 0; j < op->shape.n; j++) {
         int32_t sum;
         memcpy(&sum, run->vectors + m->sum + 2 * j, sizeof sum);
-        p->wanted[j] = sum * scale;
+        p->wanted[j] = ((double)sum - moei_int_round(&op->shape)) * scale;
     }
     return op->shape.n;
 }
@@ -4978,8 +4978,8 @@ static size_t moei_profile_bytes(const moei_profiler *p, size_t i) {
 static void moei_profile_sums(const moei_tally *t, moe_profile_row *row) {
     row->compared = t->compared;
     row->net_compared = t->net_compared;
-    row->snr = t->noise > 0 ? 10 * log10(t->signal / t->noise) : HUGE_VAL;
-    row->net_snr = t->net_noise > 0 ? 10 * log10(t->net_signal / t->net_noise) : HUGE_VAL;
+    row->snr = t->noise <= 0 ? HUGE_VAL : 10 * log10(t->signal / t->noise);
+    row->net_snr = t->net_noise <= 0 ? HUGE_VAL : 10 * log10(t->net_signal / t->net_noise);
     row->saturated = t->compared > 0 ? t->saturated / (double)t->compared : 0;
     row->used = t->most;
     row->same = t->inputs > 0 ? t->same / (double)t->inputs : 0;
@@ -5093,7 +5093,7 @@ static void moei_profile_vectors(const moei_profiler *p, moe_profile *profile) {
         for (r = 0; r < profile->n_rows; r++) {
             const moe_profile_row *row = &profile->rows[r];
             const moei_op_note *note = &p->trace.notes[row->op];
-            const int router = row->name[0] == 'r' && row->name[1] == 'o' && row->name[2] == 'u';
+            const int router = strcmp(row->name, "route") == 0;
             const int own = note->other == i && note->clock == v->first_use;
             if (router || (note->clock < from && !own) || note->clock > v->last_use) continue;
             if (first == SIZE_MAX) first = r;
@@ -5766,7 +5766,8 @@ static void moei_print_cell(moei_printer *p, size_t width, int is_there, double 
     t.out = room;
     t.room = sizeof room;
     t.length = 0;
-    if (is_there && !(fabs(value) > 0)) moei_put(&t, "0", 1);
+    if (is_there && value != value) moei_put(&t, "nan", 3);
+    else if (is_there && !(fabs(value) > 0)) moei_put(&t, "0", 1);
     else if (is_there && fabs(value) < HUGE_VAL) moei_put_digits(&t, value, digits);
     else moei_put(&t, is_there ? "exact" : "-", is_there ? 5 : 1);
     room[t.length < sizeof room ? t.length : sizeof room - 1] = '\0';

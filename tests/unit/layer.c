@@ -1566,7 +1566,7 @@ static void test_by_experts(void) {
 }
 
 /* A token that attends not at all to another gives that weight no gradient, not one of 0 / 0; what
-   attention has put out for padding is not read, on the way back neither. */
+   attention has put out for padding is not read, in the backward pass neither. */
 static void test_attention_backward(void) {
     enum { N = 5, D = 6, HEADS = 2, PADDING = 2 };
     moe_layer_config c = small_config();

@@ -133,6 +133,7 @@ typedef struct watched {
     const moe_profile *profile;
     moei_int_op ops[MOST_OPS];
     size_t row[MOST_OPS], calls[MOST_OPS], products;
+    double signal[MOST_OPS], noise[MOST_OPS]; /* of mixtures: what their sums are rounded to */
 } watched;
 
 /* Whether a vector has this byte at this row. */
@@ -143,6 +144,21 @@ static int is_live(const moe_profile *profile, size_t row, size_t at) {
         if (v->first <= row && row <= v->last && v->at <= at && at < v->at + v->size) return 1;
     }
     return 0;
+}
+
+/* A mixture rounds its sum, to which it has added what makes the shift round to nearest. */
+static void watch_rounding(watched *w, const moei_int_op *op, const moei_int_run *run) {
+    const int32_t *sum = (const int32_t *)(const void *)(run->vectors + w->model.mixtures[op->index].sum);
+    const int16_t *out = run->vectors + op->out;
+    const size_t i = (size_t)(op - w->ops);
+    size_t j;
+    for (j = 0; j < op->shape.n; j++) {
+        double y = sum[j] / ldexp(1, op->shape.shift) - (op->shape.shift > 0 ? 0.5 : 0);
+        if (y < op->shape.low) y = op->shape.low;
+        if (y > op->shape.high) y = op->shape.high;
+        w->signal[i] += y * y;
+        w->noise[i] += (out[j] - y) * (out[j] - y);
+    }
 }
 
 static void watch_op(const moei_int_op *op, moei_int_run *run) {
@@ -161,6 +177,7 @@ static void watch_op(const moei_int_op *op, moei_int_run *run) {
         w->products += (size_t)op->shape.n * op->shape.k;
     if (strstr(name, "int16") != NULL) w->products += 2 * (size_t)op->shape.n * op->shape.k;
     w->built.ops[i].run(op, run);
+    if (strcmp(name, "mixture") == 0 && w->model.weights_are != MOE_WEIGHTS_FLOAT) watch_rounding(w, op, run);
 }
 
 static moe_status fetch(void *ctx, size_t at, size_t size, void *to) {
@@ -249,6 +266,8 @@ static void check_rows(const watched *w, uint64_t seed) {
         CHECKF(fixed ? w->calls[row->op] == ROWS * row->calls : w->calls[row->op] <= ROWS * row->calls || !row->calls,
                "seed %d row %d %s: %d calls, not %d", (int)seed, (int)r, row->name, (int)w->calls[row->op],
                (int)row->calls);
+        if (w->noise[row->op] > 0 && row->saturated <= 0)
+            CHECK_NEAR(row->snr, 10 * log10(w->signal[row->op] / w->noise[row->op]), 1e-3);
         /* where only a tenth of the codes is used, they are coarse */
         adds = moei_profile_kind_of(&w->built.ops[row->op])->flags & MOEI_ADDS;
         least = bound > 80 ? bound : adds ? 8 : row->used > 0.1 ? bound : 0;
