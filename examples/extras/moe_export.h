@@ -4874,7 +4874,7 @@ static const moei_cost moei_costs[] = {
     {(moei_any_function)moei_int_weight_one, {0.43, -0.02, 0.4, 0.02}},
     {(moei_any_function)moei_int_scale_weights, {2, 0, 17, 0}},
     {(moei_any_function)moei_int_op_mixture, {138.57, 7.26, 58.59, 8.79}},
-    {(moei_any_function)moei_int_model_run, {93.26, 1.55, 4, 0}},
+    {(moei_any_function)moei_int_model_run, {93.6, 1.56, 4, 0}},
 #if !MOE_REAL_IS_DOUBLE
     {(moei_any_function)moei_float_op_product, {26, 12, 0, 3}},
     {(moei_any_function)moei_float_op_product_add, {26, 16, 0, 3}},
@@ -4902,7 +4902,7 @@ static const moei_cost moei_costs[] = {
     {(moei_any_function)moei_float_op_weigh_softmax, {21.83, -0.14, 65.44, 0.12}},
     {(moei_any_function)moei_float_op_weigh_scale, {23, 0, 11, 0}},
     {(moei_any_function)moei_float_op_mixture, {73, 16, 0, 0}},
-    {(moei_any_function)moei_float_ops_run, {85, 16, 8, 0}},
+    {(moei_any_function)moei_float_ops_run, {92, 16, 16, 0}},
 #endif
     /* end */
     {NULL, {0, 0, 0, 0}},
