@@ -4418,9 +4418,12 @@ static double moei_profile_weight(const moei_profiler *p, const moei_op_note *no
 
 /* The number of the expert whose block is read. */
 static size_t moei_profile_expert(const moei_profiler *p, const moei_op_note *note, const moei_int_run *run) {
-    const moei_int_mixture *m = &p->model.mixtures[note->mixture];
-    const size_t at = run->loader != NULL ? p->fetched : (size_t)(run->base - p->model.experts);
-    return note->in_block && m->stride > 0 ? (at - m->experts) / m->stride : 0;
+    const moei_int_mixture *m;
+    size_t at;
+    if (!note->in_block) return 0;
+    m = &p->model.mixtures[note->mixture];
+    at = run->loader != NULL ? p->fetched : (size_t)(run->base - p->model.experts);
+    return m->stride > 0 ? (at - m->experts) / m->stride : 0;
 }
 
 /* References: p->wanted is what the operation would write in float; they return how many. */

@@ -165,11 +165,13 @@ static void watch_op(const moei_int_op *op, moei_int_run *run) {
     watched *w = (watched *)(void *)(uintptr_t)run->model;
     const size_t i = (size_t)(op - w->ops);
     const char *name = w->profile->rows[w->row[i]].name;
-    const moei_int_mixture *m = &w->model.mixtures[op->index];
     const size_t size = w->model.scratch_size - (MOEI_INT_ALIGN - 1);
     size_t row = w->row[i], at;
     /* what enters a mixture is read by its inner operations, whose rows come before */
-    if (strcmp(name, "mixture") == 0) row = w->row[m->score < m->expert ? m->score : m->expert];
+    if (strcmp(name, "mixture") == 0) {
+        const moei_int_mixture *m = &w->model.mixtures[op->index];
+        row = w->row[m->score < m->expert ? m->score : m->expert];
+    }
     for (at = 0; at < size; at++)
         if (!is_live(w->profile, row, at)) run->state[at] = (unsigned char)moe_rng_next(&rng);
     w->calls[i]++;
