@@ -12032,15 +12032,11 @@ static int16_t *moei_int_vector(const moei_int_run *run, uint32_t at) { return r
 
 static int32_t *moei_int_wide(const moei_int_run *run, uint32_t at) { return (int32_t *)(void *)(run->vectors + at); }
 
-/* n sums, rounded up to 4. */
+/* n > 0 sums, rounded up to 4. */
 static void moei_int_fill(int32_t *sum, unsigned n, int32_t value) {
     const int32_t *end = sum + n;
-    for (; sum < end; sum += 4) {
-        sum[0] = value;
-        sum[1] = value;
-        sum[2] = value;
-        sum[3] = value;
-    }
+    do sum[0] = sum[1] = sum[2] = sum[3] = value;
+    while ((sum += 4) < end);
 }
 
 /* The sums of an int4 product's input, in other; index = 1: those of an earlier product. */
@@ -12365,7 +12361,9 @@ MOEI_INLINE const unsigned char *moei_int_constants(const moe_model *model) {
 
 static void moei_int_ops(moei_int_run *run, uint32_t first, uint32_t n) {
     const moei_int_op *op = run->model->ops + first, *end = op + n;
-    for (; op < end && run->status == MOE_OK; op++) op->run(op, run);
+    if (n == 0 || run->status != MOE_OK) return;
+    do op->run(op, run);
+    while (++op < end && run->status == MOE_OK);
 }
 
 /* An expert's constants: in place, or the first size bytes in scratch memory. */

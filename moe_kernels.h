@@ -8439,27 +8439,13 @@ static moe_status moei_int_pack(const moei_int_source *s, size_t size, unsigned 
 
 static moe_status moei_int8_pack(size_t n, size_t k, const signed char *codes, size_t ld, const int32_t *bias,
                                  const int16_t *factor, unsigned char *out) {
-    moei_int_source s;
-    s.n = n;
-    s.k = k;
-    s.ld = ld;
-    s.codes = codes;
-    s.bias = bias;
-    s.factor = factor;
-    s.block = NULL;
+    const moei_int_source s = {n, k, ld, codes, bias, factor, NULL};
     return moei_int_pack(&s, moei_int8_size(n, k), out);
 }
 
 static moe_status moei_int4_pack(size_t n, size_t k, const signed char *codes, size_t ld, const int32_t *bias,
                                  const int16_t *factor, const uint16_t *block, unsigned char *out) {
-    moei_int_source s;
-    s.n = n;
-    s.k = k;
-    s.ld = ld;
-    s.codes = codes;
-    s.bias = bias;
-    s.factor = factor;
-    s.block = block;
+    const moei_int_source s = {n, k, ld, codes, bias, factor, block};
     if (block == NULL) return MOE_ERR_ARGUMENT;
     return moei_int_pack(&s, moei_int4_size(n, k), out);
 }
@@ -8757,103 +8743,103 @@ static void moei_int4_sums(unsigned k, const int16_t *x, int16_t *sums) {
 #if defined(MOEI_INT_DSP)
 /* The data of the loops over pairs, in the order in which they load it. */
 typedef struct moei_int_work {
-    int32_t round, shift, low, high; /* low and high in both halves; if adding: the weight, -1 */
+#if defined(MOEI_INT_MVE)
+    int32_t room[4];
+#endif
     void *y;
+    int32_t round, shift, low, high; /* low and high in both halves; if adding: the weight, -1 */
     const unsigned char *data_end;
+    const int16_t *x;
 } moei_int_work;
 
-MOEI_INLINE moei_int_work moei_int_work_make(const moei_int_shape *shape, const unsigned char *data_end, int32_t weight,
-                                             void *y) {
-    moei_int_work w;
-    const int adding = weight != MOEI_INT_NO_WEIGHT;
-    w.round = adding ? weight : moei_int_round(shape);
-    w.shift = adding ? -1 : shape->shift;
-    w.low = (int32_t)((uint32_t)(uint16_t)shape->low * 0x10001u);
-    w.high = (int32_t)((uint32_t)(uint16_t)shape->high * 0x10001u);
-    w.y = y;
-    w.data_end = data_end;
-    return w;
+/* The caller knows whether there is a weight; the loop sets data_end. */
+MOEI_INLINE void moei_int_work_begin(moei_int_work *w, const moei_int_shape *shape, const int16_t *x, int32_t weight,
+                                     void *y) {
+    w->round = weight;
+    w->shift = -1;
+    w->y = y;
+    w->x = x;
+    if (weight != MOEI_INT_NO_WEIGHT) return;
+    w->round = moei_int_round(shape);
+    w->shift = shape->shift;
+    w->low = (int32_t)(0x10001u * (uint16_t)shape->low);
+    w->high = (int32_t)(0x10001u * (uint16_t)shape->high);
 }
 
+/* The end of four outputs: `work` is at x in moei_int_work, f and g the factors. */
+#if defined(MOEI_INT_MVE)
+/* Stores four sums from q0. */
+#define MOEI_CLAMP(y, shift, low, high) \
+    "vshl.s32 q0," #shift "\nvqmovnb.s32 q0,q0\nvdup.16 q1," #low "\nvmax.s16 q0,q0,q1\nvdup.16 q1," #high \
+    "\nvmin.s16 q0,q0,q1\nvstrh.32 q0,[" #y "],#8\n"
+#define MOEI_STORE_FOUR(y, sum, shift, low, high) "vldrw.u32 q0,[" #sum "],#16\n" MOEI_CLAMP(y, shift, low, high)
+#define MOEI_DOWN (-1)
+#define MOEI_VECTORS "q0", "q1", "q2", "q3",
+#define MOEI_FINISH_FOUR(work, y, round, shift, low, high, a, b, c, d, f, g) \
+    "sub " #y "," #work ",#40\nstrd " #f "," #g ",[" #y "]\nvldrh.s32 q1,[" #y "]\nstm " #y ",{" #a "," #b "," #c "," \
+    #d "}\nvldrw.u32 q0,[" #y "]\nldmdb " #work ",{" #y "," #round "," #shift "," #low "," #high ",lr}\n" \
+    "vshl.i32 q1,q1,#16\nvmulh.s32 q0,q0,q1\n" \
+    "rsbs " #shift "," #shift ",#0\nbgt 6f\nvadd.i32 q0,q0," #round "\n" MOEI_CLAMP(y, shift, low, high) "b 7f\n" \
+    "6:\tlsl " #round "," #round ",#16\nvdup.32 q1," #round "\nvmulh.s32 q0,q0,q1\nvldrw.u32 q1,[" #y "]\n" \
+    "vadd.i32 q0,q0,q1\nvstrw.32 q0,[" #y "],#16\n7:\tstr " #y ",[" #work ",#-24]\n"
+#else
 /* Clamps a and b at once, to low and high in both halves of a register; b is free afterwards. */
 #define MOEI_CLAMP(a, b, shift, low, high) \
     "asr " #a "," #a "," #shift "\nasr " #b "," #b "," #shift "\nssat " #a ", #16, " #a "\nssat " #b \
     ", #16, " #b "\npkhbt " #a "," #a "," #b ",lsl #16\nssub16 " #b "," #a "," #low "\nsel " #a "," #a \
     ", " #low "\nssub16 " #b "," #high "," #a "\nsel " #a "," #a "," #high "\n"
+#define MOEI_STORE_FOUR(y, sum, shift, low, high) \
+    "ldm " #sum "!,{r8,r9,r10,r11}\n" MOEI_CLAMP(r8, r9, shift, low, high) MOEI_CLAMP(r10, r11, shift, low, high) \
+    "stm " #y "!,{r8,r10}\n"
+#define MOEI_DOWN 1
+#define MOEI_VECTORS
 #define MOEI_STORE(a, b, factors, round, shift, low, high) \
     "smlawb " #a "," #a "," #factors "," #round "\nsmlawt " #b "," #b "," #factors "," #round \
     "\n" MOEI_CLAMP(a, b, shift, low, high)
-/* The end of four outputs: `work` is behind moei_int_work, f and g the factors. */
-#define MOEI_INT_FINISH_FOUR(work, round, shift, low, high, y, a, b, c, d, f, g) \
-    "ldmdb " #work ",{" #round "," #shift "," #low "," #high "," #y ",lr}\ncmp " #shift ",#0\nblt 6f\n" \
+#define MOEI_FINISH_FOUR(work, y, round, shift, low, high, a, b, c, d, f, g) \
+    "ldmdb " #work ",{" #y "," #round "," #shift "," #low "," #high ",lr}\ncmp " #shift ",#0\nblt 6f\n" \
     MOEI_STORE(a, b, f, round, shift, low, high) MOEI_STORE(c, d, g, round, shift, low, high) \
     "stm " #y "!,{" #a "," #c "}\nb 7f\n" \
     "6:\tsmulwb " #a "," #a "," #f "\nsmulwt " #b "," #b "," #f "\nsmulwb " #c "," #c "," #g "\nsmulwt " #d "," #d \
-    "," #g "\nldm " #y ",{" #shift "," #low "," #high "," #f "}\nsmlawb " #shift "," #a "," #round "," #shift \
-    "\nsmlawb " #low "," #b "," #round "," #low "\nsmlawb " #high "," #c "," #round "," #high "\nsmlawb " #f "," #d \
-    "," #round "," #f "\nstm " #y "!,{" #shift "," #low "," #high "," #f "}\n7:\tstr " #y ",[" #work ",#-8]\n"
+    "," #g "\nldm " #y ",{" #shift "," #low "," #f "," #high "}\nsmlawb " #shift "," #a "," #round "," #shift \
+    "\nsmlawb " #low "," #b "," #round "," #low "\nsmlawb " #f "," #c "," #round "," #f "\nsmlawb " #high "," #d \
+    "," #round "," #high "\nstm " #y "!,{" #shift "," #low "," #f "," #high "}\n7:\tstr " #y ",[" #work ",#-24]\n"
+#endif
+
+typedef struct moei_int8_work {
+    moei_int_work ends; /* data_end is the beginning of the last pair */
+    size_t pair;
+#if defined(MOEI_INT_MVE)
+    uint32_t steps, last_steps; /* of 16 and of 4 inputs */
+#else
+    uint32_t entry;     /* into the loop */
+    uintptr_t end;      /* of the first part, or 1 less if more follow */
+#endif
+} moei_int8_work;
 
 #if defined(MOEI_INT_MVE)
-#define MOEI_ADD(a, b, factors, weight, y, c, d) \
-    "smulwb " #a "," #a "," #factors "\nsmulwt " #b "," #b "," #factors "\nldm " #y ", {" #c "," #d \
-    "}\nsmlawb " #c "," #a "," #weight "," #c "\nsmlawb " #d "," #b "," #weight "," #d "\nstm " #y \
-    "!, {" #c "," #d "}\n"
-/* The end of a pair. Registers: the sums a, b, their factors in one, r0 behind moei_int_work, r1
-   the constants, r2, r4, r5, r6, r11, r12 free; label 0 is the next pair, 9 the end. */
-#define MOEI_INT_FINISH_PAIR(a, b, factors) \
-    "ldmdb r0,{r2,r4,r5,r6,r11,r12}\ncmp r4,#0\nblt 6f\n" MOEI_STORE( \
-        a, b, factors, r2, r4, r5, r6) "str " #a ",[r11],#4\nb 7f\n" \
-    "6:\t" MOEI_ADD(a, b, factors, r2, r11, r4, r5) "7:\tstr r11,[r0,#-8]\ncmp r1,r12\nbne 0b\nb 9f\n"
-
-typedef struct moei_int8_work {
-    moei_int_work ends;
-    const int16_t *x;
-    uint32_t steps, last_steps; /* of 16 and of 4 inputs */
-} moei_int8_work;
-
-/* The loads separate even and odd bytes: w_a in q0, w_b in q1, or one less where w_a is negative,
-   the codes of x in q2. The sums are in r8 and r10. */
-MOEI_TOOL void moei_int8_pairs(const moei_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight,
-                               void *y) {
-    moei_int8_work work;
-    const unsigned k = (shape->k + 3u) & ~3u;
-    register const int16_t **at __asm__("r0");
-    register const unsigned char *w __asm__("r1");
-    if (shape->n == 0) return;
-    work.ends = moei_int_work_make(shape, data + (shape->n + 1u) / 2 * (MOEI_INT_HEADER + 2 * k), weight, y);
-    work.x = x;
-    work.steps = k / 16;
-    work.last_steps = k % 16 / 4;
-    w = data;
-    at = &work.x;
-    __asm__ volatile(
-        ".syntax unified\n"
-        "0:\tldm r0,{r3,r4,r5}\nldrd r8,r10,[r1],#8\nldr r9,[r1],#4\nwls lr,r4,2f\n"
-        "1:\tvld20.8 {q0,q1},[r1]\nvld21.8 {q0,q1},[r1]!\nvld20.8 {q2,q3},[r3]\nvld21.8 {q2,q3},[r3]!\n"
-        "vshr.u8 q3,q0,#7\nvadd.i8 q1,q1,q3\nvmladava.s8 r8,q0,q2\nvmladava.s8 r10,q1,q2\nle lr,1b\n"
-        "2:\twls lr,r5,4f\n"
-        "3:\tvldrh.u32 q0,[r1],#8\nvldrh.s32 q2,[r3],#8\nvmovlb.s8 q1,q0\nvmovlt.s8 q0,q0\n"
-        "vshr.u16 q3,q1,#15\nvadd.i16 q0,q0,q3\nvmladava.s16 r8,q1,q2\nvmladava.s16 r10,q0,q2\n"
-        "le lr,3b\n"
-        "4:\t" MOEI_INT_FINISH_PAIR(r8, r10, r9) "9:"
-        : "+r"(at), "+r"(w)
-        :
-        : "r2", "r3", "r4", "r5", "r6", "r8", "r9", "r10", "r11", "r12", "lr", "q0", "q1", "q2", "q3", "cc", "memory");
-}
+/* Two pairs share the codes of x in q2; the last pair may be both (pair is 0). The loads separate
+   even and odd bytes: w_a in q0, w_b in q1, or one less where w_a is negative. */
+#define MOEI_16_INPUTS(w, a, b) \
+    "vld20.8 {q0,q1},[" #w "]\nvld21.8 {q0,q1},[" #w "]!\nvshr.u8 q3,q0,#7\nvadd.i8 q1,q1,q3\n" \
+    "vmladava.s8 " #a ",q0,q2\nvmladava.s8 " #b ",q1,q2\n"
+#define MOEI_4_INPUTS(w, a, b) \
+    "vldrh.u32 q0,[" #w "],#8\nvmovlb.s8 q1,q0\nvmovlt.s8 q0,q0\nvshr.u16 q3,q1,#15\nvadd.i16 q0,q0,q3\n" \
+    "vmladava.s16 " #a ",q1,q2\nvmladava.s16 " #b ",q0,q2\n"
+#define MOEI_LOOP \
+    "cmp r1,r2\nbeq 8f\n" \
+    "0:\tldm r0,{r2,r3,r5,r12}\nadd r3,r1\nldm r1!,{r4,r6,r9}\nldm r3!,{r8,r10,r11}\nwls lr,r5,2f\n" \
+    "1:\tvld20.8 {q2,q3},[r2]\nvld21.8 {q2,q3},[r2]!\n" MOEI_16_INPUTS(r1, r4, r6) MOEI_16_INPUTS(r3, r8, r10) \
+    "le lr,1b\n2:\twls lr,r12,4f\n" \
+    "3:\tvldrh.s32 q2,[r2],#8\n" MOEI_4_INPUTS(r1, r4, r6) MOEI_4_INPUTS(r3, r8, r10) "le lr,3b\n" \
+    "4:\t" MOEI_FINISH_FOUR(r0, r1, r2, r5, r7, r12, r4, r6, r8, r10, r9, r11) \
+    "mov r1,r3\ncmp r1,lr\nblo 0b\nbhi 9f\n8:\tmovs r2,#0\nstr r2,[r0,#4]\nb 0b\n"
 #else
-typedef struct moei_int8_work {
-    moei_int_work ends; /* data_end is that of the last pair's beginning */
-    const int16_t *x;
-    size_t pair;
-    uint32_t entry, count; /* of the first part; each further one, 1 in the count, has 512 inputs */
-    const int16_t *x_end;
-} moei_int8_work;
-
 /* Two pairs a, b and c, d share the loads of x. a = sum w_a x in r3 and both = sum (256 w_b + w_a)
-   x in r4, so that both - a = 256 w_b . x, which fits in 32 bits for up to 512 inputs; c and d in
-   r5 and r6. Where there is no second pair, it is the first one again (pair is 0). A step of 8
-   inputs has 116 bytes of code; the loop of four begins 26 bytes behind pc of the first add (1:
-   Thumb) and is entered before any of them. */
+   x in r4, so that both - a = 256 w_b . x, which fits in 32 bits for up to 520 inputs; c and d in
+   r5 and r6. Parts of x: k % 512 inputs, and then each 512; of the first, steps of 8, which have
+   116 bytes of code, come first, and 4 more at the end. A last pair without a second one has a loop
+   of its own and ends as two. */
 #define MOEI_WORD(w, x, a, both) \
     "smlad " #both "," #w "," #x "," #both "\nsxtb16 " #w "," #w "\nsmlad " #a "," #w "," #x "," #a "\n"
 #define MOEI_WORDS(from, x, x2, a, both) \
@@ -8862,51 +8848,55 @@ typedef struct moei_int8_work {
 #define MOEI_PARTS \
     "pop {r7,r8,r9,r10,r11}\nsub r4,r4,r3\nadd r8,r8,r4,asr #8\nsub r6,r6,r5\nadd r10,r10,r6,asr #8\n"
 #define MOEI_8_INPUTS "ldm r0!,{r8,r9,r10,r11}\n" MOEI_4_INPUTS(r8, r9) MOEI_4_INPUTS(r10, r11)
+#define MOEI_LOOP \
+    "mov r7,r0\ncmp r1,r2\nbeq 8f\n" \
+    "0:\tldm r7,{r0,r2,r12,lr}\nadd r2,r1\nldm r1!,{r3,r8,r9}\nldm r2!,{r5,r10,r11}\n" \
+    "push {r7,r8,r9,r10,r11}\nmov r4,r3\nmov r6,r5\nadd pc,r12\nnop\n" \
+    "2:\t.rept 4\n" MOEI_8_INPUTS ".endr\ncmp r0,lr\nblo 2b\nbhi 5f\n" \
+    "1:\t" MOEI_PARTS \
+    "10:\t" MOEI_FINISH_FOUR(r7, r0, r1, r4, r6, r12, r3, r8, r5, r10, r9, r11) \
+    "mov r1,r2\ncmp r1,lr\nblo 0b\nbhi 9f\n" \
+    "8:\tldm r7,{r0,r2,r12,lr}\nldm r1!,{r3,r8,r9}\npush {r7,r8,r9,r10,r11}\nmov r4,r3\nb 4f\n" \
+    "3:\tldm r0!,{r8,r9}\n" MOEI_WORDS(r1, r8, r9, r3, r4) "4:\tcmp r0,lr\nblo 3b\nmov r2,r1\nbls 1b\n" \
+    "5:\tldr r7,[sp]\nldm r7,{r7,r12}\nadd r12,r7\nsubs r12,r0\ncmp r12,#20\nbne 6f\n" \
+    "ldm r0!,{r8,r9}\n" MOEI_4_INPUTS(r8, r9) "b 1b\n" \
+    "6:\tcmp r12,#12\nbeq 1b\n" MOEI_PARTS "push {r7,r8,r9,r10,r11}\nmov r4,r3\nmov r6,r5\nadd lr,r0,#1020\nb 2b\n"
+#endif
 
-MOEI_TOOL void moei_int8_pairs(const moei_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight,
-                               void *y) {
-    moei_int8_work work;
-    const unsigned k = (shape->k + 3u) & ~3u, part = k & 504u;
-    register const int16_t **at __asm__("r0");
-    register const unsigned char *w __asm__("r1");
+MOEI_TOOL MOEI_INT_CALLED void moei_int8_loop(moei_int8_work *work, const unsigned char *data,
+                                              const moei_int_shape *shape) {
+    const unsigned k = (shape->k + 3u) & ~3u;
+    register const int16_t **at __asm__("r0") = &work->ends.x;
+    register const unsigned char *w __asm__("r1") = data;
+    register const unsigned char *last __asm__("r2");
     if (shape->n == 0) return;
-    work.pair = MOEI_INT_HEADER + 2 * k;
-    work.ends = moei_int_work_make(shape, data + (shape->n - 1u) / 2 * work.pair, weight, y);
-    if (shape->n <= 2) work.pair = 0;
-    work.entry = part == 0 ? 27 + 464 : 27 + 116 * (-(part / 8) & 3);
-    work.count = ((part - 8) & ~31u) | (k & 4u) | (k >= 512);
-    work.x = x;
-    work.x_end = x + k;
-    w = data;
-    at = &work.x;
-    __asm__ volatile(
-        ".syntax unified\npush {r7}\nmov r7,r0\nldr r3,[r7,#8]\nadd r3,pc\n"
-        "str.w r3,[r7,#8]\n"
-        "0:\tldm r7,{r0,r2,r12,lr}\nadd r2,r1\nldm r1!,{r3,r8,r9}\nldm r2!,{r5,r10,r11}\n"
-        "push {r7,r8,r9,r10,r11}\nmov r4,r3\nmov r6,r5\nbx r12\n"
-        "2:\t.rept 4\n" MOEI_8_INPUTS ".endr\nsubs lr,lr,#32\nbge 2b\n"
-        "tst lr,#5\nbne 3f\n"
-        "1:\t" MOEI_PARTS
-        "10:\t" MOEI_INT_FINISH_FOUR(r7, r0, r1, r4, r6, r12, r3, r8, r5, r10, r9, r11)
-        "mov r1,r2\ncmp r1,lr\nblo 0b\nbne 9f\nmov r2,#0\nstr r2,[r7,#4]\nb 0b\n"
-        "3:\ttst lr,#4\nbeq 5f\nldm r0!,{r8,r9}\n" MOEI_4_INPUTS(r8, r9)
-        "5:\ttst lr,#1\nbeq 1b\n" MOEI_PARTS "ldr r4,[r7,#16]\ncmp r0,r4\nbeq 10b\n"
-        "push {r7,r8,r9,r10,r11}\nmov r4,r3\nmov r6,r5\nmovw lr,#481\nb 2b\n"
-        "9:\tpop {r7}"
-        : "+r"(at), "+r"(w)
-        :
-        : "r2", "r3", "r4", "r5", "r6", "r8", "r9", "r10", "r11", "r12", "lr", "cc", "memory");
+    work->pair = MOEI_INT_HEADER + 2 * k;
+    last = data + (shape->n - 1u) / 2 * work->pair;
+    work->ends.data_end = last;
+#if defined(MOEI_INT_MVE)
+    work->steps = k / 16;
+    work->last_steps = k % 16 / 4;
+#else
+    const unsigned part = k & 504u, steps = part == 0 ? 4 : (0u - part) / 8 % 4;
+    work->entry = 116 * steps;
+    work->end = (uintptr_t)(work->ends.x + part) - ((part - k) >> 31);
+#endif
+    __asm__ volatile(".syntax unified\npush {r7}\n" MOEI_LOOP "9:\tpop {r7}"
+                     : "+r"(at), "+r"(w), "+r"(last)
+                     :
+                     : "r3", "r4", "r5", "r6", "r8", "r9", "r10", "r11", "r12", "lr", MOEI_VECTORS "cc", "memory");
 }
+#undef MOEI_LOOP
+#undef MOEI_8_INPUTS
 #undef MOEI_PARTS
 #undef MOEI_4_INPUTS
+#undef MOEI_16_INPUTS
 #undef MOEI_WORDS
 #undef MOEI_WORD
-#undef MOEI_8_INPUTS
-#endif
 
 typedef struct moei_int4_work {
     moei_int_work ends;
-    const int16_t *x, *sums;
+    const int16_t *sums;
     uint32_t k;
 } moei_int4_work;
 
@@ -8919,7 +8909,6 @@ typedef struct moei_int4_work {
     "vmladava.s16 r6,q0,q1\nvbic.i16 q0,#0xf0\n" \
     "vmladava.s16 r4,q0,q1\nletp lr,3b\nmov r1,r2\n"
 #define MOEI_SOME "mov r5,r3\nb 2b\n"
-#define MOEI_VECTORS "q0", "q1",
 #else
 #define MOEI_WORD(w, x) \
     "smlad r10," #w "," #x ",r10\nbic " #w "," #w ",#0xf000f000\nsmlad r8," #w "," #x ",r8\nuxtb16 " #w "," #w \
@@ -8931,22 +8920,16 @@ typedef struct moei_int4_work {
 #define MOEI_SOME \
     "tst r3,#4\nbeq 3f\nldm r0!,{r2,r5}\nldm r1!,{r9,r11}\n" MOEI_WORD(r9, r2) MOEI_WORD(r11, r5) \
     "3:\tlsr r3,r3,#3\nrsb r3,r3,#4\nmov r2,#118\nmul r3,r3,r2\nadr.w r2,2b\nadd r2,r3\nadd r2,#1\nbx r2\n"
-#define MOEI_VECTORS
 #endif
 
-MOEI_TOOL void moei_int4_fours(const moei_int_shape *shape, const unsigned char *data, const int16_t *x,
-                               const int16_t *sums, int32_t weight, void *y) {
-    moei_int4_work work;
+MOEI_TOOL MOEI_INT_CALLED void moei_int4_loop(moei_int4_work *work, const unsigned char *data,
+                                              const moei_int_shape *shape) {
     const unsigned k = (shape->k + 3u) & ~3u;
-    register const int16_t **at __asm__("r0");
-    register const unsigned char *w __asm__("r1");
+    register const int16_t **at __asm__("r0") = &work->ends.x;
+    register const unsigned char *w __asm__("r1") = data;
     if (shape->n == 0) return;
-    work.ends = moei_int_work_make(shape, data + (shape->n + 3u) / 4 * moei_int4_four_size(k), weight, y);
-    work.x = x;
-    work.sums = sums;
-    work.k = k;
-    w = data;
-    at = &work.x;
+    work->ends.data_end = data + (shape->n + 3u) / 4 * moei_int4_four_size(k);
+    work->k = k;
     /* on the stack: the sums of the outputs, the next of x, the inputs that are left */
     __asm__ volatile(
         ".syntax unified\npush {r0,r7}\nsub sp,#24\n"
@@ -8956,7 +8939,7 @@ MOEI_TOOL void moei_int4_fours(const moei_int_shape *shape, const unsigned char 
         "ldm r1!,{r2,r3}\nldm sp,{r7,r9,r11,r12}\nsub r10,r10,r8\nsub r8,r8,r6\nsubs r6,r6,r4\nasr r10,r10,#12\n"
         "asr r8,r8,#8\nasrs r6,r6,#4\nsmlabb r7,r4,r2,r7\nsmlabt r9,r6,r2,r9\nsmlabb r11,r8,r3,r11\n"
         "smlabt r12,r10,r3,r12\nldrd r2,r3,[sp,#16]\ncmp r3,#0\nbgt 1b\n"
-        "4:\tldm r1!,{r6,r8}\nldr r0,[sp,#24]\n" MOEI_INT_FINISH_FOUR(r0, r2, r3, r4, r5, r10, r7, r9, r11, r12, r6, r8)
+        "4:\tldm r1!,{r6,r8}\nldr r0,[sp,#24]\n" MOEI_FINISH_FOUR(r0, r2, r3, r4, r5, r10, r7, r9, r11, r12, r6, r8)
         "cmp r1,lr\nbne 0b\nb 9f\n.p2align 2\n" /* adr must know where words begin */
         "5:\tadds r3,#32\nbeq 4b\n" MOEI_SOME
         "9:\tadd sp,#24\npop {r0,r7}"
@@ -8964,12 +8947,26 @@ MOEI_TOOL void moei_int4_fours(const moei_int_shape *shape, const unsigned char 
         :
         : "r2", "r3", "r4", "r5", "r6", "r8", "r9", "r10", "r11", "r12", "lr", MOEI_VECTORS "cc", "memory");
 }
-#undef MOEI_VECTORS
 #undef MOEI_SOME
 #undef MOEI_STEPS
 #undef MOEI_WORD
-#undef MOEI_INT_FINISH_FOUR
+#undef MOEI_FINISH_FOUR
 #undef MOEI_STORE
+
+MOEI_INLINE void moei_int8_pairs(const moei_int_shape *shape, const unsigned char *data, const int16_t *x,
+                                 int32_t weight, void *y) {
+    moei_int8_work work;
+    moei_int_work_begin(&work.ends, shape, x, weight, y);
+    moei_int8_loop(&work, data, shape);
+}
+
+MOEI_INLINE void moei_int4_fours(const moei_int_shape *shape, const unsigned char *data, const int16_t *x,
+                                 const int16_t *sums, int32_t weight, void *y) {
+    moei_int4_work work;
+    moei_int_work_begin(&work.ends, shape, x, weight, y);
+    work.sums = sums;
+    moei_int4_loop(&work, data, shape);
+}
 #else
 MOEI_TOOL void moei_int8_pairs(const moei_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight,
                                void *y) {
@@ -9059,13 +9056,11 @@ static void moei_int_store(const moei_int_shape *shape, const int32_t *sum, int1
     int16_t *at = y, *end = y + shape->n;
 #if defined(MOEI_INT_DSP)
     const uint32_t low = 0x10001u * (uint16_t)shape->low, high = 0x10001u * (uint16_t)shape->high;
-    const int32_t shift = shape->shift;
-    for (; at < end;)
-        __asm__ volatile("ldm %1!,{r8,r9,r10,r11}\n" MOEI_CLAMP(r8, r9, %2, %3, %4) MOEI_CLAMP(r10, r11, %2, %3, %4)
-                         "stm %0!,{r8,r10}"
-                         : "+r"(at), "+r"(sum)
-                         : "r"(shift), "r"(low), "r"(high)
-                         : "r8", "r9", "r10", "r11", "cc", "memory");
+    if (at != end)
+        __asm__ volatile("1:\t" MOEI_STORE_FOUR(%0, %1, %2, %3, %4) "cmp %0,%5\nblo 1b"
+                         : "+l"(at), "+r"(sum)
+                         : "r"(MOEI_DOWN * shape->shift), "r"(low), "r"(high), "r"(end)
+                         : "r8", "r9", "r10", "r11", MOEI_VECTORS "cc", "memory");
 #else
     moei_int_range l = moei_int_range_of(shape);
     l.round = 0;

@@ -8627,18 +8627,18 @@ void moei_int_share_sqrt_softplus(const moei_int_router *r, size_t n, const int1
    K. */
 size_t moei_int_select_logits(MOEI_INT_SELECT_ARGUMENTS) {
     const size_t k = r->top_k, n = r->n_experts;
-    size_t i, at, count = 0;
+    size_t i = 0, at, count = 0;
     int32_t last = INT32_MIN;
     (void)base;
     (void)token;
     (void)p;
-    for (i = 0; i < n; i++) {
+    do {
         const int32_t v = z[i];
         if (v <= last) continue;
         for (at = count < k ? count++ : k - 1; at > 0 && v > z[experts[at - 1]]; at--) experts[at] = experts[at - 1];
         experts[at] = (int16_t)i;
         if (count == k) last = z[experts[k - 1]];
-    }
+    } while (++i < n);
     return count;
 }
 
