@@ -780,10 +780,10 @@ typedef struct moe_external_type {
          scales, minima [count/group][16]   minima: only if the type has them */
     void (*fill)(const moe_kernels *k, const moe_external *w, size_t row, size_t rows, size_t from, size_t count,
                  unsigned char *codes, moe_real *scales, moe_real *minima);
-    /* Private: c[16] = the products of one quantized row of activations with 16 rows of W as they
-       lie. 0: there is no such kernel. NULL: there is none for the type */
-    int (*direct)(const moe_kernels *k, const moe_external *w, size_t row, size_t inner, const unsigned char *x,
-                  moe_real *c);
+    /* Private: c[n] = the products of one quantized row of activations with rows of W as they lie,
+       from `row` on: as many of the n as it returns. NULL: there is no such kernel for the type */
+    size_t (*direct)(const moe_kernels *k, const moe_external *w, size_t row, size_t n, size_t inner,
+                     const unsigned char *x, moe_real *c);
 } moe_external_type;
 
 /* Where a matrix lies; the bytes are the caller's and stay there. Element (j,p) is number
@@ -6879,31 +6879,19 @@ static void moei_external_panels(const moe_kernels *k, const moe_external *w, si
     }
 }
 
-/* The same for one row without panels; 0: W has no kernels for that. */
-static int moei_external_direct(const moe_kernels *k, const moe_external *w, size_t first, size_t outputs, size_t inner,
-                                const unsigned char *rows, moe_real *part) {
-    size_t j;
-    if (w->type->direct == NULL || outputs % MOEI_PANEL != 0) return 0;
-    memset(part, 0, 4 * MOEI_PANEL * sizeof *part);
-    for (j = 0; j < outputs; j += MOEI_PANEL)
-        if (!w->type->direct(k, w, first + j, inner, rows, part + j)) return 0;
-    return 1;
-}
-
-/* Rows first .. first + n - 1 of W, two panels at a time. */
+/* Rows first .. first + n - 1 of W, two panels at a time, or without panels for one row. */
 MOEI_TOOL void moei_external_product(const moe_kernels *k, const moe_external *w, size_t first, size_t m, size_t n,
                                      size_t inner, const unsigned char *rows, moe_real *c, size_t ldc) {
     enum { WIDE = 2 * MOEI_PANEL };
     const size_t row_size = moei_external_row_size(inner);
     moe_real part[2 * (int)MOEI_EXTERNAL_M * (int)WIDE];
-    size_t i, j, p, at, count, outputs;
-    for (j = 0; j < n; j += outputs) {
+    size_t i, j = 0, p, at, count, outputs;
+    if (m == 1 && w->type->direct != NULL) j = w->type->direct(moei_table(k), w, first, n, inner, rows, c);
+    for (; j < n; j += outputs) {
         outputs = moei_smaller(n - j, WIDE);
         for (i = 0; i < m; i += count) {
             count = moei_smaller(m - i, MOEI_EXTERNAL_M);
-            if (count > 1 ||
-                !moei_external_direct(moei_table(k), w, first + j, outputs, inner, rows + i * row_size, part))
-                moei_external_panels(moei_table(k), w, first + j, count, outputs, inner, rows + i * row_size, part);
+            moei_external_panels(moei_table(k), w, first + j, count, outputs, inner, rows + i * row_size, part);
             for (at = 0; at < count; at++)
                 for (p = 0; p < outputs; p++)
                     c[(i + at) * ldc + j + p] = part[2 * at * WIDE + p] + part[(2 * at + 1) * WIDE + p];

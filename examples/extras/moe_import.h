@@ -1861,36 +1861,75 @@ static void moei_fill_blocks(const moe_kernels *k, const moe_external *w, size_t
         }
 }
 
-/* ---- >>direct: a row of activations times rows of Q8_0 as they lie ----
+/* ---- >>direct: a row of activations times rows of blocks as they lie ----
 
    Each row of weights is read from end to end, as fast as memory is; nothing is unpacked to memory.
-   The sums of its groups are integers, and what they are multiplied by is computed beside
-   them. Both are then transposed for 16 rows, and a lane adds the groups of its row in the order of
-   panels: the same bits. */
+   Four groups are a vector, four lanes each, in the order that takes the fewest instructions; the
+   activations are put into that order first. Four rows are added up together: a vector has the sums
+   of four groups of four rows, which are integers, another what they are multiplied by. For 16 rows
+   a lane then adds the groups of its row in the order of panels: the same bits. */
 
 #if defined(MOEI_HAVE_ZIPS) && defined(MOEI_VNNI512) && !defined(MOE_NO_AVX512)
 #define MOEI_DIRECT MOEI_VNNI512 MOEI_INLINE
-enum { MOEI_DIRECT_COLUMN = 34, MOEI_DIRECT_GROUPS = 64, MOEI_DIRECT_STEP = 16, MOEI_DIRECT_AHEAD = 8192 };
+enum { MOEI_DIRECT_GROUPS = 64, MOEI_DIRECT_AHEAD = 8192 };
 
-/* Groups of a row of activations: codes and initial sums of its two rows, scales of the second. */
+/* Groups of a row of activations: codes of its two rows, initial sums of both as one number, scales
+   of the second, the sums for minima. starts and scales: each four times, in the order of lanes. */
 typedef struct moei_direct {
-    size_t groups;
-    const unsigned char *codes[2], *starts[2], *scales;
+    unsigned char codes[2][MOEI_DIRECT_GROUPS * MOEI_GROUP];
+    int32_t starts[4 * MOEI_DIRECT_GROUPS];
+    float scales[4 * MOEI_DIRECT_GROUPS], sums[2][MOEI_DIRECT_GROUPS];
 } moei_direct;
 
-/* The sums of groups i and i + 1 of those from `at` on, eight lanes each. Behind group `last` they
-   are those of `last`, which nothing reads. */
-MOEI_DIRECT __m512i moei_direct_dot(size_t last, size_t i, const moei_direct *f, size_t at,
-                                    const unsigned char *p) {
-    const size_t a = i < last ? i : last, b = i + 1 < last ? i + 1 : last;
-    const size_t x = (at + a) * MOEI_GROUP;
-    const __m256i first = MOEI_LOAD_256(p + a * MOEI_DIRECT_COLUMN + 2);
-    const __m256i second = MOEI_LOAD_256(p + b * MOEI_DIRECT_COLUMN + 2);
-    const __m512i codes = _mm512_maskz_inserti64x4((__mmask8)0xff, _mm512_castsi256_si512(first), second, 1);
-    const __m512i w = _mm512_xor_si512(codes, _mm512_set1_epi32((int)0x80808080u)); /* codes + 128 */
-    moei_int32x16 sum = moei_dot_vnni512(moei_zero_vnni512(), w, MOEI_LOAD_512(f->codes[0] + x));
-    sum = MOEI_AS(moei_int32x16, _mm512_maskz_slli_epi32(MOEI_ALL_LANES, MOEI_AS(__m512i, sum), 8));
-    return MOEI_AS(__m512i, moei_dot_vnni512(sum, w, MOEI_LOAD_512(f->codes[1] + x)));
+/* Of groups of 16 rows: sums, what they are multiplied by, minima. [groups / 4][4] vectors, each of
+   four groups of four rows. */
+typedef float moei_direct_factors[3][(int)MOEI_PANEL * MOEI_DIRECT_GROUPS];
+
+/* Four rows of blocks, `row` bytes apart, that begin with group `at`; their vectors. */
+typedef struct moei_direct_four {
+    const moei_direct *f;
+    const unsigned char *p;
+    size_t row, at;
+    float *to;
+} moei_direct_four;
+
+MOEI_DIRECT __m512i moei_direct_and(__m512i v, int byte) {
+    return _mm512_and_si512(v, _mm512_set1_epi32(byte * 0x01010101));
+}
+
+MOEI_DIRECT __m512i moei_direct_right(__m512i v, unsigned bits) {
+    return _mm512_maskz_srli_epi32(MOEI_ALL_LANES, v, bits);
+}
+
+MOEI_DIRECT __m512i moei_direct_shift(__m512i v, __m512i bits) {
+    return _mm512_maskz_srlv_epi32(MOEI_ALL_LANES, v, bits);
+}
+
+MOEI_DIRECT __m512i moei_direct_left(__m512i v, unsigned bits) {
+    return _mm512_maskz_slli_epi32(MOEI_ALL_LANES, v, bits);
+}
+
+MOEI_DIRECT __m512i moei_direct_rotate(__m512i v, __m512i bits) {
+    return _mm512_maskz_rolv_epi32(MOEI_ALL_LANES, v, bits);
+}
+
+MOEI_DIRECT __m512i moei_direct_high(__m512i v) { return moei_direct_and(moei_direct_right(v, 4), 15); }
+MOEI_DIRECT __m512i moei_direct_splat(__m128i v) { return _mm512_maskz_broadcast_i32x4(MOEI_ALL_LANES, v); }
+MOEI_DIRECT __m512 moei_direct_float(__m512i v) { return _mm512_maskz_cvtepi32_ps(MOEI_ALL_LANES, v); }
+MOEI_DIRECT __m512i moei_direct_lanes(int a, int b, int c, int d) {
+    return _mm512_setr_epi32(a, a, a, a, b, b, b, b, c, c, c, c, d, d, d, d);
+}
+
+/* The sums of four groups: of 32, a the first half of each and b the second, if halves is 2; else
+   of 16. `at`: where their activations are. */
+MOEI_DIRECT __m512i moei_direct_dot(int halves, const moei_direct *f, size_t at, __m512i a, __m512i b) {
+    const unsigned char *x = f->codes[0] + at, *y = f->codes[1] + at;
+    moei_int32x16 sum = moei_dot_vnni512(moei_zero_vnni512(), a, MOEI_LOAD_512(x));
+    if (halves > 1) sum = moei_dot_vnni512(sum, b, MOEI_LOAD_512(x + MOEI_LINE));
+    sum = MOEI_AS(moei_int32x16, moei_direct_left(MOEI_AS(__m512i, sum), 8));
+    sum = moei_dot_vnni512(sum, a, MOEI_LOAD_512(y));
+    if (halves > 1) sum = moei_dot_vnni512(sum, b, MOEI_LOAD_512(y + MOEI_LINE));
+    return MOEI_AS(__m512i, sum);
 }
 
 /* The sums of lanes i and i + 2 of each four, of a and b in turn. */
@@ -1899,95 +1938,393 @@ MOEI_DIRECT __m512 moei_direct_fold(__m512i a, __m512i b) {
     return _mm512_castsi512_ps(_mm512_add_epi32(low, _mm512_maskz_unpackhi_epi64((__mmask8)0xff, a, b)));
 }
 
-/* The sums of groups i .. i + 7, two lanes each. */
-MOEI_DIRECT __m512i moei_direct_eight(size_t last, size_t i, const moei_direct *f, size_t at,
-                                      const unsigned char *p) {
-    const __m512i a = moei_direct_dot(last, i, f, at, p);
-    const __m512i b = moei_direct_dot(last, i + 2, f, at, p);
-    const __m512i c = moei_direct_dot(last, i + 4, f, at, p);
-    const __m512i d = moei_direct_dot(last, i + 6, f, at, p);
-    const __m512 ab = moei_direct_fold(a, b), cd = moei_direct_fold(c, d);
-    return _mm512_add_epi32(_mm512_castps_si512(_mm512_maskz_shuffle_ps(MOEI_ALL_LANES, ab, cd, 0x88)),
-                            _mm512_castps_si512(_mm512_maskz_shuffle_ps(MOEI_ALL_LANES, ab, cd, 0xdd)));
+/* Number `quad` of four groups: s has the sums of each row. */
+MOEI_DIRECT void moei_direct_quad(const moei_direct_four *r, size_t quad, const __m512i s[4], __m512 scale) {
+    const size_t i = 4 * r->at + 16 * quad;
+    const __m512 a = moei_direct_fold(s[0], s[1]), b = moei_direct_fold(s[2], s[3]);
+    const __m512i sum = _mm512_add_epi32(_mm512_castps_si512(_mm512_maskz_shuffle_ps(MOEI_ALL_LANES, a, b, 0x88)),
+                                         _mm512_castps_si512(_mm512_maskz_shuffle_ps(MOEI_ALL_LANES, a, b, 0xdd)));
+    const __m512i start = MOEI_LOAD_512(r->f->starts + i);
+    float *to = r->to + 4 * i;
+    _mm512_storeu_ps(to, moei_direct_float(_mm512_add_epi32(sum, start)));
+    to += (int)MOEI_PANEL * MOEI_DIRECT_GROUPS;
+    _mm512_storeu_ps(to, _mm512_mul_ps(scale, _mm512_loadu_ps(r->f->scales + i)));
 }
 
-/* 16 groups from `at` on: their sums, and what they are multiplied by. */
-MOEI_DIRECT void moei_direct_step(size_t last, const moei_direct *f, size_t at, const unsigned char *p, float *totals,
-                                  float *scales) {
-    const __m512i order = _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
-    const __m512i a = moei_direct_eight(last, 0, f, at, p);
-    const __m512i b = moei_direct_eight(last, 8, f, at, p);
-    const __m512i sum = _mm512_add_epi32(_mm512_maskz_shuffle_i32x4(MOEI_ALL_LANES, a, b, 0x88),
-                                         _mm512_maskz_shuffle_i32x4(MOEI_ALL_LANES, a, b, 0xdd));
-    const __m512i high = _mm512_maskz_slli_epi32(MOEI_ALL_LANES, MOEI_LOAD_512(f->starts[0] + 4 * at), 8);
-    const __m512i start = _mm512_add_epi32(high, MOEI_LOAD_512(f->starts[1] + 4 * at));
-    const __m512i total = _mm512_add_epi32(_mm512_maskz_permutexvar_epi32(MOEI_ALL_LANES, order, sum), start);
-#define MOEI_HALF(i) (short)moei_get_16(p + ((i) < last ? (i) : last) * MOEI_DIRECT_COLUMN)
-    const __m256i halves = _mm256_setr_epi16(
-        MOEI_HALF(0), MOEI_HALF(1), MOEI_HALF(2), MOEI_HALF(3), MOEI_HALF(4), MOEI_HALF(5), MOEI_HALF(6), MOEI_HALF(7),
-        MOEI_HALF(8), MOEI_HALF(9), MOEI_HALF(10), MOEI_HALF(11), MOEI_HALF(12), MOEI_HALF(13), MOEI_HALF(14),
-        MOEI_HALF(15));
-#undef MOEI_HALF
-    _mm512_storeu_ps(totals, _mm512_maskz_cvtepi32_ps(MOEI_ALL_LANES, total));
-    _mm512_storeu_ps(scales, _mm512_mul_ps(_mm512_maskz_cvtph_ps(MOEI_ALL_LANES, halves),
-                                           _mm512_loadu_ps((const void *)(f->scales + 4 * at))));
+/* 16 bytes of each of two blocks. */
+MOEI_DIRECT __m256i moei_direct_pair(size_t column, const unsigned char *p) {
+    const __m128i low = _mm_loadu_si128((const __m128i *)(const void *)p);
+    const __m128i high = _mm_loadu_si128((const __m128i *)(const void *)(p + column));
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
 }
 
-/* A row of blocks of Q8_0. */
-MOEI_VNNI512 static void moei_direct_row(const moei_direct *f, const unsigned char *p, float *totals, float *scales) {
-    enum { BYTES = (int)MOEI_DIRECT_STEP * (int)MOEI_DIRECT_COLUMN };
-    size_t at, i;
-    for (at = 0; at < f->groups; at += MOEI_DIRECT_STEP, p += BYTES) {
-        const size_t left = f->groups - at;
-        for (i = 0; i < BYTES; i += MOEI_LINE) moei_zip_prefetch((uintptr_t)p + MOEI_DIRECT_AHEAD + i);
-        if (left >= MOEI_DIRECT_STEP) moei_direct_step(MOEI_DIRECT_STEP - 1, f, at, p, totals + at, scales + at);
-        else moei_direct_step(left - 1, f, at, p, totals + at, scales + at);
+MOEI_DIRECT __m512i moei_direct_join(__m256i low, __m256i high) {
+    return _mm512_maskz_inserti64x4((__mmask8)0xff, _mm512_castsi256_si512(low), high, 1);
+}
+
+/* 16 bytes of each of four blocks. */
+MOEI_DIRECT __m512i moei_direct_load(size_t column, const unsigned char *p) {
+    return moei_direct_join(moei_direct_pair(column, p), moei_direct_pair(column, p + 2 * column));
+}
+
+/* The first bytes of four blocks of each row, of 17, 18 or 34 bytes, in the low bits of lanes. */
+MOEI_DIRECT __m512i moei_direct_heads(int column, const moei_direct_four *r) {
+    const __m512i shift = moei_direct_lanes(0, column % 4 * 8, 2 * column % 4 * 8, 3 * column % 4 * 8);
+    const __m512i from = moei_direct_lanes(0, column / 4, 2 * column / 4, 3 * column / 4);
+    __m512i a, b;
+    if (column < 20) { /* two rows at once */
+        const __m512i both = _mm512_add_epi32(from, _mm512_set4_epi32(0, 0, 16, 0));
+        a = _mm512_permutex2var_epi32(MOEI_LOAD_512(r->p), both, MOEI_LOAD_512(r->p + r->row));
+        b = _mm512_permutex2var_epi32(MOEI_LOAD_512(r->p + 2 * r->row), both, MOEI_LOAD_512(r->p + 3 * r->row));
+    } else {
+#define MOEI_HEADS(i) \
+    _mm512_permutex2var_epi32(MOEI_LOAD_512(r->p + (i) * r->row), from, MOEI_LOAD_512(r->p + (i) * r->row + MOEI_LINE))
+        a = _mm512_maskz_unpacklo_epi32(MOEI_ALL_LANES, MOEI_HEADS(0), MOEI_HEADS(1));
+        b = _mm512_maskz_unpacklo_epi32(MOEI_ALL_LANES, MOEI_HEADS(2), MOEI_HEADS(3));
+#undef MOEI_HEADS
     }
+    return moei_direct_shift(_mm512_maskz_unpacklo_epi64((__mmask8)0xff, a, b), shift);
 }
 
-/* c[16] += the sums of `groups` groups times scales, [groups][16] each. */
-MOEI_VNNI512 static void moei_direct_add(size_t groups, const float *totals, const float *scales, float *c) {
-    __m512 sum = _mm512_loadu_ps((const void *)c);
-    size_t g;
-    for (g = 0; g < groups; g++, totals += MOEI_PANEL, scales += MOEI_PANEL)
-        sum = _mm512_fmadd_ps(_mm512_loadu_ps((const void *)totals), _mm512_loadu_ps((const void *)scales), sum);
-    _mm512_storeu_ps((void *)c, sum);
+/* 16 of binary16 in the low halves of the lanes. */
+MOEI_DIRECT __m512 moei_direct_from_f16(__m512i v) {
+    return _mm512_maskz_cvtph_ps(MOEI_ALL_LANES, _mm512_maskz_cvtepi32_epi16(MOEI_ALL_LANES, v));
 }
 
-static void moei_direct_panel(const moe_external *w, size_t row, size_t inner, const unsigned char *x, float *c) {
-    enum { ALL = (int)MOEI_PANEL * MOEI_DIRECT_GROUPS };
-    float totals[ALL], scales[ALL], panels[2][ALL];
-    const size_t groups = inner / MOEI_GROUP;
-    moei_external_row r;
-    moei_direct f;
+MOEI_DIRECT void moei_direct_q4_0(const moei_direct_four *r) {
+    __m512i s[4];
+#define MOEI_ROW(i) { \
+        const __m512i v = moei_direct_load(18, r->p + i * r->row + 2); \
+        s[i] = moei_direct_dot(2, r->f, 32 * r->at, moei_direct_and(v, 15), moei_direct_high(v)); \
+    }
+    MOEI_EACH_QUAD(MOEI_ROW)
+#undef MOEI_ROW
+    moei_direct_quad(r, 0, s, moei_direct_from_f16(moei_direct_heads(18, r)));
+}
+
+MOEI_DIRECT void moei_direct_q8_0(const moei_direct_four *r) {
+    const __m512i sign = _mm512_set1_epi32((int)0x80808080u); /* codes + 128 */
+    __m512i s[4];
+#define MOEI_ROW(i) { \
+        const unsigned char *p = r->p + i * r->row + 2; \
+        s[i] = moei_direct_dot(2, r->f, 32 * r->at, _mm512_xor_si512(moei_direct_load(34, p), sign), \
+                               _mm512_xor_si512(moei_direct_load(34, p + 16), sign)); \
+    }
+    MOEI_EACH_QUAD(MOEI_ROW)
+#undef MOEI_ROW
+    moei_direct_quad(r, 0, s, moei_direct_from_f16(moei_direct_heads(34, r)));
+}
+
+MOEI_DIRECT __m512i moei_direct_fp4(__m256i a, __m256i b) {
+    return moei_direct_join(moei_lanes_find(moei_zip_fp4, a), moei_lanes_find(moei_zip_fp4, b));
+}
+
+MOEI_DIRECT void moei_direct_mxfp4(const moei_direct_four *r) {
+    const __m512i one = _mm512_set1_epi32(1), byte = _mm512_set1_epi32(255);
+    const __m512i e = _mm512_maskz_max_epu32(MOEI_ALL_LANES, _mm512_and_si512(moei_direct_heads(17, r), byte), one);
+    __m512i s[4];
+#define MOEI_ROW(i) { \
+        const unsigned char *p = r->p + i * r->row + 1; \
+        const __m256i a = moei_direct_pair(17, p), b = moei_direct_pair(17, p + 34); \
+        s[i] = moei_direct_dot(2, r->f, 32 * r->at, moei_direct_fp4(moei_zip_low(a), moei_zip_low(b)), \
+                               moei_direct_fp4(moei_zip_high(a), moei_zip_high(b))); \
+    }
+    MOEI_EACH_QUAD(MOEI_ROW)
+#undef MOEI_ROW
+    moei_direct_quad(r, 0, s, _mm512_castsi512_ps(moei_direct_left(_mm512_sub_epi32(e, one), 23)));
+}
+
+/* 16 bytes of each row: number i of each four bytes is q[i]. */
+MOEI_DIRECT void moei_direct_transpose(const moei_direct_four *r, size_t at, __m128i q[4]) {
+    const unsigned char *p = r->p + at;
+    const __m256i a = moei_direct_pair(2 * r->row, p), b = moei_direct_pair(2 * r->row, p + r->row);
+    const __m256i low = _mm256_unpacklo_epi32(a, b), high = _mm256_unpackhi_epi32(a, b); /* rows 0 1, rows 2 3 */
+    const __m128i low2 = _mm256_extracti128_si256(low, 1), high2 = _mm256_extracti128_si256(high, 1);
+    q[0] = _mm_unpacklo_epi64(_mm256_castsi256_si128(low), low2);
+    q[1] = _mm_unpackhi_epi64(_mm256_castsi256_si128(low), low2);
+    q[2] = _mm_unpacklo_epi64(_mm256_castsi256_si128(high), high2);
+    q[3] = _mm_unpackhi_epi64(_mm256_castsi256_si128(high), high2);
+}
+
+/* Six bits of the even groups (odd: of the odd ones) of each row, from four bytes of the first four
+   groups and four of the others. */
+MOEI_DIRECT __m512 moei_direct_six(int odd, __m512i v) {
+    const __m512i byte = _mm512_set1_epi32(255);
+    return moei_direct_float(
+        _mm512_and_si512(moei_direct_shift(v, moei_direct_lanes(8 * odd, 8 * odd + 16, 8 * odd, 8 * odd + 16)), byte));
+}
+
+/* A block of Q4_K or Q5_K. */
+MOEI_DIRECT void moei_direct_large(size_t fifth, const moei_direct_four *r) {
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 0, 1, 2, 3, 16, 17, 18, 19, 16, 17, 18, 19);
+    const __m512i second = _mm512_or_si512(first, _mm512_set1_epi32(4));
+    float *minima = r->to + 16 * r->at + 2 * (size_t)MOEI_PANEL * MOEI_DIRECT_GROUPS;
+    __m512i s[2][4], scales, least;
+    __m512 heads, d, m;
+    __m256i both, rest;
+    __m128i q[4];
+#define MOEI_HIGH_BIT(w, h, a, b, c, d) \
+    w = _mm512_or_si512(w, moei_direct_and(moei_direct_rotate(h, moei_direct_lanes(a, b, c, d)), 16));
+#define MOEI_ROW(i) { \
+        const unsigned char *p = r->p + i * r->row + 16; \
+        const __m512i a = MOEI_LOAD_512(p + 32 * fifth), b = MOEI_LOAD_512(p + 32 * fifth + 64); \
+        const __m512i v0 = _mm512_maskz_shuffle_i32x4(MOEI_ALL_LANES, a, b, 0x88); \
+        const __m512i v1 = _mm512_maskz_shuffle_i32x4(MOEI_ALL_LANES, a, b, 0xdd); \
+        __m512i a0 = moei_direct_and(v0, 15), a1 = moei_direct_and(v1, 15); \
+        __m512i b0 = moei_direct_high(v0), b1 = moei_direct_high(v1); \
+        if (fifth) { \
+            const __m512i h0 = moei_direct_splat(_mm_loadu_si128((const __m128i *)(const void *)p)); \
+            const __m512i h1 = moei_direct_splat(_mm_loadu_si128((const __m128i *)(const void *)(p + 16))); \
+            MOEI_HIGH_BIT(a0, h0, 4, 2, 0, 30) \
+            MOEI_HIGH_BIT(a1, h1, 4, 2, 0, 30) \
+            MOEI_HIGH_BIT(b0, h0, 3, 1, 31, 29) \
+            MOEI_HIGH_BIT(b1, h1, 3, 1, 31, 29) \
+        } \
+        s[0][i] = moei_direct_dot(2, r->f, 32 * r->at, a0, a1); \
+        s[1][i] = moei_direct_dot(2, r->f, 32 * r->at + 128, b0, b1); \
+    }
+    MOEI_EACH_QUAD(MOEI_ROW)
+#undef MOEI_ROW
+#undef MOEI_HIGH_BIT
+    moei_direct_transpose(r, 0, q);
+    heads = _mm512_castps256_ps512(_mm256_cvtph_ps(q[0]));
+    both = _mm256_inserti128_si256(_mm256_castsi128_si256(q[1]), q[2], 1);
+    rest = _mm256_inserti128_si256(_mm256_castsi128_si256(q[3]), _mm_srli_epi32(q[3], 4), 1);
+    rest = _mm256_or_si256(moei_zip_low(rest), _mm256_and_si256(_mm256_srli_epi32(both, 2), moei_lanes_splat(48)));
+    both = _mm256_and_si256(both, moei_lanes_splat(63));
+    scales = _mm512_permutex2var_epi32(_mm512_castsi256_si512(both), first, _mm512_castsi256_si512(rest));
+    least = _mm512_permutex2var_epi32(_mm512_castsi256_si512(both), second, _mm512_castsi256_si512(rest));
+    d = _mm512_maskz_permutexvar_ps(MOEI_ALL_LANES, _mm512_set4_epi32(6, 4, 2, 0), heads);
+    m = _mm512_maskz_permutexvar_ps(MOEI_ALL_LANES, _mm512_set4_epi32(7, 5, 3, 1), heads);
+    moei_direct_quad(r, 0, s[0], _mm512_mul_ps(d, moei_direct_six(0, scales)));
+    moei_direct_quad(r, 1, s[1], _mm512_mul_ps(d, moei_direct_six(1, scales)));
+    _mm512_storeu_ps(minima, _mm512_mul_ps(m, moei_direct_six(0, least)));
+    _mm512_storeu_ps(minima + 4 * MOEI_PANEL, _mm512_mul_ps(m, moei_direct_six(1, least)));
+}
+
+MOEI_DIRECT void moei_direct_q4_k(const moei_direct_four *r) { moei_direct_large(0, r); }
+MOEI_DIRECT void moei_direct_q5_k(const moei_direct_four *r) { moei_direct_large(1, r); }
+
+MOEI_DIRECT void moei_direct_q6_k(const moei_direct_four *r) {
+    const __m512i bits = moei_direct_lanes(24, 16, 8, 0);
+    const unsigned char *d = r->p + 208;
+    const __m128i halves = _mm_setr_epi16((short)moei_get_16(d), (short)moei_get_16(d + r->row),
+                                          (short)moei_get_16(d + 2 * r->row), (short)moei_get_16(d + 3 * r->row),
+                                          0, 0, 0, 0);
+    const __m512 scale = _mm512_castsi512_ps(moei_direct_splat(_mm_castps_si128(_mm_cvtph_ps(halves))));
+    __m512i s[4], t[4];
+    __m128i q[4];
+    moei_direct_transpose(r, 192, q);
+#define MOEI_ROW(half, i) { \
+        const unsigned char *p = r->p + i * r->row + 64 * half; \
+        const __m512i v = MOEI_LOAD_512(p); \
+        const __m512i h = _mm512_maskz_broadcast_i64x4((__mmask8)0xff, MOEI_LOAD_256(p + 128 - 32 * half)); \
+        const __m512i a = moei_direct_and(moei_direct_rotate(h, moei_direct_lanes(4, 4, 2, 2)), 48); \
+        const __m512i b = moei_direct_and(moei_direct_rotate(h, moei_direct_lanes(0, 0, 30, 30)), 48); \
+        const size_t at = 16 * r->at + 128 * half; \
+        s[i] = moei_direct_dot(1, r->f, at, _mm512_or_si512(moei_direct_and(v, 15), a), a); \
+        t[i] = moei_direct_dot(1, r->f, at + MOEI_LINE, _mm512_or_si512(moei_direct_high(v), b), b); \
+    }
+#define MOEI_SCALES(i) \
+    _mm512_mul_ps(scale, moei_direct_float(_mm512_maskz_srai_epi32( \
+        MOEI_ALL_LANES, _mm512_maskz_sllv_epi32(MOEI_ALL_LANES, moei_direct_splat(q[i]), bits), 24)))
+    MOEI_ROW(0, 0) MOEI_ROW(0, 1) MOEI_ROW(0, 2) MOEI_ROW(0, 3)
+    moei_direct_quad(r, 0, s, MOEI_SCALES(0));
+    moei_direct_quad(r, 1, t, MOEI_SCALES(1));
+    MOEI_ROW(1, 0) MOEI_ROW(1, 1) MOEI_ROW(1, 2) MOEI_ROW(1, 3)
+    moei_direct_quad(r, 2, s, MOEI_SCALES(2));
+    moei_direct_quad(r, 3, t, MOEI_SCALES(3));
+#undef MOEI_ROW
+#undef MOEI_SCALES
+}
+
+/* Into the second cache: the nearest one waits for few lines at once. */
+MOEI_DIRECT void moei_direct_prefetch(uintptr_t at) { _mm_prefetch((const char *)at, _MM_HINT_T1); }
+
+/* `groups` groups of four rows; a step computes `step` of them, of `bytes` bytes. */
+#define MOEI_DIRECT_ROWS(name, step, bytes) \
+    MOEI_VNNI512 static void moei_direct_rows_##name(const moei_direct_four *from, size_t groups) { \
+        moei_direct_four r = *from; \
+        unsigned char rest[4 * (bytes)]; \
+        size_t i; \
+        for (; r.at < groups; r.at += step, r.p += bytes) { \
+            for (i = MOEI_DIRECT_AHEAD; i < MOEI_DIRECT_AHEAD + bytes; i += MOEI_LINE) { \
+                moei_direct_prefetch((uintptr_t)r.p + i); \
+                moei_direct_prefetch((uintptr_t)r.p + i + r.row); \
+                moei_direct_prefetch((uintptr_t)r.p + i + 2 * r.row); \
+                moei_direct_prefetch((uintptr_t)r.p + i + 3 * r.row); \
+            } \
+            if (groups - r.at < step) { /* nothing reads what is computed of the zeros */ \
+                memset(rest, 0, sizeof rest); \
+                for (i = 0; i < 4; i++) \
+                    memcpy(rest + i * bytes, r.p + i * r.row, (groups - r.at) * (bytes) / (step)); \
+                r.p = rest; \
+                r.row = bytes; \
+            } \
+            moei_direct_##name(&r); \
+        } \
+    }
+
+MOEI_DIRECT_ROWS(q4_0, 4, 72)
+MOEI_DIRECT_ROWS(q8_0, 4, 136)
+MOEI_DIRECT_ROWS(mxfp4, 4, 68)
+MOEI_DIRECT_ROWS(q4_k, 8, 144)
+MOEI_DIRECT_ROWS(q5_k, 8, 176)
+MOEI_DIRECT_ROWS(q6_k, 16, 210)
+
+/* Eight groups of 16 rows, each a vector; large: the even ones come first. */
+MOEI_DIRECT void moei_direct_eight(int large, const float *a, __m512 v[8]) {
+#define MOEI_JOIN_ROWS(a, b, which) _mm512_maskz_shuffle_f32x4(MOEI_ALL_LANES, a, b, which)
+#define MOEI_FOUR_GROUPS(a, first, step) { \
+        const __m512 r0 = _mm512_loadu_ps(a), r1 = _mm512_loadu_ps((a) + 16); \
+        const __m512 r2 = _mm512_loadu_ps((a) + 32), r3 = _mm512_loadu_ps((a) + 48); \
+        const __m512 x = MOEI_JOIN_ROWS(r0, r1, 0x44), y = MOEI_JOIN_ROWS(r2, r3, 0x44); \
+        const __m512 z = MOEI_JOIN_ROWS(r0, r1, 0xee), w = MOEI_JOIN_ROWS(r2, r3, 0xee); \
+        v[first] = MOEI_JOIN_ROWS(x, y, 0x88); \
+        v[(first) + (step)] = MOEI_JOIN_ROWS(x, y, 0xdd); \
+        v[(first) + 2 * (step)] = MOEI_JOIN_ROWS(z, w, 0x88); \
+        v[(first) + 3 * (step)] = MOEI_JOIN_ROWS(z, w, 0xdd); \
+    }
+    if (large) {
+        MOEI_FOUR_GROUPS(a, 0, 2)
+        MOEI_FOUR_GROUPS(a + 64, 1, 2)
+    } else {
+        MOEI_FOUR_GROUPS(a, 0, 1)
+        MOEI_FOUR_GROUPS(a + 64, 4, 1)
+    }
+#undef MOEI_JOIN_ROWS
+#undef MOEI_FOUR_GROUPS
+}
+
+#define MOEI_EACH_EIGHT(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
+#define MOEI_ADD_GROUP(i) c0 = _mm512_fmadd_ps(v[i], w[i], c0);
+#define MOEI_ADD_MINIMUM(i) \
+    m0 = _mm512_fmadd_ps(v[i], _mm512_set1_ps(f->sums[0][g + i]), m0); \
+    m1 = _mm512_fmadd_ps(v[i], _mm512_set1_ps(f->sums[1][g + i]), m1);
+
+/* c[2][16]: the order is that of moei_external_panels. */
+MOEI_DIRECT void moei_direct_add(int large, const moei_direct *f, size_t groups, moei_direct_factors a, float *c) {
+    const __m512 zero = _mm512_setzero_ps();
+    __m512 c0 = _mm512_loadu_ps(c), c1 = _mm512_loadu_ps(c + MOEI_PANEL);
+    __m512 m0 = zero, m1 = zero;
+    __m512 v[8], w[8];
     size_t g, i;
-    (void)moei_external_shape_row(inner, &r);
-    for (g = 0; g < groups; g += f.groups) {
-        f.groups = moei_smaller(groups - g, MOEI_DIRECT_GROUPS);
-        for (i = 0; i < 2; i++) {
-            f.codes[i] = x + i * r.size + g * MOEI_GROUP;
-            f.starts[i] = x + i * r.size + r.starts[0] + 4 * g;
+    for (g = 0; g < groups; g += 8) {
+        moei_direct_eight(large, a[0] + 16 * g, v);
+        moei_direct_eight(large, a[1] + 16 * g, w);
+        if (groups - g < 8) {
+            float part[2][8 * MOEI_PANEL];
+            for (i = 0; i < 8; i++) {
+                _mm512_storeu_ps(part[0] + i * MOEI_PANEL, v[i]);
+                _mm512_storeu_ps(part[1] + i * MOEI_PANEL, w[i]);
+            }
+            for (i = 0; i < groups - g; i++)
+                c0 = _mm512_fmadd_ps(_mm512_loadu_ps(part[0] + i * MOEI_PANEL),
+                                     _mm512_loadu_ps(part[1] + i * MOEI_PANEL), c0);
+            break;
         }
-        f.scales = x + r.size + r.scales[0] + 4 * g;
-        for (i = 0; i < MOEI_PANEL; i++)
-            moei_direct_row(&f, moei_external_block(w, row + i, g * MOEI_GROUP), totals + i * MOEI_DIRECT_GROUPS,
-                            scales + i * MOEI_DIRECT_GROUPS);
-        moei_pack_transposed_avx2(MOEI_PANEL, f.groups, totals, MOEI_DIRECT_GROUPS, panels[0]);
-        moei_pack_transposed_avx2(MOEI_PANEL, f.groups, scales, MOEI_DIRECT_GROUPS, panels[1]);
-        moei_direct_add(f.groups, panels[0], panels[1], c);
+        MOEI_EACH_EIGHT(MOEI_ADD_GROUP)
+        if (large) {
+            moei_direct_eight(large, a[2] + 16 * g, v);
+            MOEI_EACH_EIGHT(MOEI_ADD_MINIMUM)
+            if (g % 16 == 0 && g + 8 < groups) continue;
+            c0 = _mm512_add_ps(c0, m0);
+            c1 = _mm512_add_ps(c1, m1);
+            m0 = m1 = zero;
+        }
+    }
+    _mm512_storeu_ps(c, c0);
+    _mm512_storeu_ps(c + MOEI_PANEL, c1);
+}
+#undef MOEI_EACH_EIGHT
+#undef MOEI_ADD_GROUP
+#undef MOEI_ADD_MINIMUM
+
+MOEI_VNNI512 static void moei_direct_panel(int large, const moei_direct *f, size_t groups, moei_direct_factors a,
+                                           float *c) {
+    if (large) moei_direct_add(1, f, groups, a, c);
+    else moei_direct_add(0, f, groups, a, c);
+}
+
+/* A type: what its codes are offset by; whether the even ones of eight groups come first. */
+typedef struct moei_direct_type {
+    int code, offset, large;
+    void (*rows)(const moei_direct_four *from, size_t groups);
+} moei_direct_type;
+
+static const moei_direct_type moei_direct_types[] = {
+    {2, 8, 0, moei_direct_rows_q4_0},  {8, 128, 0, moei_direct_rows_q8_0}, {12, 0, 1, moei_direct_rows_q4_k},
+    {13, 0, 1, moei_direct_rows_q5_k}, {14, 32, 0, moei_direct_rows_q6_k}, {39, 128, 0, moei_direct_rows_mxfp4}};
+
+/* Groups from .. from + groups of a row of activations. */
+static void moei_direct_begin(moei_direct *f, const moei_direct_type *t, size_t inner, size_t group, size_t from,
+                              size_t groups, const unsigned char *x) {
+    const int half = group == 16;
+    moei_external_row r;
+    size_t i, j;
+    (void)moei_external_shape_row(inner, &r);
+    if (groups % 8 > 0) memset(f, 0, sizeof *f);
+    for (j = 0; j < groups; j++) {
+        const size_t lane = t->large ? j / 8 * 8 + j % 2 * 4 + j % 8 / 2 : j; /* of all vectors of groups */
+        const unsigned char *second = x + r.size;
+        int32_t start[2];
+        for (i = 0; i < 2; i++) {
+            const unsigned char *row = x + i * r.size, *code = row + (from + j) * group;
+            unsigned char *to = f->codes[i] + lane / 4 * 4 * group + lane % 4 * 16;
+            memcpy(to, code, 16);
+            if (!half) memcpy(to + MOEI_LINE, code + 16, 16);
+            memcpy(&start[i], row + r.starts[half] + 4 * (from + j), 4);
+            f->sums[i][j] = moei_get_real(row + r.sums[half] + 4 * (from + j));
+        }
+        for (i = 0; i < 4; i++) {
+            f->starts[4 * lane + i] = (start[0] * 256 + start[1]) / 128 * t->offset;
+            f->scales[4 * lane + i] = moei_get_real(second + r.scales[half] + 4 * (from + j));
+        }
     }
 }
 
-/* The moe_external_type.direct of Q8_0; for blocks of four bits panels are faster. */
-static int moei_direct_q8_0(const moe_kernels *k, const moe_external *w, size_t row, size_t inner,
-                            const unsigned char *x, float *c) {
-    if (k->unpacked != moei_unpacked_vnni512 || w->column != MOEI_DIRECT_COLUMN) return 0;
-    moei_direct_panel(w, row, inner, x, c);
-    return 1;
+/* The moe_external_type.direct. Of long rows, parts of several panels follow each other, because
+   moei_direct_begin takes a third of a panel's time. */
+static size_t moei_direct_blocks(const moe_kernels *k, const moe_external *w, size_t row, size_t n, size_t inner,
+                                 const unsigned char *x, float *c) {
+    enum { PANELS = 8 };
+    const moei_direct_type *t = moei_direct_types;
+    const size_t group = (size_t)w->type->group, all = inner / group;
+    const size_t panels = n / MOEI_PANEL;
+    moei_direct_factors factors;
+    moei_direct_four four;
+    moei_direct f;
+    size_t i, j, p, count, from, groups;
+    if (k->unpacked != moei_unpacked_vnni512 || k->panels != moei_panels_avx512) return 0; /* other bits */
+    if (w->column != (size_t)w->type->bytes) return 0;
+    while (t->code != moei_block_type_of(w)->code) t++;
+    four.f = &f;
+    four.row = w->row;
+    four.at = 0;
+    for (p = 0; p < panels; p += count, c += count * MOEI_PANEL) {
+        float sums[PANELS][2 * MOEI_PANEL];
+        count = moei_smaller(panels - p, PANELS);
+        memset(sums, 0, sizeof sums);
+        for (from = 0; from < all; from += groups) {
+            groups = moei_smaller(all - from, MOEI_DIRECT_GROUPS);
+            if (p == 0 || all > MOEI_DIRECT_GROUPS) moei_direct_begin(&f, t, inner, group, from, groups, x);
+            for (j = 0; j < count; j++) {
+                for (i = 0; i < 4; i++) {
+                    four.p = moei_external_block(w, row + (p + j) * MOEI_PANEL + 4 * i, from * group);
+                    four.to = factors[0] + 16 * i;
+                    t->rows(&four, groups);
+                }
+                moei_direct_panel(w->type->minima, &f, groups, factors, sums[j]);
+            }
+        }
+        for (j = 0; j < count; j++)
+            for (i = 0; i < MOEI_PANEL; i++) c[j * MOEI_PANEL + i] = sums[j][i] + sums[j][MOEI_PANEL + i];
+    }
+    return panels * MOEI_PANEL;
 }
-#define MOEI_DIRECT_Q8_0 moei_direct_q8_0
+#define MOEI_DIRECT_OF(name) moei_direct_blocks
 #else
-#define MOEI_DIRECT_Q8_0 NULL
+#define MOEI_DIRECT_OF(name) NULL
 #endif
 
 /* The moe_external_type.unpack of single numbers. */
@@ -2044,17 +2381,17 @@ enum { MOEI_TYPE_E4M3 = -1, MOEI_TYPE_MXFP4 = -2 };
 static const moei_block_type moei_gguf_types[] = {
     {{"F32", 1, 4, moei_unpack_numbers, 0, 0, NULL, NULL}, 0, MOE_DTYPE_F32, NULL, NULL},
     {{"F16", 1, 2, moei_unpack_numbers, 0, 0, NULL, NULL}, 1, MOE_DTYPE_F16, NULL, NULL},
-    MOEI_BLOCKS("Q4_0", 2, 32, 18, 32, 0, q4_0, MOEI_ZIP_OF(q4_0), NULL),
+    MOEI_BLOCKS("Q4_0", 2, 32, 18, 32, 0, q4_0, MOEI_ZIP_OF(q4_0), MOEI_DIRECT_OF(q4_0)),
     MOEI_BLOCKS("Q4_1", 3, 32, 20, 32, 1, q4_1, NULL, NULL),
     MOEI_BLOCKS("Q5_0", 6, 32, 22, 32, 0, q5_0, NULL, NULL),
     MOEI_BLOCKS("Q5_1", 7, 32, 24, 32, 1, q5_1, NULL, NULL),
-    MOEI_BLOCKS("Q8_0", 8, 32, 34, 32, 0, q8_0, MOEI_ZIP_OF(q8_0), MOEI_DIRECT_Q8_0),
+    MOEI_BLOCKS("Q8_0", 8, 32, 34, 32, 0, q8_0, MOEI_ZIP_OF(q8_0), MOEI_DIRECT_OF(q8_0)),
     MOEI_NO_BLOCKS("Q8_1", 9),
     MOEI_BLOCKS("Q2_K", 10, 256, 84, 16, 1, q2_k, NULL, NULL),
     MOEI_BLOCKS("Q3_K", 11, 256, 110, 16, 0, q3_k, NULL, NULL),
-    MOEI_BLOCKS("Q4_K", 12, 256, 144, 32, 1, q4_k, MOEI_ZIP_OF(q4_k), NULL),
-    MOEI_BLOCKS("Q5_K", 13, 256, 176, 32, 1, q5_k, MOEI_ZIP_OF(q5_k), NULL),
-    MOEI_BLOCKS("Q6_K", 14, 256, 210, 16, 0, q6_k, MOEI_ZIP_OF(q6_k), NULL),
+    MOEI_BLOCKS("Q4_K", 12, 256, 144, 32, 1, q4_k, MOEI_ZIP_OF(q4_k), MOEI_DIRECT_OF(q4_k)),
+    MOEI_BLOCKS("Q5_K", 13, 256, 176, 32, 1, q5_k, MOEI_ZIP_OF(q5_k), MOEI_DIRECT_OF(q5_k)),
+    MOEI_BLOCKS("Q6_K", 14, 256, 210, 16, 0, q6_k, MOEI_ZIP_OF(q6_k), MOEI_DIRECT_OF(q6_k)),
     MOEI_NO_BLOCKS("Q8_K", 15),
     MOEI_NO_BLOCKS("IQ2_XXS", 16),
     MOEI_NO_BLOCKS("IQ2_XS", 17),
@@ -2073,7 +2410,7 @@ static const moei_block_type moei_gguf_types[] = {
     {{"BF16", 1, 2, moei_unpack_numbers, 0, 0, NULL, NULL}, 30, MOE_DTYPE_BF16, NULL, NULL},
     MOEI_NO_BLOCKS("TQ1_0", 34),
     MOEI_NO_BLOCKS("TQ2_0", 35),
-    MOEI_BLOCKS("MXFP4", 39, 32, 17, 32, 0, mxfp4, MOEI_ZIP_OF(mxfp4), NULL),
+    MOEI_BLOCKS("MXFP4", 39, 32, 17, 32, 0, mxfp4, MOEI_ZIP_OF(mxfp4), MOEI_DIRECT_OF(mxfp4)),
     {{"F8_E4M3", 1, 1, moei_unpack_e4m3, 0, 0, NULL, NULL}, MOEI_TYPE_E4M3, MOE_DTYPE_COUNT, NULL, NULL},
     MOEI_BLOCKS("MXFP4", MOEI_TYPE_MXFP4, 32, 16, 32, 0, mxfp4_pairs, MOEI_ZIP_OF(mxfp4_pairs), NULL)};
 

@@ -123,6 +123,7 @@ static moe_kernels *add_level(const char *name) {
         level->widen = moei_widen_##widener;                             \
         level->half = moei_half_##widener;                               \
         level->unpacked = moei_unpacked_##set;                           \
+        level->panels = moei_panels_##widener;                           \
     } while (0)
 
 /* The kernels with vectors of 8 outputs, as AVX-512 has them: the same text for machines without
@@ -898,6 +899,23 @@ static void test_products_in_files(void) {
     }
 }
 
+/* Long rows, more panels than a direct product takes at once, and outputs that fill none. */
+static void test_long_rows_in_files(void) {
+    size_t t;
+    for (t = 0; t < MOEI_GGUF_TYPE_COUNT; t++) {
+        const moei_block_type *type = &moei_gguf_types[t];
+        moe_rng rng = {t};
+        moe_real *x;
+        in_file f;
+        if (type->external.direct == NULL) continue;
+        f = make_in_file(type, 135, 2304, 0, t);
+        x = normals(&rng, 2 * f.k);
+        check_product_in_file(&f, type, 2, x);
+        give_back(x);
+        free_in_file(&f);
+    }
+}
+
 /* Activations as they are: the bits of moe_matmul. */
 static void test_exact_in_files(void) {
     size_t t, l, j;
@@ -1588,6 +1606,7 @@ int main(int count, char **arguments) {
     CASE(test_worked_blocks());
     CASE(test_numbers_in_files());
     CASE(test_products_in_files());
+    CASE(test_long_rows_in_files());
     CASE(test_exact_in_files());
     CASE(test_layers_in_files());
     CASE(test_rows());
