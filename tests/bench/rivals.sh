@@ -107,8 +107,8 @@ awk -v active="$same_active" -v equal="$low" -v total="$same_total" -v seeds="$s
     function name(hidden) {
         if (hidden == 0) return "**mixture**, 2 of 8 experts"
         if (hidden < 0) return "linear"
-        return "dense " hidden ": " (hidden == active ? "as many active weights" :
-            hidden == total ? "as many weights" : "as many instructions")
+        if (hidden == active) return "dense " hidden ": as many active weights"
+        return "dense " hidden ": as many " (hidden == total ? "weights" : "instructions")
     }
     function thousands(n,   text) {
         for (text = ""; n >= 1000; n = int(n / 1000)) text = sprintf(",%03d", n % 1000) text

@@ -89,7 +89,7 @@ static int table(const char *csv, const char *folder, int seeds, int nets, char 
             if (failed) return 1;
         }
         for (int i = 0; i < nets; i++)
-            show(turned ? "turned" : "upright", atoi(hidden[i]), seeds, &results[i], &results[0]);
+            show(turned ? "rotated" : "upright", atoi(hidden[i]), seeds, &results[i], &results[0]);
     }
     return 0;
 }
