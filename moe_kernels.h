@@ -8854,13 +8854,12 @@ typedef struct moei_int8_work {
 MOEI_TOOL MOEI_INT_CALLED void moei_int8_loop(moei_int8_work *work, const unsigned char *data,
                                               const moei_int_shape *shape) {
     const unsigned k = (shape->k + 3u) & ~3u;
-    register const int16_t **at __asm__("r0") = &work->ends.x;
-    register const unsigned char *w __asm__("r1") = data;
+    register const int16_t **at __asm__("r0");
+    register const unsigned char *w __asm__("r1");
     register const unsigned char *last __asm__("r2");
     if (shape->n == 0) return;
     work->pair = MOEI_INT_HEADER + 2 * k;
-    last = data + (shape->n - 1u) / 2 * work->pair;
-    work->ends.data_end = last;
+    work->ends.data_end = data + (shape->n - 1u) / 2 * work->pair;
 #if defined(MOEI_INT_MVE)
     work->steps = k / 16;
     work->last_steps = k % 16 / 4;
@@ -8869,6 +8868,10 @@ MOEI_TOOL MOEI_INT_CALLED void moei_int8_loop(moei_int8_work *work, const unsign
     work->entry = 116 * steps;
     work->end = (uintptr_t)(work->ends.x + part) - ((part - k) >> 31);
 #endif
+    /* without optimization these registers do not survive other statements */
+    last = work->ends.data_end;
+    w = data;
+    at = &work->ends.x;
     __asm__ volatile(".syntax unified\npush {r7}\n" MOEI_LOOP "9:\tpop {r7}"
                      : "+r"(at), "+r"(w), "+r"(last)
                      :
@@ -8913,11 +8916,13 @@ typedef struct moei_int4_work {
 MOEI_TOOL MOEI_INT_CALLED void moei_int4_loop(moei_int4_work *work, const unsigned char *data,
                                               const moei_int_shape *shape) {
     const unsigned k = (shape->k + 3u) & ~3u;
-    register const int16_t **at __asm__("r0") = &work->ends.x;
-    register const unsigned char *w __asm__("r1") = data;
+    register const int16_t **at __asm__("r0");
+    register const unsigned char *w __asm__("r1");
     if (shape->n == 0) return;
     work->ends.data_end = data + (shape->n + 3u) / 4 * moei_int4_four_size(k);
     work->k = k;
+    w = data;
+    at = &work->ends.x;
     /* on the stack: the sums of the outputs, the next of x, the inputs that are left */
     __asm__ volatile(
         ".syntax unified\npush {r0,r7}\nsub sp,#24\n"
