@@ -4835,12 +4835,12 @@ typedef struct moei_cost {
 
 static const moei_cost moei_costs[] = {
     /* costs */
-    {(moei_any_function)moei_int_op_int8, {87.32, 12.83, 0.12, 0.88}},
-    {(moei_any_function)moei_int_op_int4, {107.96, 17.06, 1.33, 1}},
-    {(moei_any_function)moei_int_op_int16, {277.18, 44.4, 33.24, 1.75}},
-    {(moei_any_function)moei_int_op_int8_add, {75.13, 9.41, 0.14, 0.87}},
-    {(moei_any_function)moei_int_op_int4_add, {95.96, 13.62, 1.34, 1}},
-    {(moei_any_function)moei_int_op_int16_add, {259.36, 45.88, 33.22, 1.75}},
+    {(moei_any_function)moei_int_op_int8, {84.34, 12.83, 0.12, 0.88}},
+    {(moei_any_function)moei_int_op_int4, {106.97, 17.06, 1.33, 1}},
+    {(moei_any_function)moei_int_op_int16, {271.22, 44.4, 33.23, 1.75}},
+    {(moei_any_function)moei_int_op_int8_add, {72.16, 9.41, 0.14, 0.87}},
+    {(moei_any_function)moei_int_op_int4_add, {94.97, 13.62, 1.34, 1}},
+    {(moei_any_function)moei_int_op_int16_add, {253.4, 45.88, 33.22, 1.75}},
     {(moei_any_function)moei_int_op_curve, {49, 22, 0, 0}},
     {(moei_any_function)moei_int_op_multiply, {43, 14, 0, 0}},
     {(moei_any_function)moei_int_op_add, {55, 16, 0, 0}},
