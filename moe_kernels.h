@@ -8764,8 +8764,8 @@ MOEI_INLINE void moei_int_work_begin(moei_int_work *w, const moei_int_shape *sha
 #define MOEI_DOWN (-1)
 #define MOEI_VECTORS "q0", "q1", "q2", "q3",
 #define MOEI_FINISH_FOUR(work, y, round, shift, low, high, a, b, c, d, f, g) \
-    "sub " #y "," #work ",#40\nstrd " #f "," #g ",[" #y "]\nvldrh.s32 q1,[" #y "]\nstm " #y ",{" #a "," #b "," #c "," \
-    #d "}\nvldrw.u32 q0,[" #y "]\nldmdb " #work ",{" #y "," #round "," #shift "," #low "," #high ",lr}\n" \
+    "sub " #y "," #work ",#40\nstrd " #f "," #g ",[" #y "]\nvldrh.s32 q1,[" #y "]\nstm " #y ",{" #a "," #b "," #c \
+    "," #d "}\nvldrw.u32 q0,[" #y "]\nldmdb " #work ",{" #y "," #round "," #shift "," #low "," #high ",lr}\n" \
     "vshl.i32 q1,q1,#16\nvmulh.s32 q0,q0,q1\n" \
     "rsbs " #shift "," #shift ",#0\nbgt 6f\nvadd.i32 q0,q0," #round "\n" MOEI_CLAMP(y, shift, low, high) "b 7f\n" \
     "6:\tlsl " #round "," #round ",#16\nvdup.32 q1," #round "\nvmulh.s32 q0,q0,q1\nvldrw.u32 q1,[" #y "]\n" \
