@@ -2246,26 +2246,17 @@ MOEI_VNNI512 static void moei_direct_panel(int large, const moei_direct *f, size
     else moei_direct_add(0, f, groups, a, c);
 }
 
-/* A type: what its codes are offset by; whether the even ones of eight groups come first. */
-typedef struct moei_direct_type {
-    int code, offset, large;
-    void (*rows)(const moei_direct_four *from, size_t groups);
-} moei_direct_type;
-
-static const moei_direct_type moei_direct_types[] = {
-    {2, 8, 0, moei_direct_rows_q4_0},  {8, 128, 0, moei_direct_rows_q8_0}, {12, 0, 1, moei_direct_rows_q4_k},
-    {13, 0, 1, moei_direct_rows_q5_k}, {14, 32, 0, moei_direct_rows_q6_k}, {39, 128, 0, moei_direct_rows_mxfp4}};
-
-/* Groups from .. from + groups of a row of activations. */
-static void moei_direct_begin(moei_direct *f, const moei_direct_type *t, size_t inner, size_t group, size_t from,
+/* Groups from .. from + groups of a row of activations; offset: of the codes of W. */
+static void moei_direct_begin(moei_direct *f, const moe_external *w, int offset, size_t inner, size_t from,
                               size_t groups, const unsigned char *x) {
+    const size_t group = (size_t)w->type->group;
     const int half = group == 16;
     moei_external_row r;
     size_t i, j;
     (void)moei_external_shape_row(inner, &r);
     if (groups % 8 > 0) memset(f, 0, sizeof *f);
     for (j = 0; j < groups; j++) {
-        const size_t lane = t->large ? j / 8 * 8 + j % 2 * 4 + j % 8 / 2 : j; /* of all vectors of groups */
+        const size_t lane = w->type->minima ? j / 8 * 8 + j % 2 * 4 + j % 8 / 2 : j; /* of all vectors of groups */
         const unsigned char *second = x + r.size;
         int32_t start[2];
         for (i = 0; i < 2; i++) {
@@ -2277,18 +2268,18 @@ static void moei_direct_begin(moei_direct *f, const moei_direct_type *t, size_t 
             f->sums[i][j] = moei_get_real(row + r.sums[half] + 4 * (from + j));
         }
         for (i = 0; i < 4; i++) {
-            f->starts[4 * lane + i] = (start[0] * 256 + start[1]) / 128 * t->offset;
+            f->starts[4 * lane + i] = (start[0] * 256 + start[1]) / 128 * offset;
             f->scales[4 * lane + i] = moei_get_real(second + r.scales[half] + 4 * (from + j));
         }
     }
 }
 
-/* The moe_external_type.direct. Of long rows, parts of several panels follow each other, because
-   moei_direct_begin takes a third of a panel's time. */
-static size_t moei_direct_blocks(const moe_kernels *k, const moe_external *w, size_t row, size_t n, size_t inner,
+/* Of long rows, parts of several panels follow each other, because moei_direct_begin takes a third
+   of a panel's time. */
+static size_t moei_direct_blocks(void (*rows)(const moei_direct_four *from, size_t groups), int offset,
+                                 const moe_kernels *k, const moe_external *w, size_t row, size_t n, size_t inner,
                                  const unsigned char *x, float *c) {
     enum { PANELS = 8 };
-    const moei_direct_type *t = moei_direct_types;
     const size_t group = (size_t)w->type->group, all = inner / group;
     const size_t panels = n / MOEI_PANEL;
     moei_direct_factors factors;
@@ -2297,7 +2288,6 @@ static size_t moei_direct_blocks(const moe_kernels *k, const moe_external *w, si
     size_t i, j, p, count, from, groups;
     if (k->unpacked != moei_unpacked_vnni512 || k->panels != moei_panels_avx512) return 0; /* other bits */
     if (w->column != (size_t)w->type->bytes) return 0;
-    while (t->code != moei_block_type_of(w)->code) t++;
     four.f = &f;
     four.row = w->row;
     four.at = 0;
@@ -2307,12 +2297,12 @@ static size_t moei_direct_blocks(const moe_kernels *k, const moe_external *w, si
         memset(sums, 0, sizeof sums);
         for (from = 0; from < all; from += groups) {
             groups = moei_smaller(all - from, MOEI_DIRECT_GROUPS);
-            if (p == 0 || all > MOEI_DIRECT_GROUPS) moei_direct_begin(&f, t, inner, group, from, groups, x);
+            if (p == 0 || all > MOEI_DIRECT_GROUPS) moei_direct_begin(&f, w, offset, inner, from, groups, x);
             for (j = 0; j < count; j++) {
                 for (i = 0; i < 4; i++) {
                     four.p = moei_external_block(w, row + (p + j) * MOEI_PANEL + 4 * i, from * group);
                     four.to = factors[0] + 16 * i;
-                    t->rows(&four, groups);
+                    rows(&four, groups);
                 }
                 moei_direct_panel(w->type->minima, &f, groups, factors, sums[j]);
             }
@@ -2322,7 +2312,21 @@ static size_t moei_direct_blocks(const moe_kernels *k, const moe_external *w, si
     }
     return panels * MOEI_PANEL;
 }
-#define MOEI_DIRECT_OF(name) moei_direct_blocks
+
+/* The moe_external_type.direct of a type; offset: of its codes. */
+#define MOEI_DIRECT_FUNCTION(name, offset) \
+    static size_t moei_direct_of_##name(const moe_kernels *k, const moe_external *w, size_t row, size_t n, \
+                                        size_t inner, const unsigned char *x, float *c) { \
+        return moei_direct_blocks(moei_direct_rows_##name, offset, k, w, row, n, inner, x, c); \
+    }
+
+MOEI_DIRECT_FUNCTION(q4_0, 8)
+MOEI_DIRECT_FUNCTION(q8_0, 128)
+MOEI_DIRECT_FUNCTION(q4_k, 0)
+MOEI_DIRECT_FUNCTION(q5_k, 0)
+MOEI_DIRECT_FUNCTION(q6_k, 32)
+MOEI_DIRECT_FUNCTION(mxfp4, 128)
+#define MOEI_DIRECT_OF(name) moei_direct_of_##name
 #else
 #define MOEI_DIRECT_OF(name) NULL
 #endif

@@ -30,7 +30,11 @@
    better by 2 points or more than dense nets of equal products at any depth; a deep net of equal
    bytes is better by 0 to 3 points, for 5 times the bytes read and products. Of equal cycles
    nothing is claimed: at this size routing takes more cycles than the expert. With one condition
-   the mixture wins nothing. */
+   the mixture wins nothing.
+
+   Changed after rows were seen: equal cycles were first matched with 8-bit codes of hidden layers;
+   trained nets mostly have 16-bit codes and took 1.6 to 1.8 times the mixture's cycles, so they are
+   matched with those now. */
 
 #ifdef DEVICE_MODEL /* the firmware: 20 inferences of random codes, linked with the library */
 #define MOE_NO_FLOAT

@@ -88,6 +88,8 @@ plan() {
     for device in m0 m4; do
         for level in -O0 -O2 -O3; do echo "same $device int8 $level"; done
     done
+    for device in m4 m55; do echo "same $device int4 -O0"; done
+    echo 'same m55 int8 -O0'
     for device in m0 m3 m4; do
         for model in int8 int4; do echo "traps $device $model"; done
     done
