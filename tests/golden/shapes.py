@@ -196,7 +196,7 @@ def draw_scaling(m, r):
     a, hf = m.arch, m.folder
     kinds = [None, None]
     if a in ('gpt-oss', 'deepseek2'):
-        kinds = [None, 'yarn', 'yarn']
+        kinds = [None, 'yarn', 'yarn'] + ['linear'] * (a == 'deepseek2' and not hf)
     elif a == 'phimoe':
         kinds = ['longrope', 'longrope', None]
     elif a == 'llama4':
@@ -236,10 +236,15 @@ def draw_scaling(m, r):
             both = 1 + 0.1 * m.mscale_all * math.log(m.factor)
             m.magnitude = (1 + 0.1 * m.mscale * math.log(m.factor)) / both if m.mscale_all else get
             m.scale *= both * both if m.mscale_all else 1
-        else:
-            m.scale *= (1 + m.log_multiplier * math.log(m.factor)) ** 2
+        elif not m.log_multiplier:
+            m.magnitude = get
         m.attention_factor = f32(1.1) if hf and a == 'gpt-oss' and r.random() < 0.3 else 0.0
         m.magnitude = m.attention_factor or m.magnitude
+    m.attn_factor = f32(r.choice((0.9, 1.2))) if m.scaling in ('linear', 'yarn') and not hf and r.random() < 0.3 else 1.0
+    m.magnitude *= m.attn_factor
+    if a == 'deepseek2' and not hf:
+        s = m.magnitude * (1 + m.log_multiplier * math.log(m.factor))
+        m.scale *= (s * (1 + 0.1 * math.log(m.factor)) if m.scaling == 'linear' else s) ** 2
     if m.scaling == 'dynamic':
         m.alpha = 3.0
         m.real_base = m.base * m.alpha ** (m.hd / (m.hd - 2.0))
@@ -668,10 +673,12 @@ def gguf_keys(m, r):
                       'attention.head_count_kv': 1})
     if m.scaling in ('linear', 'yarn'):
         k.update({'rope.scaling.type': m.scaling, 'rope.scaling.factor': m.factor})
-    if m.scaling == 'yarn':
-        k['rope.scaling.original_context_length'] = m.original
+        if m.attn_factor != 1:
+            k['rope.scaling.attn_factor'] = m.attn_factor
         if m.log_multiplier:
             k['rope.scaling.yarn_log_multiplier'] = m.log_multiplier
+    if m.scaling == 'yarn':
+        k['rope.scaling.original_context_length'] = m.original
     elif m.scaling == 'longrope':
         k['rope.scaling.original_context_length'] = m.original
         if m.magnitude != 1:
