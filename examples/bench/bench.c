@@ -63,11 +63,13 @@ static const char help[] =
     "bench --again         runs a recorded run of every router in every world once more: are its bits the same?\n"
     "bench --write         puts them into the README.md here and that of the library, and draws the figure\n"
     "bench --verify        whether these have what the rows say\n"
+    "bench --pictures      trains some routers once more and draws clusters, norms and correlation into pictures/;\n"
+    "                      with --verify: are they what is there?\n"
     "bench --check         tests the program\n" REPORT_HELP;
 
 static struct {
     const char *only, *rows, *text, *test;
-    int jobs, seeds, unseen, list, tables, write, verify, check, time, again;
+    int jobs, seeds, unseen, list, tables, write, verify, check, time, again, pictures;
     double minutes;
 } options;
 
@@ -961,7 +963,7 @@ static int read_options(int count, char **words) {
                  {"--list", NULL, &options.list, NULL, NULL},     {"--tables", NULL, &options.tables, NULL, NULL},
                  {"--write", NULL, &options.write, NULL, NULL},   {"--verify", NULL, &options.verify, NULL, NULL},
                  {"--check", NULL, &options.check, NULL, NULL},   {"--time", NULL, &options.time, NULL, NULL},
-                 {"--again", NULL, &options.again, NULL, NULL}};
+                 {"--again", NULL, &options.again, NULL, NULL},   {"--pictures", NULL, &options.pictures, NULL, NULL}};
     for (int i = 1; i < count; i++) {
         size_t k = 0;
         double number = 0;
@@ -1009,10 +1011,15 @@ static int same_row(row *a, row *b) {
 
 enum { SAME, DIFFERS, LEFT_OUT, N_AGAIN };
 
-static int run_again(const job *j, const row *kept, const char *machine) {
+/* The same compiler, kernels and threads. */
+static int is_of_this_machine(const row *kept) {
+    return strcmp(strchr(kept->build, ','), strchr(this_build("worlds"), ',')) == 0;
+}
+
+static int run_again(const job *j, const row *kept) {
     static row now, then;
     moe_error error;
-    if (strcmp(strchr(kept->build, ','), machine) != 0) return LEFT_OUT;
+    if (!is_of_this_machine(kept)) return LEFT_OUT;
     then = *kept;
     if ((j->w->kind == DIGITS || j->w->kind == PATCHES) && digits_read()) return LEFT_OUT;
     if (run_job(j, &now, &error) == MOE_OK && same_row(&now, &then)) return SAME;
@@ -1023,9 +1030,7 @@ static int run_again(const job *j, const row *kept, const char *machine) {
 /* Runs the first judged row of each router in each world (every 0: of one router) once more. Rows
    of another compiler or of other kernels are left out. */
 static int do_again(int every) {
-    char machine[96];
     int found_out[N_AGAIN] = {0, 0, 0};
-    snprintf(machine, sizeof machine, "%s", strchr(this_build("worlds"), ','));
     if (read_rows(0)) return 1;
     for (int w = 0; w < N_WORLDS; w++)
         for (int a = 0, done = 0; a < N_ARMS && worlds[w].kind != TEXT && (every || !done); a++) {
@@ -1033,13 +1038,14 @@ static int do_again(int every) {
             const row *r = last_row[w][a] > 0 && tuned(&worlds[w], &arms[a], 0, &j) ? find_row(&j) : NULL;
             if (r == NULL) continue;
             done = 1;
-            found_out[run_again(&j, r, machine)]++;
+            found_out[run_again(&j, r)]++;
         }
     printf("%d runs have the bits of their rows, %d differ, %d are of another compiler or kernels\n", found_out[SAME],
            found_out[DIFFERS], found_out[LEFT_OUT]);
     return found_out[DIFFERS] > 0;
 }
 
+#include "pictures.h"
 #include "check.h"
 
 static int perform(void) {
@@ -1074,6 +1080,7 @@ int main(int count, char **words) {
     failed = options.check   ? check_all()
              : options.time  ? do_times()
              : options.again ? do_again(1)
+             : options.pictures ? do_pictures()
                              : perform();
     free(rows);
     texts_free();

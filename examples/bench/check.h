@@ -200,6 +200,7 @@ static int check_all(void) {
     options.verify = 1;
     check(do_page(g) == 0, "README.md has what the rows say");
     check(do_again(0) == 0, "rows come out once more");
+    check(do_pictures() == 0, "pictures too");
     printf("%d passed, %d failed\n", n_passed, n_failed);
     return n_failed > 0;
 }

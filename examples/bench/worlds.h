@@ -64,6 +64,11 @@ static int job_steps(const job *j) {
 static uint64_t job_checksum(const job *j); /* of the data that the world reads; bench.c */
 static volatile int bench_stopped;
 
+struct run_state;
+struct tokens;
+/* NULL, or called before training and after each tenth of it with the test batches (pictures.h). */
+static moe_status (*world_watch)(struct run_state *s, struct tokens *test, int time, moe_error *error);
+
 static double world_seconds(clock_t start) { return (double)(clock() - start) / CLOCKS_PER_SEC; }
 
 /* Appends a number to the list that found.lists ends with. */
@@ -555,6 +560,7 @@ static moe_status run_steps(run_state *s, const planted *p, moe_rng *rng, tokens
     double seconds = 0, sum = 0;
     int steps = job_steps(s->j), busy = 0;
     moe_status status = moe_trainer_init(&trainer, &s->net, &training, error);
+    if (status == MOE_OK && world_watch != NULL) status = world_watch(s, test, 0, error);
     for (int i = 1; i <= steps && status == MOE_OK; i++) {
         moe_data data;
         moe_call call;
@@ -573,6 +579,7 @@ static moe_status run_steps(run_state *s, const planted *p, moe_rng *rng, tokens
         if ((status = run_losses(s, test, f, error)) != MOE_OK) break;
         found_add(f, "curve", f->value[LOG_LOSS]);
         sum += f->value[LOG_LOSS] / WORLD_TIMES;
+        if (world_watch != NULL) status = world_watch(s, test, i * WORLD_TIMES / steps, error);
         if (bench_stopped) status = MOE_ERR_STOPPED;
     }
     moe_trainer_free(&trainer);
@@ -581,19 +588,24 @@ static moe_status run_steps(run_state *s, const planted *p, moe_rng *rng, tokens
     return status;
 }
 
-static moe_status run_planted(const job *j, found *f, moe_error *error) {
+/* The network of a job, trained, and the test batches. */
+static moe_status run_trained(const job *j, run_state *s, moe_rng *rng, tokens *test, found *f, moe_error *error) {
     static planted p;
+    moe_status status;
+    moe_rng_seed(rng, ~(uint64_t)j->seed); /* another stream than that of the weights */
+    planted_create(&p, j->w, rng);
+    for (int k = 0; k < WORLD_TESTS; k++) planted_draw(&p, rng, (size_t)j->w->batch, 2, &test[k]);
+    status = run_build(s, j, 0, p.outputs, error);
+    return status == MOE_OK ? run_steps(s, &p, rng, test, f, error) : status;
+}
+
+static moe_status run_planted(const job *j, found *f, moe_error *error) {
     static tokens test[WORLD_TESTS];
     run_state s = {0}, swapped = {0};
     moe_rng rng;
-    moe_status status;
-    moe_rng_seed(&rng, ~(uint64_t)j->seed); /* another stream than that of the weights */
-    planted_create(&p, j->w, &rng);
-    for (int k = 0; k < WORLD_TESTS; k++) planted_draw(&p, &rng, (size_t)j->w->batch, 2, &test[k]);
-    status = run_build(&s, j, 0, p.outputs, error);
-    if (status == MOE_OK) status = run_steps(&s, &p, &rng, test, f, error);
+    moe_status status = run_trained(j, &s, &rng, test, f, error);
     if (status == MOE_OK && *j->a->after != '\0') {
-        if ((status = run_build(&swapped, j, 1, p.outputs, error)) == MOE_OK) {
+        if ((status = run_build(&swapped, j, 1, world_outputs(j->w), error)) == MOE_OK) {
             take_tensors(&swapped.net, &s.net);
             status = run_test(&swapped, test, &rng, f, error);
         }

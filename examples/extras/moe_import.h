@@ -4577,9 +4577,9 @@ static moe_status moei_gguf_rotary(const moei_importer *r, const moei_model *m, 
             c->rotary_magnitude *= moei_yarn_magnitude(m->factor, MOEI_R(1.0));
     } else if (!none && (m->factor < MOEI_R(1.0) || m->factor > MOEI_R(1.0)))
         c->rotary_scaling = MOE_ROTARY_LINEAR;
-    /* deepseek2's scores have the magnitude too, where it is not of yarn with a factor of its own. */
-    if (c->kv_lora > 0 && !none) {
-        const moe_real more = moei_ln(m->factor);
+    /* deepseek2: the magnitude, which linear scaling then has too, also multiplies the scores */
+    if (c->kv_lora > 0) {
+        const moe_real more = none ? MOEI_R(0.0) : moei_ln(m->factor);
         moe_real s = c->rotary_magnitude;
         moei_default_real(&s, MOEI_R(1.0));
         if (!yarn) s *= MOEI_R(1.0) + MOEI_R(0.1) * more;

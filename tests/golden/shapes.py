@@ -240,7 +240,9 @@ def draw_scaling(m, r):
             m.magnitude = get
         m.attention_factor = f32(1.1) if hf and a == 'gpt-oss' and r.random() < 0.3 else 0.0
         m.magnitude = m.attention_factor or m.magnitude
-    m.attn_factor = f32(r.choice((0.9, 1.2))) if m.scaling in ('linear', 'yarn') and not hf and r.random() < 0.3 else 1.0
+    m.attn_factor = 1.0
+    if m.scaling in ('linear', 'yarn') and not hf and r.random() < 0.3:
+        m.attn_factor = f32(r.choice((0.9, 1.2)))
     m.magnitude *= m.attn_factor
     if a == 'deepseek2' and not hf:
         s = m.magnitude * (1 + m.log_multiplier * math.log(m.factor))
