@@ -22,7 +22,7 @@
 #include "report.h"
 
 /* Tokens of a prompt at once; of large models fewer, so that the workspace is about 16 MB. */
-enum { BATCH = 64, WORK = 16000000, LINE_MOST = 1 << 16, SHOWN_MOST = 1000 };
+enum { BATCH = 128, WORK = 16000000, LINE_MOST = 1 << 16, SHOWN_MOST = 1000 };
 
 /* ---- what can be set ---- */
 
