@@ -158,8 +158,8 @@
      that the network does not read. Integers have no form for score = dselect, refined gates, more
      than 256 experts in a layer, widths above 65532, and some combinations. The error names them.
 
-     Sequences.   With attention or positions a call takes one token; scratch keeps the sequence.
-     config.length bounds it. See moe_infer.
+     Sequences.   With attention, positions or convolutions a call takes one token; scratch keeps the
+     sequence. config.length bounds it. See moe_infer.
 
      Experts in external flash.   With config.loader = 1 the header has no expert weights.
      moe_export_experts writes them as bytes; on the device a moe_loader fetches the blocks of the
@@ -214,7 +214,7 @@ extern "C" {
 typedef struct moe_model_config {
     int weights;                 /* MOE_WEIGHTS_ [float] */
     const moe_data *calibration; /* integers: n, x or token_ids, and length are read [NULL] */
-    size_t length;               /* longest sequence, with attention or positions [128] */
+    size_t length;               /* longest sequence, where modules read earlier tokens [128] */
     int loader;                  /* integers: 1: expert weights come through a moe_loader [0] */
     moe_allocator allocator;     /* {0}: the standard heap */
     int same_bits;               /* float: 1: never a list of operations, see Float models [0] */
@@ -4141,7 +4141,8 @@ static size_t moei_model_length(const moe_net *net, size_t wanted) {
     size_t i, length = 0;
     for (i = 0; i < net->n_modules; i++) {
         const moe_module *m = &net->modules[i];
-        if (m->kind != MOE_MODULE_ATTENTION && m->kind != MOE_MODULE_POSITIONS && !moei_refines(m)) continue;
+        if (m->kind != MOE_MODULE_ATTENTION && m->kind != MOE_MODULE_POSITIONS && m->kind != MOE_MODULE_CONVOLUTION &&
+            !moei_refines(m)) continue;
         if (length == 0) length = wanted > 0 ? wanted : 128;
         if (m->kind == MOE_MODULE_POSITIONS && length > (size_t)m->n_rows) length = (size_t)m->n_rows;
     }

@@ -59,6 +59,7 @@ static const char *const rows[] = {
     "d_ff=6; mixture apply_to=input d_ff=6",
     "in 8; mixture gate_temperature=0.7 schedule_steps=100 k_end=1 top_k=3 d_ff=6; mixture student=1 freeze_at=10 "
     "loss_distill=1 d_ff=6",
+    "in 6; linear 6; convolution 3; residual 1; scale 2; convolution 1; linear 4",
 };
 
 enum { ROWS = sizeof rows / sizeof *rows, MAX_NETS = 400, TOKENS = 10 };
@@ -93,9 +94,11 @@ static void add_module(moe_net *net, const char **text) {
     char kind[32], extra[32];
     moe_layer_config c;
     moe_attention_config a;
+    moe_module m;
     int i;
     memset(&c, 0, sizeof c);
     memset(&a, 0, sizeof a);
+    memset(&m, 0, sizeof m);
     word(text, kind);
     for (i = 0; i < MOE_MODULE_COUNT && strcmp(moei_module_names[i], kind) != 0; i++) {}
     if (i == MOE_MODULE_LINEAR) moe_net_linear(net, number(text));
@@ -115,6 +118,11 @@ static void add_module(moe_net *net, const char **text) {
         a.d_head = number(text);
         a.rotary = word(text, extra);
         moe_net_attention(net, &a);
+    } else if (i == MOE_MODULE_SCALE || i == MOE_MODULE_CONVOLUTION) {
+        m.kind = i;
+        m.length = number(text);
+        m.scale = (moe_real)m.length + (moe_real)0.5;
+        moe_net_append(net, &m);
     } else if (i == MOE_MODULE_EMBEDDING) {
         i = number(text);
         moe_net_embedding(net, i, number(text));
@@ -370,7 +378,7 @@ static int is_sequence(const moe_net *net) {
     size_t i;
     for (i = 0; i < net->n_modules; i++)
         if (net->modules[i].kind == MOE_MODULE_ATTENTION || net->modules[i].kind == MOE_MODULE_POSITIONS ||
-            moei_refines(&net->modules[i]))
+            net->modules[i].kind == MOE_MODULE_CONVOLUTION || moei_refines(&net->modules[i]))
             return 1;
     return 0;
 }

@@ -305,7 +305,12 @@ static const char *const unlisted[][2] = {{"score=cosine", "score"},
                                           {"n_copy=1", "experts without matrices"},
                                           {"renormalize=after expert_scale=1", "renormalize with expert_scale"},
                                           {"select=sample sample_at=always", "sample_at = always"},
-                                          {"refine=similarity causal=1", "refine"}};
+                                          {"refine=similarity causal=1", "refine"},
+                                          {"select=sample selection_bias=1", "selection_bias with this selection"},
+                                          {"select=expert_choice predictor=1", "select"},
+                                          {"weight_over=nonzero n_zero=1", "experts without matrices"},
+                                          {"input=adaptive_clustering ac_mode=running", "input"},
+                                          {"router_residual=1", "router_residual"}};
 
 static void test_unlisted(void) {
     size_t i;
@@ -321,6 +326,7 @@ static void test_unlisted(void) {
         stream = moe_buffer_stream(&header);
         test_about = unlisted[i][0];
         moe_net_init(&net, 6, MOE_KERNELS_C, NULL);
+        if (i + 2 >= sizeof unlisted / sizeof *unlisted) moe_net_mixture(&net, &c); /* they read the layer before */
         if (CHECKF(moe_fields_apply(moe_layer_fields(), &c, unlisted[i][0], &error) == MOE_OK, "%s", error.message) &&
             CHECK(moe_net_mixture(&net, &c) == MOE_OK) &&
             CHECKF(moe_net_build(&net, 0, 3, &error) == MOE_OK, "%s", error.message) &&
@@ -336,6 +342,120 @@ static void test_unlisted(void) {
         moe_net_free(&net);
     }
     test_about = "";
+}
+
+/* ---- modules with settings ---- */
+
+/* What a network of a linear module and one of these is: a list, or the network's code. */
+static const struct module_row {
+    int kind, no_bias, bias;
+    const char *obstacle, *refused; /* in lists, in integers */
+} module_rows[] = {{MOE_MODULE_LINEAR, 1, 0, NULL, NULL},
+                   {MOE_MODULE_LAYER_NORM, 1, 0, NULL, "no_bias"},
+                   {MOE_MODULE_RMS_NORM, 0, 1, NULL, "bias"},
+                   {MOE_MODULE_SCALE, 0, 0, "scale", "scale"},
+                   {MOE_MODULE_CONVOLUTION, 0, 0, "convolution", "convolution"}};
+
+static void test_modules(void) {
+    size_t i, j, k;
+    for (i = 0; i < sizeof module_rows / sizeof *module_rows; i++) {
+        const struct module_row *row = &module_rows[i];
+        static moe_real rows[8 * 6];
+        char wanted[200];
+        moe_module m;
+        moe_net net;
+        moe_data data;
+        moe_model_config config;
+        moe_built_model built;
+        moe_error error;
+        memset(&m, 0, sizeof m);
+        memset(&data, 0, sizeof data);
+        memset(&config, 0, sizeof config);
+        test_about = moei_module_names[row->kind];
+        m.kind = row->kind;
+        m.no_bias = row->no_bias;
+        m.bias = row->bias;
+        m.d_out = row->kind == MOE_MODULE_LINEAR ? 5 : 0;
+        m.length = row->kind == MOE_MODULE_CONVOLUTION ? 3 : 0;
+        m.scale = row->kind == MOE_MODULE_SCALE ? (moe_real)2.5 : 0;
+        moe_net_init(&net, 6, MOE_KERNELS_C, NULL);
+        moe_net_linear(&net, 6);
+        CHECKF(moe_net_append(&net, &m) == MOE_OK && moe_net_build(&net, 0, 3, &error) == MOE_OK, "%s",
+               error.message);
+        for (j = 0; j < net.n_tensors; j++)
+            for (k = 0; k < net.tensors[j].count; k++) net.tensors[j].data[k] += (moe_real)0.3 * moe_rng_normal(&rng);
+        if (CHECKF(moe_model_create(&built, &net, NULL, &error) == MOE_OK, "%s", error.message)) {
+            CHECK(row->obstacle == NULL ? built.model.net == NULL
+                                        : built.model.net != NULL && strcmp(built.obstacle, row->obstacle) == 0);
+            CHECK((built.model.length > 0) == (row->kind == MOE_MODULE_CONVOLUTION)); /* which decodes, as compare does */
+            compare(&net, &built.model);
+        }
+        moe_model_free(&built);
+        for (j = 0; j < 8 * 6; j++) rows[j] = moe_rng_normal(&rng);
+        data.n = 8;
+        data.x = rows;
+        config.calibration = &data;
+        config.weights = MOE_WEIGHTS_INT8;
+        sprintf(wanted, "module 1: %s has no integer form", row->refused != NULL ? row->refused : "");
+        CHECK(moe_model_create(&built, &net, &config, &error) ==
+              (row->refused != NULL ? MOE_ERR_UNSUPPORTED : MOE_OK));
+        if (row->refused == NULL) moe_model_free(&built);
+        else CHECK(strstr(error.message, wanted) == error.message, error.message);
+        moe_net_free(&net);
+    }
+    test_about = "";
+}
+
+/* The largest counts that an operation has room for, and one more. */
+static void test_counts(void) {
+    static const int counts[][4] = {{65535, 1, 0, 0}, {65536, 1, 0, 0}, {1, 65536, 0, 0}, {0, 1, 65535, 65535},
+                                    {0, 1, 65536, 0}, {0, 1, 70000, 65536}};
+    static const char *const obstacles[] = {NULL, "a width above 65535", "a width above 65535", NULL,
+                                            "a width above 65535", "the length"};
+    size_t i;
+    for (i = 0; i < sizeof counts / sizeof *counts; i++) {
+        const int *count = counts[i];
+        moe_model_config config;
+        moe_net net;
+        moe_built_model built;
+        moe_error error;
+        memset(&config, 0, sizeof config);
+        config.length = (size_t)count[3];
+        moe_net_init(&net, count[0], MOE_KERNELS_C, NULL);
+        if (count[0] == 0) moe_net_embedding(&net, count[2], count[1]);
+        else moe_net_linear(&net, count[1]);
+        if (count[3] > 0) moe_net_positions(&net, count[2]);
+        if (CHECKF(moe_net_build(&net, 0, 3, &error) == MOE_OK &&
+                       moe_model_create(&built, &net, &config, &error) == MOE_OK, "%s", error.message)) {
+            CHECKF(obstacles[i] == NULL ? built.model.net == NULL
+                                        : built.model.net != NULL && strcmp(built.obstacle, obstacles[i]) == 0,
+                   "row %d: %s", (int)i, built.obstacle != NULL ? built.obstacle : "a list");
+            moe_model_free(&built);
+        }
+        moe_net_free(&net);
+    }
+}
+
+/* Only the first tied module has the embedding's rows in place. */
+static void test_tied_twice(void) {
+    moe_net net;
+    moe_built_model built;
+    moe_error error;
+    size_t i, j;
+    moe_net_init(&net, 0, MOE_KERNELS_C, NULL);
+    moe_net_embedding(&net, VOCABULARY, 6);
+    moe_net_tied(&net);
+    moe_net_linear(&net, 6);
+    moe_net_tied(&net);
+    CHECKF(moe_net_build(&net, 0, 3, &error) == MOE_OK, "%s", error.message);
+    for (i = 0; i < net.n_tensors; i++)
+        for (j = 0; j < net.tensors[i].count; j++) net.tensors[i].data[j] += (moe_real)0.3 * moe_rng_normal(&rng);
+    if (CHECKF(moe_model_create(&built, &net, NULL, &error) == MOE_OK, "%s", error.message)) {
+        CHECK(built.model.net == NULL);
+        compare(&net, &built.model);
+        moe_model_free(&built);
+    }
+    moe_net_free(&net);
 }
 
 /* An operation has 16 bits for an id. */
@@ -422,6 +542,9 @@ int main(int n, char **words) {
     CASE(test_latent());
     CASE(test_unlisted());
     CASE(test_errors());
+    CASE(test_modules());
+    CASE(test_counts());
+    CASE(test_tied_twice());
     CASE(test_long_table());
     return test_end();
 }

@@ -468,6 +468,55 @@ static void test_refused(void) {
     moe_net_free(&net);
 }
 
+/* ---- each allocation fails: all of it is given back, and the call says so ---- */
+
+/* How many allocations failed; 0: no model is made of this network. */
+static long fail_each(const moe_net *net, moe_model_config *config, int fail_on, uint64_t seed) {
+    const moe_profile untouched = {0};
+    moe_profile profile;
+    moe_error error;
+    moe_status status;
+    test_heap heap;
+    long at = 0, failed = 0;
+    do {
+        memset(&error, 0, sizeof error);
+        profile = untouched;
+        config->allocator = test_allocator(&heap, at);
+        heap.fail_on = fail_on;
+        status = moe_model_profile(&profile, net, config, NULL, &error);
+        if (at == 0 && status != MOE_OK) return 0;
+        if (status != MOE_OK) {
+            failed++;
+            CHECKF(status == MOE_ERR_MEMORY && error.code == MOE_ERR_MEMORY && error.message[0] != '\0',
+                   "seed %d, allocation %d: %s", (int)seed, (int)at, error.message);
+            CHECKF(memcmp(&profile, &untouched, sizeof profile) == 0, "seed %d, allocation %d", (int)seed, (int)at);
+        } else moe_profile_free(&profile);
+        CHECKF(heap.blocks == 0 && !heap.wrong_size, "seed %d, allocation %d: %d blocks are left", (int)seed, (int)at,
+               (int)heap.blocks);
+    } while (heap.calls >= at++);
+    return failed;
+}
+
+static void test_memory(void) {
+    const int wanted = seeds / 3;
+    uint64_t seed = first_seed + 5000;
+    long failed = 0;
+    int made = 0;
+    for (; made < wanted; seed++) {
+        moe_net net;
+        moe_model_config config;
+        if (draw_net(&net, seed, &config)) {
+            long count;
+            data.n = 2 * LENGTH;
+            count = fail_each(&net, &config, (int)(seed % 2), seed);
+            made += count > 0;
+            failed += count;
+        }
+        moe_net_free(&net);
+    }
+    CHECKF(failed > 40L * wanted, "only %d allocations failed", (int)failed);
+}
+
 static void test_header(void) {
     moe_net net;
     moe_model_config config;
@@ -518,6 +567,7 @@ int main(int argc, char **argv) {
     CASE(test_alone());
     CASE(test_saturated());
     CASE(test_refused());
+    CASE(test_memory());
     CASE(test_header());
     return test_end();
 }
