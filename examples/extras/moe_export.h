@@ -158,7 +158,7 @@
      that the network does not read. Integers have no form for score = dselect, refined gates, more
      than 256 experts in a layer, widths above 65532, and some combinations. The error names them.
 
-     Sequences.   With attention, positions or convolutions a call takes one token; scratch keeps the
+     Sequences.   With attention, positions or convolution a call takes one token; scratch keeps the
      sequence. config.length bounds it. See moe_infer.
 
      Experts in external flash.   With config.loader = 1 the header has no expert weights.
@@ -729,7 +729,7 @@ static void moei_range_heads(moei_range *range, const moe_module *module, const 
     const size_t width = moei_heads_of(module).q;
     const size_t d = (size_t)module->attention.d_head, half = d / 2;
     size_t i, j;
-    if (!module->attention.rotary || x == NULL) moei_range_rows(range, x, rows, width, width);
+    if (!module->attention.rotary) moei_range_rows(range, x, rows, width, width);
     else
         for (i = 0; i < rows * width; i += d)
             for (j = i; j < i + half; j++)
@@ -782,7 +782,7 @@ static moe_status moei_each_batch(const moe_net *net, const moe_data *data, cons
         if (net->d_in > 0) call.x = data->x + at * (size_t)net->d_in;
         if (data->token_ids != NULL) call.token_ids = data->token_ids + at;
         call.n_sequences = call.n_tokens / length;
-        for (i = 0; i <= call.n_sequences && i <= MOEI_CALIBRATION_ROWS; i++) starts[i] = (int32_t)(i * length);
+        for (i = 0; i <= call.n_sequences; i++) starts[i] = (int32_t)(i * length);
         call.sequences = starts;
         status = moe_net_forward(net, &call, work, bytes, &pass);
         if (status == MOE_OK) status = use(ctx, &pass);
@@ -796,7 +796,7 @@ static void moei_calibrate(moei_maker *m) {
     const moe_status status =
         moei_each_batch(m->net, m->config->calibration, &m->made.allocator, moei_ranges_batch, m);
     size_t i;
-    if (status != MOE_OK) MOEI_MAKER_REFUSE(m, status, "calibration: %s", moe_status_text(status));
+    if (status != MOE_OK) m->status = moei_error(m->error, status, "calibration: %s", moe_status_text(status));
     for (i = 0; i < m->net->n_modules; i++)
         if (!moei_ranges_are_finite(&m->ranges[i]))
             MOEI_MAKER_REFUSE(m, MOE_ERR_NONFINITE, "calibration: module %z computes an infinite number or NaN",
@@ -1514,16 +1514,16 @@ typedef struct moei_ir_weight_row {
     int reads; /* 0 nothing, 1 z only, 2 values of the gate, 3 their quotients */
 } moei_ir_weight_row;
 
-/* The values that have an integer form; the last row stands for all others. */
+/* The integer form of each gate. */
 static const moei_ir_gate_row moei_ir_gates[] = {
     {MOE_GATE_SOFTMAX, moei_int_gate_softmax, moei_int_share_softmax},
     {MOE_GATE_SIGMOID, moei_int_gate_sigmoid, moei_int_share_sigmoid},
     {MOE_GATE_SQRT_SOFTPLUS, moei_int_gate_sqrt_softplus, moei_int_share_sqrt_softplus},
     {MOE_GATE_RELU, moei_int_gate_relu, moei_int_gate_relu},
-    {MOE_GATE_IDENTITY, moei_int_gate_logits, moei_int_gate_logits},
-    {-1, NULL, NULL}};
+    {MOE_GATE_IDENTITY, moei_int_gate_logits, moei_int_gate_logits}};
 
-/* The integer form of each selection, for one token outside training. */
+/* The integer form of each selection that has one, for one token outside training; the last row
+   stands for all others. */
 static const moei_ir_select_row moei_ir_selects[] = {{MOE_SELECT_TOP_K, moei_int_select_top_k, 0},
                                                      {MOE_SELECT_DENSE, moei_int_select_top_k, 1},
                                                      {MOE_SELECT_GROUPED_TOP_K, moei_int_select_grouped, 0},
@@ -1546,13 +1546,18 @@ static const moei_ir_weight_row moei_ir_weights[] = {{MOE_WEIGHT_SUM, moei_int_w
                                                      {MOE_WEIGHT_P_NORM, moei_int_weight_norm, 3},
                                                      {MOE_WEIGHT_UNIFORM, moei_int_weight_uniform, 0},
                                                      {MOE_WEIGHT_ONE, moei_int_weight_one, 0},
-                                                     {MOE_WEIGHT_SPARSEMIXER, moei_int_weight_sparsemixer, 1},
-                                                     {-1, NULL, 0}};
+                                                     {MOE_WEIGHT_SPARSEMIXER, moei_int_weight_sparsemixer, 1}};
 
-/* The row of a value; the last one if it has none. */
+/* No gate and no kind of weights is without a row. */
+typedef char moei_ir_rows_are_all[sizeof moei_ir_gates / sizeof *moei_ir_gates == MOE_GATE_COUNT &&
+                                          sizeof moei_ir_weights / sizeof *moei_ir_weights == MOE_WEIGHT_COUNT
+                                      ? 1
+                                      : -1];
+
+/* The row of a value. */
 static const moei_ir_gate_row *moei_ir_gate_of(int value) {
     const moei_ir_gate_row *row = moei_ir_gates;
-    while (row->value >= 0 && row->value != value) row++;
+    while (row->value != value) row++;
     return row;
 }
 
@@ -1564,7 +1569,7 @@ static const moei_ir_select_row *moei_ir_select_of(int value) {
 
 static const moei_ir_weight_row *moei_ir_weight_row_of(int value) {
     const moei_ir_weight_row *row = moei_ir_weights;
-    while (row->value >= 0 && row->value != value) row++;
+    while (row->value != value) row++;
     return row;
 }
 
@@ -1598,8 +1603,6 @@ static moe_status moei_ir_supported(const moei_ir_planner *s, int frozen) {
         return moei_ir_refuse(s, "select", "");
     if (c->predictor && !(moei_score_flags[c->score] & MOEI_SCORE_WEIGHT && c->score != MOE_SCORE_COSINE))
         return moei_ir_refuse(s, "predictor", " with this score");
-    if (moei_ir_gate_of(c->gate)->gate == NULL) return moei_ir_refuse(s, "gate", "");
-    if (moei_ir_weight_row_of(c->weight)->weight == NULL) return moei_ir_refuse(s, "weight", "");
     if (c->refine != MOE_REFINE_NONE) return moei_ir_refuse(s, "refine", "");
     if (c->select == MOE_SELECT_EXPERT_THRESHOLD && c->gate == MOE_GATE_RELU)
         return moei_ir_refuse(s, "gate", " with select = expert_threshold");
@@ -2088,7 +2091,7 @@ static void moei_router_plan(moei_maker *m, const moe_layer *layer, double most,
     if (m->status != MOE_OK) return;
     status = moei_int_router_plan_make(&layer->config.router, layer->tensors, (moe_real)most, table,
                                        table != NULL ? plan->table_size : 0, plan, &why);
-    if (status != MOE_OK) MOEI_MAKER_REFUSE(m, status, "module %z: %s", m->module, why.message);
+    if (status != MOE_OK) m->status = moei_error(m->error, status, "module %z: %s", m->module, why.message);
 }
 
 /* Plans the router for logits in the calibrated range, in units of at least `finest`. */
@@ -3518,7 +3521,6 @@ static const char *moei_list_weight_obstacle(const moe_router_config *c) {
         c->select != MOE_SELECT_TOP_K && c->select != MOE_SELECT_DENSE && c->select != MOE_SELECT_HASH)
         return "selection_bias with this selection";
     if (by_logits && c->gate == MOE_GATE_RELU) return "the selection with this gate";
-    if (c->weight_over != MOE_WEIGHT_OVER_ALL) return "weight_over";
     return NULL;
 }
 
@@ -3532,10 +3534,8 @@ static const char *moei_list_router_obstacle(const moe_router_config *c, int fro
     if (c->select == MOE_SELECT_SAMPLE && c->sample_at == MOE_SAMPLE_ALWAYS) return "sample_at = always";
     if (c->select == MOE_SELECT_HASH && c->table_size > UINT16_MAX) return "table_size";
     if (c->score != MOE_SCORE_LINEAR && c->score != MOE_SCORE_RANDOM && c->score != MOE_SCORE_MLP) return "score";
-    if (moei_ir_gate_of(c->gate)->gate == NULL) return "gate";
     if (c->input == MOE_INPUT_ADAPTIVE_CLUSTERING) return "input";
     if (c->refine != MOE_REFINE_NONE) return "refine";
-    if (c->predictor) return "predictor";
     if (c->student && frozen) return "student";
     if (c->logit_cap > MOEI_R(0.0)) return "logit_cap";
     if (c->router_residual) return "router_residual";
@@ -3949,13 +3949,14 @@ static void moei_mixture_has_form(moei_maker *m, const moe_layer *layer) {
 static void moei_maker_check(moei_maker *m) {
     const moe_data *data = m->config->calibration;
     size_t i, j;
+    if (m->status != MOE_OK) return;
     if (data == NULL || data->n == 0)
-        MOEI_MAKER_REFUSE(m, MOE_ERR_ARGUMENT,
-                          "calibration: integer weights need some rows of inputs, to find the ranges of activations");
+        m->status = moei_error(m->error, MOE_ERR_ARGUMENT, "calibration: integer weights need some rows of inputs, "
+                                                           "to find the ranges of activations");
     else if (data->length > 0 && data->n % data->length != 0)
-        MOEI_MAKER_REFUSE(m, MOE_ERR_ARGUMENT, "calibration: n = %z: must be a multiple of length = %z", data->n,
-                          data->length);
-    else if (m->status == MOE_OK) m->status = moei_inputs_check(m->net, data, m->error);
+        m->status = moei_error(m->error, MOE_ERR_ARGUMENT, "calibration: n = %z: must be a multiple of length = %z",
+                               data->n, data->length);
+    else m->status = moei_inputs_check(m->net, data, m->error);
     for (i = 0; i < m->net->n_tensors; i++)
         for (j = 0; j < m->net->tensors[i].count; j++)
             if (!moe_is_finite(m->net->tensors[i].data[j]))

@@ -189,28 +189,8 @@ gathered() {
     [ -z "${COVERAGE:-}" ] || (cd -- "$caller" && cp "$prepared/counts" "$COVERAGE")
 }
 
-# Headers that miss the bars: what they reach, below which nothing may fall, and the header. A row
-# goes when its header meets the bars.
-missed() {
-    cat <<'MISSED'
-99 93 moe_export.h
-MISSED
-}
-
 # shellcheck disable=SC2086
-high_enough() { # header
-    floor=$(missed | sed -n "s/ $1\$//p")
-    if [ -z "$floor" ]; then
-        judge "$1" $bars
-    elif judge "$1" $bars >/dev/null; then
-        echo 'it meets the bars: its row of missed() can go'
-        return 1
-    else
-        echo "note: MISSED: $1 is below $bars percent of lines and branches"
-        judge "$1" $floor
-    fi
-}
-judge() { python3 "$root/tests/quality/coverage.py" judge "$prepared/counts" "$@"; } # header lines branches
+high_enough() { python3 "$root/tests/quality/coverage.py" judge "$prepared/counts" "$1" $bars; } # header
 
 # A check that is never reached passes whatever the library does.
 checks_seen() { python3 "$root/tests/quality/checks.py" self; }

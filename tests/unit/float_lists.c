@@ -346,15 +346,39 @@ static void test_unlisted(void) {
 
 /* ---- modules with settings ---- */
 
+/* Each allocation fails once. */
+static void fail_each(const moe_net *net) {
+    moe_model_config config;
+    moe_built_model built;
+    moe_error error;
+    moe_status status = MOE_ERR_MEMORY;
+    test_heap heap;
+    long at;
+    memset(&config, 0, sizeof config);
+    for (at = 1; status != MOE_OK && at < 100; at++) {
+        config.allocator = test_allocator(&heap, at);
+        status = moe_model_create(&built, net, &config, &error);
+        if (status == MOE_OK) moe_model_free(&built);
+        else CHECK(status == MOE_ERR_MEMORY && error.code == MOE_ERR_MEMORY && error.message[0] != '\0');
+        CHECK(heap.blocks == 0 && !heap.wrong_size);
+    }
+    CHECK(status == MOE_OK && at > 2);
+}
+
 /* What a network of a linear module and one of these is: a list, or the network's code. */
 static const struct module_row {
     int kind, no_bias, bias;
     const char *obstacle, *refused; /* in lists, in integers */
-} module_rows[] = {{MOE_MODULE_LINEAR, 1, 0, NULL, NULL},
-                   {MOE_MODULE_LAYER_NORM, 1, 0, NULL, "no_bias"},
-                   {MOE_MODULE_RMS_NORM, 0, 1, NULL, "bias"},
-                   {MOE_MODULE_SCALE, 0, 0, "scale", "scale"},
-                   {MOE_MODULE_CONVOLUTION, 0, 0, "convolution", "convolution"}};
+    const char *attention;
+} module_rows[] = {{MOE_MODULE_LINEAR, 1, 0, NULL, NULL, ""},
+                   {MOE_MODULE_LAYER_NORM, 1, 0, NULL, "no_bias", ""},
+                   {MOE_MODULE_RMS_NORM, 0, 1, NULL, "bias", ""},
+                   {MOE_MODULE_SCALE, 0, 0, "scale", "scale", ""},
+                   {MOE_MODULE_CONVOLUTION, 0, 0, "convolution", "convolution", ""},
+                   {MOE_MODULE_ATTENTION, 0, 0, "attention", NULL, "heads=2"},
+                   {MOE_MODULE_ATTENTION, 0, 0, "attention", "kv_heads", "heads=2 kv_heads=1"},
+                   {MOE_MODULE_ATTENTION, 0, 0, "attention", "qk_norm", "heads=2 qk_norm=head"},
+                   {MOE_MODULE_ATTENTION, 0, 0, "attention", "window", "heads=2 window=2"}};
 
 static void test_modules(void) {
     size_t i, j, k;
@@ -378,6 +402,7 @@ static void test_modules(void) {
         m.d_out = row->kind == MOE_MODULE_LINEAR ? 5 : 0;
         m.length = row->kind == MOE_MODULE_CONVOLUTION ? 3 : 0;
         m.scale = row->kind == MOE_MODULE_SCALE ? (moe_real)2.5 : 0;
+        CHECK(moe_fields_apply(moei_attention_fields, &m.attention, row->attention, NULL) == MOE_OK);
         moe_net_init(&net, 6, MOE_KERNELS_C, NULL);
         moe_net_linear(&net, 6);
         CHECKF(moe_net_append(&net, &m) == MOE_OK && moe_net_build(&net, 0, 3, &error) == MOE_OK, "%s",
@@ -387,8 +412,10 @@ static void test_modules(void) {
         if (CHECKF(moe_model_create(&built, &net, NULL, &error) == MOE_OK, "%s", error.message)) {
             CHECK(row->obstacle == NULL ? built.model.net == NULL
                                         : built.model.net != NULL && strcmp(built.obstacle, row->obstacle) == 0);
-            CHECK((built.model.length > 0) == (row->kind == MOE_MODULE_CONVOLUTION)); /* which decodes, as compare does */
+            CHECK((built.model.length > 0) ==
+                  (row->kind == MOE_MODULE_CONVOLUTION || row->kind == MOE_MODULE_ATTENTION));
             compare(&net, &built.model);
+            fail_each(&net);
         }
         moe_model_free(&built);
         for (j = 0; j < 8 * 6; j++) rows[j] = moe_rng_normal(&rng);

@@ -1560,8 +1560,10 @@ static const char *no_float_model(const char *word) {
 /* No model, of integers or of floats, holds functions of the caller, neither from the start nor
    until switch_at. */
 static void test_refused_functions(void) {
-    static const char *const settings[] = {"score=custom", "select=custom", "switch_at=3 switch_from=custom"};
-    static const char *const words[] = {"score = custom", "custom", "custom"};
+    static const char *const settings[] = {"score=custom", "select=custom", "switch_at=3 switch_from=custom",
+                                           "switch_at=3 switch_from=hash table_size=9",
+                                           "student=1 freeze_at=3 loss_distill=1 student_dim=2 table_size=9"};
+    static const char *const words[] = {"score = custom", "custom", "custom", "select = hash", "student_dim"};
     size_t i;
     for (i = 0; i < sizeof settings / sizeof *settings; i++) {
         moe_model_config config;

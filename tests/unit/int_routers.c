@@ -964,7 +964,7 @@ static void try_thresholds(void) {
     const int32_t end = 1073741823;
     int32_t levels[4];
     static unsigned char table[64];
-    moe_real thresholds[4];
+    moe_real thresholds[4] = {0};
     const moe_real *tensors[MOE_ROUTER_PARAMETER_COUNT] = {NULL};
     moei_int_router_plan plan;
     moe_router_config c;
@@ -979,6 +979,16 @@ static void try_thresholds(void) {
     CHECK(moei_int_router_plan_make(&c, tensors, 8, NULL, 0, &plan, &error) == MOE_ERR_ARGUMENT &&
               strstr(error.message, "router.threshold") != NULL,
           "no thresholds");
+    c.select = MOE_SELECT_EXPERT_THRESHOLD;
+    c.threshold_learned = 0;
+    for (i = 0; i < 2; i++) {
+        CHECK(moei_int_router_plan_make(&c, tensors, 8, NULL, 0, &plan, &error) == MOE_ERR_ARGUMENT &&
+                  strstr(error.message, i == 0 ? "router.cutoff is" : "router.cutoff_updates") != NULL,
+              error.message);
+        tensors[MOE_ROUTER_CUTOFF] = thresholds;
+    }
+    c.select = MOE_SELECT_THRESHOLD;
+    c.threshold_learned = 1;
     tensors[MOE_ROUTER_THRESHOLD] = thresholds;
     for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
         c.gate = rows[i].gate;
