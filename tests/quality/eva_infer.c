@@ -3,7 +3,10 @@
 
    Eva follows ranges of values, so one run stands for every input within +-127, every byte of the
    constants, every shift, limit, factor and index, and for all widths from 1 to D (where PAIR is
-   given, of inputs too). With VARY, D wide, the run stands for all offsets of that vector or table.
+   given, of inputs too). With LENGTH, which is for attention, it stands for every place in
+   sequences of that many tokens, any keys and values of earlier ones, and all divisions of the
+   width into heads; query, key and value are the input. With VARY, D wide, the run stands for all
+   offsets of that vector or table.
    No alarm means: the check itself has no runtime error for any of them, and moe_infer has none
    where it accepts. Two bounds are put in by hand, because Eva loses sums and products of several
    unknowns, which the check compares: biases within +-2^30, and FACTORS. The constants fill their
@@ -24,9 +27,14 @@ static unsigned char *moei_int_scratch(void *scratch);
 #include "moe.h"
 #include "moe_check.h"
 
-enum { D = 8, CELLS = 256, CONSTANTS = 256 };
+#ifndef LENGTH
+#define LENGTH 0
+#endif
 
-static uint32_t scratch[CELLS / 2 + 1];
+enum { D = 8, CELLS = 256, CONSTANTS = 256, STATE = LENGTH > 0 ? 4 + 2 * LENGTH * D : 0 };
+
+static uint32_t scratch[CELLS / 2 + STATE / 4 + 1];
+static moei_int_attention attention;
 static unsigned char constants[CONSTANTS];
 static moei_int_op op;
 static moe_model model;
@@ -62,11 +70,34 @@ static void model_of(unsigned n, unsigned k) {
     model.choices = moei_int_model_choices;
     model.d_in = D;
     model.d_out = n;
-    model.scratch_size = 3 + 2 * CELLS;
+    model.scratch_size = 3 + 2 * CELLS + STATE;
     model.weights = constants;
     model.weights_size = CONSTANTS;
     model.ops = &op;
     model.n_ops = model.n_main = 1;
+}
+
+/* n / k heads, which the check refuses where k does not divide n. */
+static void attention_of(unsigned n, unsigned k) {
+    op.other = 0;
+    attention.heads = (uint16_t)(n / k);
+    attention.d_head = (uint16_t)k;
+    attention.bits = (uint16_t)any(0, 255);
+    attention.keys = 4;
+    attention.values = 4 + LENGTH * D;
+    attention.room = 48;
+    model.length = LENGTH;
+    model.state_size = STATE;
+    model.attentions = &attention;
+    model.n_attentions = 1;
+}
+
+/* A sequence of which some tokens have passed. */
+static void earlier_tokens(void) {
+    signed char *state = (signed char *)scratch;
+    int i;
+    scratch[0] = (uint32_t)Frama_C_interval_split(0, LENGTH - 1);
+    for (i = 4; i < STATE; i++) state[i] = (signed char)any(-127, 127);
 }
 
 static int8_t input[D];
@@ -85,14 +116,21 @@ int main(void) {
     op.VARY = (uint32_t)Frama_C_interval_split(0, CELLS + D);
 #else
     const unsigned n = (unsigned)Frama_C_interval_split(1, D);
-#ifdef PAIR
+#if defined PAIR || LENGTH > 0
     const unsigned k = (unsigned)Frama_C_interval_split(1, D);
     model_of(n, k);
+#ifdef PAIR
     biases(n, PAIR == 8 ? 2 : 4, (PAIR == 8 ? 12 : 32) + 2 * ((k + 3) / 4 * 4), Frama_C_interval_split(0, 3));
+#else
+    attention_of(n, k);
+#endif
 #else
     model_of(n, D);
 #endif
 #endif
     if (moe_model_check(&model, NULL, scratch, sizeof scratch, NULL) != MOE_OK) return 1;
+#if LENGTH > 0
+    earlier_tokens();
+#endif
     return moe_infer(&model, NULL, input, output, scratch, sizeof scratch);
 }

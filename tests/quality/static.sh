@@ -39,6 +39,7 @@ plan() {
     echo 'eva_reader 24'
     for op in rescale multiply curve apply_weight set_weight row; do echo "eva_infer $op 32767"; done
     echo 'eva_infer add 16383'
+    echo 'eva_infer attention 32767 -DLENGTH=2'
     for op in int8 int16; do echo "eva_infer $op 32767 -DPAIR=8"; done
     echo 'eva_infer int4 32767 -DPAIR=4'
     echo 'thread_sanitizer threads gcc'
@@ -113,6 +114,8 @@ tidy|bugprone-macro-parentheses|moe_routers.h|#define MOEI_VALUE_BIT(value, bit,
     makes lines of an enumeration
 tidy|bugprone-macro-parentheses|moe_routers.h|#define MOEI_SUPPLIED_ANY(bit, value, member) (value) +|the terms of a sum
 tidy|bugprone-macro-parentheses|moe_kernels.h|#define MOEI_ADD_TO(s, a, b) s += (a) * (b)|a statement
+eva|division by zero|moe.h|factor = (int16_t)(((uint32_t)h->op->factor2 << 15 >> less) / (total >> down));|
+    the token with the largest score has the weight 32767 >> less, and `down` leaves 16 bits
 tidy|bugprone-narrowing-conversions|moe.h|y[i] = m > 0 ? moei_int_clamp(|the clamp is within int16
 KNOWN
 }
@@ -281,7 +284,8 @@ eva_model() { # folder of moe_check.h, operation, factors within +- this, option
 eva_infer() { # operation factors options...
     needs frama-c
     eva_model "$root/examples/extras" "$@" || return 1
-    empty 'alarms:' "$(cat alarms)"
+    awk '/eva:alarm/ { place = $2; getline; print place "1: warning:" $0 " [eva]" }' alarms >found
+    judge eva found
 }
 
 # The library for programs that are linked with it, compiled when it is first wanted.
