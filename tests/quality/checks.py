@@ -3,6 +3,8 @@
   checks.py split SOURCE OUT           writes a copy of a program in which every check begins a line
   checks.py reached FOLDER UNREACHED   runs gcov on each .gcda of FOLDER that is of such a copy, and
                                        compares the checks that nothing reached with UNREACHED
+  checks.py same                       comparisons of a thing with itself and checks that assign, in
+                                       all test programs
   checks.py self                       whether an empty loop, a case that is not called and a branch
                                        that is not taken are seen
 
@@ -182,6 +184,22 @@ def reached(folder, unreached):
     return bad > 0 or count < 2000
 
 
+SAME = re.compile(r'\b(?:memcmp|strn?cmp|CHECK_NEAR\w*|CHECK_STATUS\w*)\(\s*([\w&*(][^,;]*?)\s*,\s*\1\s*[,)]'
+                  r'|\bCHECK\w*\(\s*\w+ = ')
+
+
+def same():
+    found = []
+    for source in sorted(glob.glob(os.path.join(ROOT, 'tests', '*', '*.c'))):
+        with open(source) as file:
+            code = bare(file.read())
+        found += ['%s:%d: %s' % (os.path.relpath(source, ROOT), code.count('\n', 0, m.start()) + 1, m.group())
+                  for m in SAME.finditer(code)]
+    print('\n'.join(found))
+    planted = ['memcmp(a, a, 3)', 'CHECK_NEAR(x[i], x[i], 1)', 'CHECK(a = 1)']
+    return found != [] or not all(SAME.match(text) for text in planted) or SAME.match('memcmp(a, b, 3)') is not None
+
+
 PLANTED = '''#include <stdio.h>
 static int CHECK(int good) { return good; }
 static int check_all(const int *v, int n) {
@@ -222,4 +240,4 @@ def self():
 
 
 if __name__ == '__main__':
-    sys.exit(int({'split': split, 'reached': reached, 'self': self}[sys.argv[1]](*sys.argv[2:])))
+    sys.exit(int({'split': split, 'reached': reached, 'same': same, 'self': self}[sys.argv[1]](*sys.argv[2:])))
