@@ -1656,7 +1656,7 @@ typedef struct moe_model {
 } moe_model;
 
 /* The required moe_model.version. It changes with the format of models. */
-#define MOE_MODEL_VERSION 7
+#define MOE_MODEL_VERSION 8
 
 /* Private: the operations of integer models, void moei_int_op_NAME(op, run), named by constants. */
 #define MOEI_INT_OPS(X) \
@@ -12145,7 +12145,8 @@ void moei_int_op_rescale(const moei_int_op *op, moei_int_run *run) {
 void moei_int_op_row(const moei_int_op *op, moei_int_run *run) {
     const unsigned n = op->shape.n;
     const uint32_t r = op->index == 0 ? (uint32_t)run->token : run->place;
-    const unsigned char *pair, *w;
+    const unsigned side = moei_int8_side(op->shape.k, r);
+    const unsigned char *pair = run->base + op->at + (size_t)(r / 2) * moei_int8_pair_size(n);
     const int32_t round = moei_int_round(&op->shape);
     int16_t *y = moei_int_vector(run, op->out), factor;
     unsigned p;
@@ -12153,11 +12154,9 @@ void moei_int_op_row(const moei_int_op *op, moei_int_run *run) {
         run->status = MOE_ERR_ARGUMENT;
         return;
     }
-    pair = run->base + op->at + (size_t)(r / 2) * moei_int8_pair_size(n);
-    w = pair + MOEI_INT_HEADER;
-    factor = moei_flash_16(pair + 8 + r % 2 * 2);
-    for (p = 0; p < n; p++, w += 2) {
-        const int32_t a = (signed char)moei_flash_8(w), level = r % 2 == 0 ? a : (moei_flash_16(w) - a) >> 8;
+    factor = moei_flash_16(pair + moei_int8_factor_at(side));
+    for (p = 0; p < n; p++) {
+        const int32_t level = moei_int8_weight(pair, side, p);
         y[p] = moei_int_clamp(&op->shape, (moei_int_scale(level * 32768, factor) + round) >> op->shape.shift);
     }
     moei_int_put_zeros(n, y);

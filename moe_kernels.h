@@ -8232,6 +8232,8 @@ MOEI_INLINE int32_t moei_flash_32(const unsigned char *at) {
      int8   for each pair of outputs a, b
               int32 bias_a, int32 bias_b, int16 factor_a, int16 factor_b,
               k4 times: int16 256 w_b + w_a;     |w| <= 127
+            for a last output alone
+              int32 bias, int16 factor, int16 0, for each four inputs: int8 w_0, w_2, w_1, w_3
      int4   for each four outputs a to d
               int32 bias_a to bias_d, then for each block of 32 inputs, the last one shorter,
                 for each input: int16 4096 w_d + 256 (w_c + 8) + 16 (w_b + 8) + w_a + 8;
@@ -8323,7 +8325,22 @@ MOEI_TOOL size_t moei_int_size(size_t groups, size_t k, size_t group) {
 }
 
 static size_t moei_int8_size(size_t n, size_t k) {
-    return n > MOEI_INT_WIDEST ? 0 : moei_int_size((n + 1) / 2, k, moei_int8_pair_size(k));
+    const size_t pair = moei_int8_pair_size(k),
+                 size = n > MOEI_INT_WIDEST ? 0 : moei_int_size((n + 1) / 2, k, pair);
+    return size == 0 ? 0 : size - n % 2 * (pair / 2 - 2);
+}
+
+/* Which output of its pair j is: 0, 1, or 2 for a last one alone; */
+MOEI_TOOL unsigned moei_int8_side(size_t n, size_t j) { return j % 2 == 0 && j + 1 == n ? 2 : j % 2; }
+/* its factor; */
+MOEI_TOOL size_t moei_int8_factor_at(unsigned side) { return side == 2 ? 4 : 8 + 2 * side; }
+/* its byte of input p; */
+MOEI_TOOL size_t moei_int8_place(size_t p) { return (p + 1) & 2 ? p ^ 3 : p; }
+/* its weight of input p. */
+MOEI_TOOL int moei_int8_weight(const unsigned char *pair, unsigned side, size_t p) {
+    const unsigned char *at = side == 2 ? pair + 8 + moei_int8_place(p) : pair + MOEI_INT_HEADER + 2 * p;
+    const int a = (signed char)moei_flash_8(at);
+    return side == 1 ? (int)((int32_t)moei_flash_16(at) - a) >> 8 : a;
 }
 
 static size_t moei_int4_size(size_t n, size_t k) {
@@ -8388,8 +8405,11 @@ static unsigned char *moei_int_put_factors(const moei_int_source *s, size_t j, s
 static unsigned char *moei_int8_put_inputs(const moei_int_source *s, size_t j, unsigned char *out) {
     size_t p;
     for (p = 0; p < ((s->k + 3) & ~(size_t)3); p++) {
-        const int32_t b = moei_int_code(s, j + 1, p);
-        out = moei_int_put(out, (uint32_t)(256 * b + moei_int_code(s, j, p)), 2);
+        if (j + 1 == s->n) {
+            out = moei_int_put(out, (uint32_t)moei_int_code(s, j, moei_int8_place(p)), 1);
+            continue;
+        }
+        out = moei_int_put(out, (uint32_t)(256 * (int32_t)moei_int_code(s, j + 1, p) + moei_int_code(s, j, p)), 2);
     }
     return out;
 }
@@ -8418,7 +8438,7 @@ static moe_status moei_int_pack(const moei_int_source *s, size_t size, unsigned 
     status = moei_int_check(s);
     if (status != MOE_OK) return status;
     for (j = 0; j < s->n; j += group) {
-        out = moei_int_put_biases(s, j, group, out);
+        out = moei_int_put_biases(s, j, group == 2 && j + 1 == s->n ? 1 : group, out);
         if (group == 2) out = moei_int8_put_inputs(s, j, moei_int_put_factors(s, j, 2, out));
         else out = moei_int_put_factors(s, j, 4, moei_int4_put_inputs(s, j, out));
     }
@@ -8795,7 +8815,7 @@ MOEI_INLINE void moei_int_work_begin(moei_int_work *w, const moei_int_shape *sha
 #endif
 
 typedef struct moei_int8_work {
-    moei_int_work ends; /* data_end is the beginning of the last pair */
+    moei_int_work ends; /* data_end is the end of the fours less the number of outputs that are left */
     size_t pair;
 #if defined(MOEI_INT_MVE)
     uint32_t steps, last_steps; /* of 16 and of 4 inputs */
@@ -8805,29 +8825,47 @@ typedef struct moei_int8_work {
 #endif
 } moei_int8_work;
 
+/* Adds to sum the product of four weights of an output alone with x and x2. */
+#define MOEI_ALONE(w, x, x2, sum) \
+    "sxtb16 r12," #w "\nsmlad " #sum ",r12," #x "," #sum "\nsxtb16 " #w "," #w ",ror #8\nsmlad " #sum "," #w "," #x2 \
+    "," #sum "\n"
 #if defined(MOEI_INT_MVE)
 /* Two pairs share the codes of x in q2; the last pair may be both (pair is 0). The loads separate
-   even and odd bytes: w_a in q0, w_b in q1, or one less where w_a is negative. */
+   even and odd bytes: w_a in q0, w_b in q1, or one less where w_a is negative. Of an output alone
+   the bytes of x are put in the order of its weights. */
 #define MOEI_16_INPUTS(w, a, b) \
     "vld20.8 {q0,q1},[" #w "]\nvld21.8 {q0,q1},[" #w "]!\nvshr.u8 q3,q0,#7\nvadd.i8 q1,q1,q3\n" \
     "vmladava.s8 " #a ",q0,q2\nvmladava.s8 " #b ",q1,q2\n"
 #define MOEI_4_INPUTS(w, a, b) \
     "vldrh.u32 q0,[" #w "],#8\nvmovlb.s8 q1,q0\nvmovlt.s8 q0,q0\nvshr.u16 q3,q1,#15\nvadd.i16 q0,q0,q3\n" \
     "vmladava.s16 " #a ",q1,q2\nvmladava.s16 " #b ",q0,q2\n"
+#define MOEI_16_ALONE(w, a) \
+    "vld20.32 {q2,q3},[r2]\nvld21.32 {q2,q3},[r2]\nvmovnt.i16 q2,q3\nvldrb.u8 q0,[" #w "],#16\n" \
+    "vmladava.s8 " #a ",q0,q2\n"
+#define MOEI_4_ALONE(w, a) \
+    "ldrd r5,r7,[r2]\nldr r10,[" #w "],#4\n" MOEI_ALONE(r10, r5, r7, a)
 #define MOEI_LOOP \
-    "cmp r1,r2\nbeq 8f\n" \
+    "subs r5,r1,r2\nbhs 8f\n" \
     "0:\tldm r0,{r2,r3,r5,r12}\nadd r3,r1\nldm r1!,{r4,r6,r9}\nldm r3!,{r8,r10,r11}\nwls lr,r5,2f\n" \
     "1:\tvld20.8 {q2,q3},[r2]\nvld21.8 {q2,q3},[r2]!\n" MOEI_16_INPUTS(r1, r4, r6) MOEI_16_INPUTS(r3, r8, r10) \
     "le lr,1b\n2:\twls lr,r12,4f\n" \
     "3:\tvldrh.s32 q2,[r2],#8\n" MOEI_4_INPUTS(r1, r4, r6) MOEI_4_INPUTS(r3, r8, r10) "le lr,3b\n" \
     "4:\t" MOEI_FINISH_FOUR(r0, r1, r2, r5, r7, r12, r4, r6, r8, r10, r9, r11) \
-    "mov r1,r3\ncmp r1,lr\nblo 0b\nbhi 9f\n8:\tmovs r2,#0\nstr r2,[r0,#4]\nb 0b\n"
+    "mov r1,r3\nsubs r5,r1,lr\nblo 0b\nbeq 9f\n" \
+    "8:\tcmp r5,#3\nbhi 9f\nmov r4,#0\nbeq 10f\ncmp r5,#2\nbne 12f\nstr r4,[r0,#4]\nb 0b\n" \
+    "10:\tldm r0,{r2,r3,r5,r12}\nadd r3,r1\nldm r1!,{r4,r6,r9}\nldm r3!,{r8,r11}\nwls lr,r5,14f\n" \
+    "11:\t" MOEI_16_ALONE(r3, r8) "vld20.8 {q2,q3},[r2]\nvld21.8 {q2,q3},[r2]!\n" MOEI_16_INPUTS(r1, r4, r6) \
+    "le lr,11b\n14:\twls lr,r12,16f\n" \
+    "15:\t" MOEI_4_ALONE(r3, r8) "vldrh.s32 q2,[r2],#8\n" MOEI_4_INPUTS(r1, r4, r6) "le lr,15b\n16:\tb 4b\n" \
+    "12:\tldm r0,{r2,r3,r5,r8}\nldm r1!,{r4,r9}\nmov r3,r1\nwls lr,r5,14f\n" \
+    "13:\t" MOEI_16_ALONE(r3, r4) "adds r2,#32\nle lr,13b\n14:\twls lr,r8,16f\n" \
+    "15:\t" MOEI_4_ALONE(r3, r4) "adds r2,#8\nle lr,15b\n16:\tb 4b\n"
 #else
 /* Two pairs a, b and c, d share the loads of x. a = sum w_a x in r3 and both = sum (256 w_b + w_a)
    x in r4, so that both - a = 256 w_b . x, which fits in 32 bits for up to 520 inputs; c and d in
    r5 and r6. Parts of x: k % 512 inputs, and then each 512; of the first, steps of 8, which have
-   116 bytes of code, come first, and 4 more at the end. A last pair without a second one has a loop
-   of its own and ends as two. */
+   116 bytes of code, come first, and 4 more at the end. What is left after the fours, a pair, an
+   output or both, has a loop of its own and ends as two pairs. */
 #define MOEI_WORD(w, x, a, both) \
     "smlad " #both "," #w "," #x "," #both "\nsxtb16 " #w "," #w "\nsmlad " #a "," #w "," #x "," #a "\n"
 #define MOEI_WORDS(from, x, x2, a, both) \
@@ -8837,18 +8875,25 @@ typedef struct moei_int8_work {
     "pop {r7,r8,r9,r10,r11}\nsub r4,r4,r3\nadd r8,r8,r4,asr #8\nsub r6,r6,r5\nadd r10,r10,r6,asr #8\n"
 #define MOEI_8_INPUTS "ldm r0!,{r8,r9,r10,r11}\n" MOEI_4_INPUTS(r8, r9) MOEI_4_INPUTS(r10, r11)
 #define MOEI_LOOP \
-    "mov r7,r0\ncmp r1,r2\nbeq 8f\n" \
+    "mov r7,r0\nsubs r3,r1,r2\nbhs 8f\n" \
     "0:\tldm r7,{r0,r2,r12,lr}\nadd r2,r1\nldm r1!,{r3,r8,r9}\nldm r2!,{r5,r10,r11}\n" \
     "push {r7,r8,r9,r10,r11}\nmov r4,r3\nmov r6,r5\nadd pc,r12\nnop\n" \
     "2:\t.rept 4\n" MOEI_8_INPUTS ".endr\ncmp r0,lr\nblo 2b\nbhi 5f\n" \
     "1:\t" MOEI_PARTS \
     "10:\t" MOEI_FINISH_FOUR(r7, r0, r1, r4, r6, r12, r3, r8, r5, r10, r9, r11) \
-    "mov r1,r2\ncmp r1,lr\nblo 0b\nbhi 9f\n" \
-    "8:\tldm r7,{r0,r2,r12,lr}\nldm r1!,{r3,r8,r9}\npush {r7,r8,r9,r10,r11}\nmov r4,r3\nb 4f\n" \
+    "mov r1,r2\nsubs r3,r1,lr\nblo 0b\nbeq 9f\n" \
+    "8:\tcmp r3,#3\nbhi 9f\nldm r7,{r0,r2,r12,lr}\nbeq 11f\ncmp r3,#2\nbne 14f\n" \
+    "ldm r1!,{r3,r8,r9}\npush {r7,r8,r9,r10,r11}\nmov r4,r3\nb 4f\n" \
     "3:\tldm r0!,{r8,r9}\n" MOEI_WORDS(r1, r8, r9, r3, r4) "4:\tcmp r0,lr\nblo 3b\nmov r2,r1\nbls 1b\n" \
     "5:\tldr r7,[sp]\nldm r7,{r7,r12}\nadd r12,r7\nsubs r12,r0\ncmp r12,#20\nbne 6f\n" \
     "ldm r0!,{r8,r9}\n" MOEI_4_INPUTS(r8, r9) "b 1b\n" \
-    "6:\tcmp r12,#12\nbeq 1b\n" MOEI_PARTS "push {r7,r8,r9,r10,r11}\nmov r4,r3\nmov r6,r5\nadd lr,r0,#1020\nb 2b\n"
+    "6:\tcmp r12,#12\nbeq 1b\n" MOEI_PARTS "push {r7,r8,r9,r10,r11}\nmov r4,r3\nmov r6,r5\nadd lr,r0,#1020\nb 2b\n" \
+    "11:\tsub lr,r2,#12\nadd lr,r0\nadd r2,r1\nldm r1!,{r3,r8,r9}\nldm r2!,{r5,r11}\n" \
+    "12:\tpush {r7,r8,r9,r10,r11}\nmov r4,r3\nadd r10,r0,#1024\ncmp r10,lr\nit hi\nmovhi r10,lr\nb 13f\n" \
+    "3:\tldm r0!,{r8,r9}\n" MOEI_WORDS(r1, r8, r9, r3, r4) "ldr r11,[r2],#4\n" MOEI_ALONE(r11, r8, r9, r5) \
+    "13:\tcmp r0,r10\nblo 3b\nmov r6,r5\ncmp r0,lr\nbeq 1b\n" MOEI_PARTS "b 12b\n" \
+    "14:\tsub lr,r2,#12\nadd lr,r0\nldm r1!,{r3,r9}\nmov r2,r1\nb 13f\n" \
+    "3:\tldm r0!,{r4,r5}\nldr r6,[r2],#4\n" MOEI_ALONE(r6, r4, r5, r3) "13:\tcmp r0,lr\nblo 3b\nb 10b\n"
 #endif
 
 MOEI_TOOL MOEI_INT_CALLED void moei_int8_loop(moei_int8_work *work, const unsigned char *data,
@@ -8859,7 +8904,7 @@ MOEI_TOOL MOEI_INT_CALLED void moei_int8_loop(moei_int8_work *work, const unsign
     register const unsigned char *last __asm__("r2");
     if (shape->n == 0) return;
     work->pair = MOEI_INT_HEADER + 2 * k;
-    work->ends.data_end = data + (shape->n - 1u) / 2 * work->pair;
+    work->ends.data_end = data + shape->n / 4u * 2 * work->pair - shape->n % 4u;
 #if defined(MOEI_INT_MVE)
     work->steps = k / 16;
     work->last_steps = k % 16 / 4;
@@ -8882,6 +8927,9 @@ MOEI_TOOL MOEI_INT_CALLED void moei_int8_loop(moei_int8_work *work, const unsign
 #undef MOEI_PARTS
 #undef MOEI_4_INPUTS
 #undef MOEI_16_INPUTS
+#undef MOEI_16_ALONE
+#undef MOEI_4_ALONE
+#undef MOEI_ALONE
 #undef MOEI_WORDS
 #undef MOEI_WORD
 
@@ -8967,16 +9015,29 @@ MOEI_TOOL void moei_int8_pairs(const moei_int_shape *shape, const unsigned char 
 #if defined(MOEI_INT_AVR)
     const int32_t offset = 128 * moei_int_sum(k, x);
 #endif
-    unsigned left = (shape->n + 1u) / 2;
-    for (; left > 0; left--) {
-        const unsigned char *head = data;
-        int32_t a = moei_flash_32(head), b = moei_flash_32(head + 4);
+    int left = shape->n;
+    for (; left > 0; left -= 2) {
+        const unsigned char *factors = data + 8;
+        int32_t a = moei_flash_32(data), b = moei_flash_32(data + 4);
+        if (left == 1) {
+            const unsigned char *w = factors, *end = w + k;
+            factors = data + 4;
+            for (; w != end; w += 4, x += 4) {
+#define MOEI_INPUT(i, p) a += (signed char)moei_flash_8(w + (i)) * (signed char)x[p];
+                MOEI_INPUT(0, 0)
+                MOEI_INPUT(1, 2)
+                MOEI_INPUT(2, 1)
+                MOEI_INPUT(3, 3)
+#undef MOEI_INPUT
+            }
+        } else {
 #if defined(MOEI_INT_AVR)
-        a -= offset;
-        b -= offset;
+            a -= offset;
+            b -= offset;
 #endif
-        data = moei_int8_dot(k, head + MOEI_INT_HEADER, x, &a, &b);
-        y = moei_int_finish_pair(shape, weight, head + 8, a, b, y);
+            data = moei_int8_dot(k, data + MOEI_INT_HEADER, x, &a, &b);
+        }
+        y = moei_int_finish_pair(shape, weight, factors, a, b, y);
     }
 }
 

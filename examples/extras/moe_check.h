@@ -314,13 +314,12 @@ static moe_status moei_check_bytes(const moei_check *c, const char *field, uint3
 
 static int64_t moei_check_size(int64_t v) { return v < 0 ? -v : v; }
 
-/* sum |w| * block of output `side` of the pair at `pair`; -1: one above 127. */
+/* sum |w| of output `side` of the pair at `pair`; -1: one above 127. */
 static int64_t moei_check_int8_row(const unsigned char *pair, uint32_t k, uint32_t side) {
     int64_t sum = 0;
     uint32_t p;
     for (p = 0; p < moei_check_up(k, 4); p++) {
-        const int both = moei_flash_16(pair + MOEI_INT_HEADER + 2 * p), a = ((both & 255) ^ 128) - 128;
-        const int w = side == 0 ? a : (int)(((long)both - a) / 256);
+        const int w = moei_int8_weight(pair, side, p);
         if (w < -127 || w > 127) return -1;
         sum += w < 0 ? -w : w;
     }
@@ -354,11 +353,12 @@ static moe_status moei_check_product_rows(const moei_check *c, const moei_int_op
     const size_t size = int4 ? moei_int4_four_size(k) : moei_int8_pair_size(k);
     uint32_t j;
     *most = 0;
-    for (j = 0; j < moei_check_up(n, group); j++) {
+    for (j = 0; j < (int4 ? moei_check_up(n, 4) : n); j++) {
         const unsigned char *at = c->base + op->at + j / group * size;
-        const int64_t row = int4 ? moei_check_int4_row(at, k, j % 4, op->index) : moei_check_int8_row(at, k, j % 2);
+        const unsigned side = moei_int8_side(n, j);
+        const int64_t row = int4 ? moei_check_int4_row(at, k, j % 4, op->index) : moei_check_int8_row(at, k, side);
         const int64_t sum = moei_check_size(moei_flash_32(at + 4 * (j % group))) + 127 * row;
-        const int64_t factor = moei_flash_16(at + (int4 ? size - 8 : 8) + 2 * (j % group));
+        const int64_t factor = moei_flash_16(at + (int4 ? size - 8 + 2 * (j % 4) : moei_int8_factor_at(side)));
         MOEI_CHECK_NEED(row >= 0, "at", "a weight is beyond +-127, or the factor of a block is negative");
         MOEI_CHECK_NEED(factor >= 0, "at", "a factor of an output is negative");
         MOEI_CHECK_FITS(sum < (int64_t)1 << 30, "at");

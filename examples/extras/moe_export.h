@@ -3183,7 +3183,7 @@ static uint32_t moei_module_tied(moei_maker *m, const moe_module *module, const 
     for (; shift < 30 && scale < range->y.most * 1.25 / MOEI_WIDE; shift++) scale *= 2;
     for (j = 0; j < n; j++) {
         unsigned char *head = m->made.weights.data + m->rows + j / 2 * pair;
-        const double row = moei_flash_16(head + 8 + j % 2 * 2) / m->rows_unit;
+        const double row = moei_flash_16(head + moei_int8_factor_at(moei_int8_side(n, j))) / m->rows_unit;
         moei_put_32_le(
             head + j % 2 * 4,
             moei_nearest((double)module->tensors[MOE_MODULE_BIAS][j] / (row * m->vectors[x].scale), 536870911));

@@ -22,7 +22,7 @@
 #include <string.h>
 
 #ifdef MOE_TEST_SMALL
-enum { LARGEST_INT8 = 604, LARGEST_INT4 = 540, WIDEST = 12, DATA = 1260 };
+enum { LARGEST_INT8 = 604, LARGEST_INT4 = 540, WIDEST = 12, DATA = 1840 };
 #else
 enum { LARGEST_INT8 = 3000, LARGEST_INT4 = 3000, WIDEST = 160, DATA = 20000 };
 #endif
@@ -104,10 +104,16 @@ static int level_or_0(const problem *p, unsigned j, unsigned i) {
 
 /* Packs as the header describes it; returns the bytes. */
 static size_t pack(const problem *p, unsigned char *out) {
+    static const unsigned order[4] = {0, 2, 1, 3};
     const unsigned group = p->four ? 4 : 2, k4 = (p->k + 3) / 4 * 4;
     unsigned char *at = out;
     unsigned j, i, c;
     for (j = 0; j < p->n; j += group) {
+        if (j + 1 == p->n && !p->four) {
+            at = put(put(put(at, (uint32_t)bias(p, j), 4), (uint32_t)factor(p, j), 2), 0, 2);
+            for (i = 0; i < k4; i++) at = put(at, (uint32_t)level_or_0(p, j, i / 4 * 4 + order[i % 4]), 1);
+            break;
+        }
         for (c = j; c < j + group; c++) at = put(at, c < p->n ? (uint32_t)bias(p, c) : 0, 4);
         for (c = j; c < j + 2 && !p->four; c++) at = put(at, c < p->n ? (uint32_t)factor(p, c) : 0, 2);
         for (i = 0; i < k4; i++) {
@@ -238,7 +244,7 @@ static void run_product(const problem *p) {
 
 /* The set that the hash is of: the same sizes on every machine. */
 static void fixed_products(void) {
-    static const unsigned n[] = {1, 2, 5, 8}, k[] = {0, 1, 4, 7, 12, 16, 20, 31, 32, 33, 48, 64, 70, 100};
+    static const unsigned n[] = {1, 2, 3, 5, 7, 8}, k[] = {0, 1, 4, 7, 12, 16, 20, 31, 32, 33, 48, 64, 70, 100};
     problem p;
     unsigned i, j;
     for (p.four = 0; p.four < 2; p.four++) {
@@ -252,11 +258,12 @@ static void fixed_products(void) {
             }
         for (p.mode = RANDOM; p.mode < MODES; p.mode++)
             for (p.seed = 0; p.seed < 2; p.seed++) {
-                p.n = 2;
-                p.k = p.four ? 540 : 604;
-                run_product(&p);
-                p.k = 512;
-                run_product(&p);
+                for (p.n = 1; p.n <= 3; p.n++) {
+                    p.k = p.four ? 540 : 604;
+                    run_product(&p);
+                    p.k = 512;
+                    run_product(&p);
+                }
             }
     }
 }
@@ -276,9 +283,8 @@ static void all_products(void) {
         for (i = 0; i < sizeof large / sizeof large[0]; i += quick ? 2 : 1)
             for (p.mode = 0; p.mode < MODES; p.mode++)
                 for (p.seed = 7; p.seed < 9; p.seed++) {
-                    p.n = 3;
                     p.k = large[i];
-                    run_product(&p);
+                    for (p.n = 1; p.n <= 3; p.n += 2) run_product(&p);
                 }
     }
     p.mode = RANDOM;
@@ -302,8 +308,8 @@ static const unsigned char in_flash[] MOE_FLASH = {
     0xe8, 0x03, 0x00, 0x00, 0x18, 0xfc, 0xff, 0xff, 0xff, 0x7f, 0x00, 0x40,
     0x7f, 0x81, 0x81, 0x7e, 0x00, 0x00, 0x01, 0xff, 0xfe, 0x01, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00,
     /* a: 127 -127 0 1 -2; b: -127 127 0 -1 2 */
-    0x40, 0xe2, 0x01, 0x00, 0x00, 0x00, 0x00, 0x00, 0xe8, 0x03, 0x00, 0x00, /* 123456, factor 1000 */
-    0x0a, 0x00, 0x14, 0x00, 0x1e, 0x00, 0x28, 0x00, 0x32, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, /* 10 20 30 40 50 */
+    0x40, 0xe2, 0x01, 0x00, 0xe8, 0x03, 0x00, 0x00, /* 123456, factor 1000 */
+    0x0a, 0x1e, 0x14, 0x28, 0x32, 0x00, 0x00, 0x00, /* 10 20 30 40 50 */
 };
 
 static const unsigned char in_flash_4[] MOE_FLASH = {
@@ -566,8 +572,8 @@ static void top_ks(void) {
 }
 
 static void sizes(void) {
-    CHECK_OF(moei_int8_size(0, 5) == 0 && moei_int8_size(1, 0) == 12 && moei_int8_size(1, 1) == 20 &&
-                 moei_int8_size(3, 4) == 40,
+    CHECK_OF(moei_int8_size(0, 5) == 0 && moei_int8_size(1, 0) == 8 && moei_int8_size(1, 1) == 12 &&
+                 moei_int8_size(2, 4) == 20 && moei_int8_size(3, 4) == 32,
              0);
     CHECK_OF(moei_int8_size(16, 64) == 8 * (12 + 128) && moei_int4_size(16, 64) == 4 * (24 + 16 + 128), 0);
     CHECK_OF(moei_int4_size(1, 0) == 24 && moei_int4_size(4, 33) == 24 + 16 + 72 &&
@@ -578,7 +584,7 @@ static void sizes(void) {
              0);
     CHECK_OF(moei_int8_size((size_t)-1, (size_t)-1) == 0 && moei_int4_size((size_t)-1, (size_t)-1) == 0, 0);
 #if SIZE_MAX > 65535
-    CHECK_OF(moei_int8_size(1, 65532) == 131076 && moei_int8_size(65532, 65532) == (size_t)32766 * 131076, 0);
+    CHECK_OF(moei_int8_size(1, 65532) == 65540 && moei_int8_size(65532, 65532) == (size_t)32766 * 131076, 0);
 #else
     CHECK_OF(moei_int8_size(1, 65532) == 0 && moei_int4_size(2, 65532) == 0 && moei_int8_size(600, 600) == 0, 0);
 #endif
