@@ -1008,6 +1008,121 @@ static void moei_codes_row(const moei_maker *m, const moei_matrix *x, const moe_
     }
 }
 
+/* ---- packing of products ---- */
+
+/* The source of a packed product. */
+typedef struct moei_int_source {
+    size_t n, k, ld;
+    const signed char *codes;
+    const int32_t *bias;
+    const int16_t *factor;
+    const uint16_t *block; /* NULL: int8 */
+} moei_int_source;
+
+static uint64_t moei_int_block_scale(const moei_int_source *s, size_t j, size_t p) {
+    return s->block != NULL ? s->block[j * ((s->k + MOEI_INT_BLOCK - 1) / MOEI_INT_BLOCK) + p / MOEI_INT_BLOCK] : 1;
+}
+
+static moe_status moei_int_check(const moei_int_source *s) {
+    const int lowest = s->block != NULL ? -8 : -127, highest = s->block != NULL ? 7 : 127;
+    size_t j, p;
+    if (s->n > 0 && (s->factor == NULL || (s->k > 0 && s->codes == NULL) || s->ld < s->k)) return MOE_ERR_ARGUMENT;
+    for (j = 0; j < s->n; j++) {
+        const int64_t bias = s->bias != NULL ? s->bias[j] : 0;
+        uint64_t bound = (uint64_t)(bias < 0 ? -bias : bias);
+        if (s->factor[j] < 0) return MOE_ERR_ARGUMENT;
+        for (p = 0; p < s->k; p++) {
+            const int w = s->codes[j * s->ld + p];
+            if (w < lowest || w > highest || moei_int_block_scale(s, j, p) > 32767) return MOE_ERR_ARGUMENT;
+            bound += 127 * (uint64_t)(w < 0 ? -w : w) * moei_int_block_scale(s, j, p);
+        }
+        if (bound >= (uint64_t)1 << 30) return MOE_ERR_OVERFLOW;
+    }
+    return MOE_OK;
+}
+
+static unsigned char *moei_int_put(unsigned char *out, uint32_t value, int bytes) {
+    for (; bytes > 0; bytes--, value >>= 8) *out++ = (unsigned char)(value & 255u);
+    return out;
+}
+
+/* The code of output j at input p, 0 outside the matrix. */
+static int moei_int_code(const moei_int_source *s, size_t j, size_t p) {
+    return j < s->n && p < s->k ? s->codes[j * s->ld + p] : 0;
+}
+
+/* The biases of `count` outputs from j. */
+static unsigned char *moei_int_put_biases(const moei_int_source *s, size_t j, size_t count, unsigned char *out) {
+    const size_t end = j + count;
+    for (; j < end; j++) out = moei_int_put(out, j < s->n && s->bias != NULL ? (uint32_t)s->bias[j] : 0, 4);
+    return out;
+}
+
+static unsigned char *moei_int_put_factors(const moei_int_source *s, size_t j, size_t count, unsigned char *out) {
+    const size_t end = j + count;
+    for (; j < end; j++) out = moei_int_put(out, j < s->n ? (uint32_t)s->factor[j] : 0, 2);
+    return out;
+}
+
+static unsigned char *moei_int8_put_inputs(const moei_int_source *s, size_t j, unsigned char *out) {
+    size_t p;
+    for (p = 0; p < ((s->k + 3) & ~(size_t)3); p++) {
+        const int32_t b = moei_int_code(s, j + 1, p);
+        if (j + 1 == s->n) out = moei_int_put(out, (uint32_t)moei_int_code(s, j, moei_int8_place(p)), 1);
+        else out = moei_int_put(out, (uint32_t)(256 * b + moei_int_code(s, j, p)), 2);
+    }
+    return out;
+}
+
+static unsigned char *moei_int4_put_inputs(const moei_int_source *s, size_t j, unsigned char *out) {
+    const size_t k4 = (s->k + 3) & ~(size_t)3;
+    size_t p, i;
+    for (p = 0; p < k4; p++) {
+        int32_t codes = 0x888;
+        for (i = 0; i < 4; i++) codes += moei_int_code(s, j + i, p) * ((int32_t)1 << 4 * i);
+        out = moei_int_put(out, (uint32_t)codes, 2);
+        if ((p + 1) % MOEI_INT_BLOCK != 0 && p + 1 < k4) continue;
+        for (i = 0; i < 4; i++)
+            out = moei_int_put(out, j + i < s->n ? (uint32_t)moei_int_block_scale(s, j + i, p - p % 4) : 0, 2);
+    }
+    return out;
+}
+
+static moe_status moei_int_pack(const moei_int_source *s, size_t size, unsigned char *out) {
+    const size_t group = s->block != NULL ? 4 : 2;
+    size_t j;
+    moe_status status;
+    if (s->n == 0) return MOE_OK;
+    if (size == 0) return MOE_ERR_OVERFLOW;
+    if (out == NULL) return MOE_ERR_ARGUMENT;
+    status = moei_int_check(s);
+    if (status != MOE_OK) return status;
+    for (j = 0; j < s->n; j += group) {
+        out = moei_int_put_biases(s, j, group == 2 && j + 1 == s->n ? 1 : group, out);
+        if (group == 2) out = moei_int8_put_inputs(s, j, moei_int_put_factors(s, j, 2, out));
+        else out = moei_int_put_factors(s, j, 4, moei_int4_put_inputs(s, j, out));
+    }
+    return MOE_OK;
+}
+
+/* Packs codes [n,k], rows ld apart, bias [n], factor [n] and (int4) block [n][ceil(k/32)], both
+   within 0..32767, into out [moei_int8_size or moei_int4_size bytes]. bias NULL: 0.
+   MOE_ERR_ARGUMENT: a code, factor or block is out of range, a pointer is missing, or ld < k.
+   MOE_ERR_OVERFLOW: the size overflows, or |bias_j| + 127 sum_p |w_jp| block_jp reaches 2^30. On
+   error out is unchanged. */
+static moe_status moei_int8_pack(size_t n, size_t k, const signed char *codes, size_t ld, const int32_t *bias,
+                                 const int16_t *factor, unsigned char *out) {
+    const moei_int_source s = {n, k, ld, codes, bias, factor, NULL};
+    return moei_int_pack(&s, moei_int8_size(n, k), out);
+}
+
+static moe_status moei_int4_pack(size_t n, size_t k, const signed char *codes, size_t ld, const int32_t *bias,
+                                 const int16_t *factor, const uint16_t *block, unsigned char *out) {
+    const moei_int_source s = {n, k, ld, codes, bias, factor, block};
+    if (block == NULL) return MOE_ERR_ARGUMENT;
+    return moei_int_pack(&s, moei_int4_size(n, k), out);
+}
+
 /* Packs the matrices into buffer, one after the other: sum * factor = float * unit, where unit is
    2^bits / the scale of the result. Returns their offset; *size: the bytes of one. */
 static uint32_t moei_matrix_pack(moei_maker *m, const moei_matrix *x, moei_codes *l, double in_scale, double unit,

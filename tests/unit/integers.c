@@ -9,7 +9,13 @@
    those in program memory alone. */
 
 #define MOE_IMPLEMENTATION /* private functions are tested too */
+#if defined(MOE_NO_FLOAT) || defined(MOE_NO_QUANT) || defined(MOE_NO_TRAIN)
 #include "moe_kernels.h"
+#else
+#define TEST_PACKING 1
+#include "moe.h"
+#include "../../examples/extras/moe_export.h"
+#endif
 #include "../test.h"
 
 #define CHECK_OF(condition, at) CHECKF(condition, "at %ld", (long)(at))
@@ -592,7 +598,7 @@ static void sizes(void) {
 
 /* ---- packing, and the sums of moe_matmul_quantized ---- */
 
-#ifndef MOE_NO_TRAIN
+#ifdef TEST_PACKING
 typedef struct source {
     signed char *w;
     int32_t *bias;
@@ -740,7 +746,7 @@ static void packing(void) {
 }
 #endif
 
-#if !defined(MOE_NO_FLOAT) && !defined(MOE_NO_QUANT) && !defined(MOE_NO_TRAIN)
+#ifdef TEST_PACKING
 /* With a largest level of 127 in every row and in the input both scales of moe_matmul_quantized are
    1, and its sums come out exactly. Those of moei_int8_product_add come out whole by floor(s / 16)
    + floor((s + 1) / 16) + ... + floor((s + 15) / 16) = s. */
@@ -852,10 +858,10 @@ int main(int argc, char **argv) {
     (void)curve;
 #endif
     CASE(sizes());
-#ifndef MOE_NO_TRAIN
+#ifdef TEST_PACKING
     CASE(packing());
 #endif
-#if !defined(MOE_NO_FLOAT) && !defined(MOE_NO_QUANT) && !defined(MOE_NO_TRAIN)
+#ifdef TEST_PACKING
     test_case("same_sums");
     for (seed = 1; seed < 40; seed++) same_sums(seed, 13 * seed);
 #endif
