@@ -8748,6 +8748,7 @@ typedef struct moei_int8_work {
 #define MOEI_WORDS(from, x, x2, a, both) \
     "ldm " #from "!,{r7,r12}\n" MOEI_WORD(r7, x, a, both) MOEI_WORD(r12, x2, a, both)
 #define MOEI_4_INPUTS(x, x2) MOEI_WORDS(r1, x, x2, r3, r4) MOEI_WORDS(r2, x, x2, r5, r6)
+#define MOEI_4_AND_ALONE(x, x2) MOEI_WORDS(r1, x, x2, r3, r4) "ldr r7,[r2],#4\n" MOEI_ALONE(r7, x, x2, r5)
 #define MOEI_PARTS \
     "pop {r7,r8,r9,r10,r11}\nsub r4,r4,r3\nadd r8,r8,r4,asr #8\nsub r6,r6,r5\nadd r10,r10,r6,asr #8\n"
 #define MOEI_8_INPUTS "ldm r0!,{r8,r9,r10,r11}\n" MOEI_4_INPUTS(r8, r9) MOEI_4_INPUTS(r10, r11)
@@ -8761,16 +8762,20 @@ typedef struct moei_int8_work {
     "mov r1,r2\nsubs r3,r1,lr\nblo 0b\nbeq 9f\n" \
     "8:\tcmp r3,#3\nbhi 9f\nldm r7,{r0,r2,r12,lr}\nbeq 11f\ncmp r3,#2\nbne 14f\n" \
     "ldm r1!,{r3,r8,r9}\npush {r7,r8,r9,r10,r11}\nmov r4,r3\nb 4f\n" \
-    "3:\tldm r0!,{r8,r9,r10,r11}\n" MOEI_WORDS(r1, r8, r9, r3, r4) MOEI_WORDS(r1, r10, r11, r3, r4) "4:\tcmp r0,lr\nblo 3b\nmov r2,r1\nbls 1b\n" \
+    "3:\tldm r0!,{r8,r9,r10,r11}\n" MOEI_WORDS(r1, r8, r9, r3, r4) MOEI_WORDS(r1, r10, r11, r3, r4) \
+    "4:\tcmp r0,lr\nblo 3b\nmov r2,r1\nbls 1b\n" \
     "5:\tldr r7,[sp]\nldm r7,{r7,r12}\nadd r12,r7\nsubs r12,r0\ncmp r12,#20\nbne 6f\n" \
     "ldm r0!,{r8,r9}\n" MOEI_4_INPUTS(r8, r9) "b 1b\n" \
     "6:\tcmp r12,#12\nbeq 1b\n" MOEI_PARTS "push {r7,r8,r9,r10,r11}\nmov r4,r3\nmov r6,r5\nadd lr,r0,#1020\nb 2b\n" \
     "11:\tsub lr,r2,#12\nadd lr,r0\nadd r2,r1\nldm r1!,{r3,r8,r9}\nldm r2!,{r5,r11}\n" \
-    "12:\tpush {r7,r8,r9,r10,r11}\nmov r4,r3\nadd r10,r0,#1024\ncmp r10,lr\nit hi\nmovhi r10,lr\nb 13f\n" \
-    "3:\tldm r0!,{r8,r9}\n" MOEI_WORDS(r1, r8, r9, r3, r4) "ldr r11,[r2],#4\n" MOEI_ALONE(r11, r8, r9, r5) \
-    "13:\tcmp r0,r10\nblo 3b\nmov r6,r5\ncmp r0,lr\nbeq 1b\n" MOEI_PARTS "b 12b\n" \
-    "14:\tsub lr,r2,#12\nadd lr,r0\nldm r1!,{r3,r9}\nmov r2,r1\nb 13f\n" \
-    "3:\tldm r0!,{r4,r5}\nldr r6,[r2],#4\n" MOEI_ALONE(r6, r4, r5, r3) "13:\tcmp r0,lr\nblo 3b\nb 10b\n"
+    "12:\tpush {r7,r8,r9,r10,r11}\nmov r4,r3\nadd r6,r0,#1024\ncmp r6,lr\nit hi\nmovhi r6,lr\n" \
+    "sub r12,lr,r0\nlsls r12,r12,#28\nbpl 13f\nldm r0!,{r8,r9}\n" MOEI_4_AND_ALONE(r8, r9) "b 13f\n" \
+    "3:\tldm r0!,{r8,r9,r10,r11}\n" MOEI_4_AND_ALONE(r8, r9) MOEI_4_AND_ALONE(r10, r11) \
+    "13:\tcmp r0,r6\nblo 3b\nmov r6,r5\ncmp r0,lr\nbeq 1b\n" MOEI_PARTS "b 12b\n" \
+    "14:\tsub lr,r2,#12\nldm r1!,{r3,r9}\nlsls r2,lr,#28\nmov r2,r1\nadd lr,r0\nbpl 13f\n" \
+    "ldm r0!,{r4,r5}\nldr r6,[r2],#4\n" MOEI_ALONE(r6, r4, r5, r3) "b 13f\n" \
+    "3:\tldm r0!,{r4,r5,r6,r8}\nldm r2!,{r10,r11}\n" MOEI_ALONE(r10, r4, r5, r3) MOEI_ALONE(r11, r6, r8, r3) \
+    "13:\tcmp r0,lr\nblo 3b\nb 10b\n"
 #endif
 
 MOEI_TOOL MOEI_INT_CALLED void moei_int8_loop(moei_int8_work *work, const unsigned char *data,
@@ -8806,6 +8811,7 @@ MOEI_TOOL MOEI_INT_CALLED void moei_int8_loop(moei_int8_work *work, const unsign
 #undef MOEI_16_INPUTS
 #undef MOEI_16_ALONE
 #undef MOEI_4_ALONE
+#undef MOEI_4_AND_ALONE
 #undef MOEI_ALONE
 #undef MOEI_WORDS
 #undef MOEI_WORD
