@@ -4952,12 +4952,12 @@ typedef struct moei_cost {
 
 static const moei_cost moei_costs[] = {
     /* costs */
-    {(moei_any_function)moei_int_op_int8, {84.34, 12.83, 0.12, 0.88}},
+    {(moei_any_function)moei_int_op_int8, {86.33, 12.83, 0.12, 0.88}},
     {(moei_any_function)moei_int_op_int4, {106.97, 17.06, 1.33, 1}},
-    {(moei_any_function)moei_int_op_int16, {271.22, 44.4, 33.23, 1.75}},
-    {(moei_any_function)moei_int_op_int8_add, {72.16, 9.41, 0.14, 0.87}},
+    {(moei_any_function)moei_int_op_int16, {283.11, 44.39, 32.24, 1.75}},
+    {(moei_any_function)moei_int_op_int8_add, {74.14, 9.41, 0.14, 0.87}},
     {(moei_any_function)moei_int_op_int4_add, {94.97, 13.62, 1.34, 1}},
-    {(moei_any_function)moei_int_op_int16_add, {253.4, 45.88, 33.22, 1.75}},
+    {(moei_any_function)moei_int_op_int16_add, {265.28, 45.87, 32.22, 1.75}},
     {(moei_any_function)moei_int_op_curve, {49, 22, 0, 0}},
     {(moei_any_function)moei_int_op_multiply, {43, 14, 0, 0}},
     {(moei_any_function)moei_int_op_add, {55, 16, 0, 0}},
@@ -4970,7 +4970,7 @@ static const moei_cost moei_costs[] = {
     {(moei_any_function)moei_int_op_accumulate, {35, 10, 0, 0}},
     {(moei_any_function)moei_int_op_add_rest, {76, 14, 0, 0}},
     {(moei_any_function)moei_int_op_cluster, {183, 37, 0, 0}},
-    {(moei_any_function)moei_int_op_row, {55, 22, 0, 0}},
+    {(moei_any_function)moei_int_op_row, {68, 31, 0, 0}},
     {(moei_any_function)moei_int_op_norm_l1, {62.21, 69.61, 0.01, 9}},
     {(moei_any_function)moei_int_op_norm_l2, {62.52, 311.63, 0.01, 6.75}},
     {(moei_any_function)moei_int_op_norm_linf, {62.27, 69.6, 0.01, 12}},
