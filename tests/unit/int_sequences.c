@@ -148,7 +148,8 @@ static void row_exact(int32_t r, uint32_t seed) {
     for (p = 0; p < op.shape.n; p++) {
         const int64_t bytes = head[12 + 2 * p] | (int64_t)head[13 + 2 * p] << 8;
         const int64_t both = bytes < 32768 ? bytes : bytes - 65536, a = (bytes + 128) % 256 - 128;
-        const int64_t level = alone ? (signed char)head[8 + p / 4 * 4 + "\0\2\1\3"[p % 4]] : r % 2 ? (both - a) / 256 : a;
+        const int64_t one = (signed char)head[8 + p / 4 * 4 + "\0\2\1\3"[p % 4]];
+        const int64_t level = alone ? one : r % 2 ? (both - a) / 256 : a;
         good &= vectors.levels[p] == ended(floor_of(level * 32768 * factor, 16));
     }
     CHECK_OF(good, seed);
