@@ -4959,9 +4959,9 @@ static void moei_route_gate_backward(moei_pass *s) {
    p_i = sum over (h, j) of softmax(a_ihj) r_j within a sequence.
      similarity  one head, a_ij = u_i . W_s u_j / tau
      attention   a_ihj = log A_hij - |u_i - o_hj|^2 / (2 sigma^2); |u_i|^2 cancels
-   Both are products of queries and keys, computed in blocks of rows and again in the backward pass
-   instead of kept. A block holds E_ij = exp(a_ij - max). Its rows' sums Z_i divide p_i = sum E_ij
-   r_j at the end: E divisions per token instead of N. */
+   Both are products of queries and keys, in blocks of rows, computed again in the backward pass.
+   A block holds E_ij = exp(a_ij - max). Its rows' sums Z_i divide p_i = sum E_ij r_j at the end: E
+   divisions per token instead of N. */
 
 /* Token indices start at the first past token. */
 static int moei_refine_is_real(const moei_pass *s, size_t t) {
@@ -5207,16 +5207,18 @@ static void moei_refine_block_backward(const moei_pass *s, size_t rows, size_t w
 /* From da of one head, with rows width apart, the gradients of A and of |o|^2 / 2. */
 static void moei_refine_attention_backward(const moei_pass *s, size_t head, size_t at, size_t rows, size_t from,
                                            size_t span, const moe_real *d_a, size_t width) {
-    /* columns: sum over rows of da */
-    moe_real *columns = s->m.column, *d_o = s->call->d_attention_outputs;
+    /* columns: sum over rows of da; dA stays finite, as the softmax before it multiplies it by A */
+    moe_real *columns = s->m.column, *d_o = s->call->d_attention_outputs, *d_w = s->call->d_attention_weights;
+    const moe_real most = (moe_real)(MOE_REAL_IS_DOUBLE ? 1e300 : 1e38);
     size_t i, j;
     memset(columns, 0, span * sizeof(moe_real));
     for (i = 0; i < rows; i++, d_a += width) {
         size_t cell = (head * s->n + at + i) * s->n + from;
         moe_axpy(s->router->kernels, span, MOEI_R(1.0), d_a, columns);
-        for (j = 0; j < span && s->call->d_attention_weights != NULL; j++)
-            if (d_a[j] < MOEI_R(0.0) || d_a[j] > MOEI_R(0.0))
-                s->call->d_attention_weights[cell + j] += d_a[j] / s->call->attention_weights[cell + j];
+        for (j = 0; j < span && d_w != NULL; j++) {
+            const moe_real d = d_a[j] < 0 || d_a[j] > 0 ? d_a[j] / s->call->attention_weights[cell + j] : 0;
+            d_w[cell + j] += d > most ? most : d < -most ? -most : d;
+        }
     }
     for (j = 0; j < span && d_o != NULL; j++) {
         size_t key = (head * s->n + from + j) * s->d;

@@ -3318,6 +3318,32 @@ static void test_attention_backward_adds(void) {
     bench_end(&b);
 }
 
+/* Attention weights of which dL/dA = da / A would be infinite: only they lead to near tokens. Times
+   A, which is what the softmax before it makes of it, dL/dA is no larger than da. */
+static void test_attention_backward_tiny(void) {
+    moe_router_config c = config_of("refine=attention weight=raw");
+    enum { N = 5 };
+    const moe_real tiny = MOE_REAL_IS_DOUBLE ? (moe_real)5e-324 : (moe_real)1.5e-45f;
+    moe_real back[N * N] = {0}, largest = 0;
+    size_t i;
+    bench b;
+    if (!CHECK(bench_start(&b, &c, NULL, N, 0.6), "routes")) return;
+    for (i = 0; i < N * N; i++) b.attention[i] = i % N < 2 ? (moe_real)(1 + i % N) * tiny : (moe_real)0.3;
+    for (i = 0; i < N * (size_t)c.d_model; i++) b.outputs[i] = (moe_real)(i < 2 * (size_t)c.d_model ? 0 : 1e3);
+    b.call.d_attention_weights = back;
+    bench_route(&b);
+    if (CHECK(b.status == MOE_OK, "routes over tiny weights")) {
+        for (i = 0; i < b.routing.plan.offsets[4]; i++) b.routing.d_weight_out[i] = moe_rng_normal(&rng);
+        CHECK(moe_route_backward(&b.router, &b.call, &b.routing, NULL, NULL, NULL) == MOE_OK, "backward");
+        for (i = 0; i < N * N; i++) {
+            CHECK(moe_is_finite(back[i]) && moe_is_finite(2 * back[i]), "a gradient of a tiny weight is finite");
+            if (fabs((double)back[i]) > (double)largest) largest = (moe_real)fabs((double)back[i]);
+        }
+        CHECK((double)largest > 1e37, "and large");
+    }
+    bench_end(&b);
+}
+
 static moe_status gather_nothing(void *ctx, moe_status status, size_t row_bytes, void *rows) {
     (void)ctx;
     (void)row_bytes;
@@ -3427,6 +3453,7 @@ int main(int argc, char **argv) {
     CASE(test_columns());
     CASE(test_backward_adds());
     CASE(test_attention_backward_adds());
+    CASE(test_attention_backward_tiny());
     CASE(test_custom_select());
     CASE(test_sparsemixer());
     CASE(test_short_vectors());
