@@ -345,8 +345,8 @@ static int64_t moei_check_int4_row(const unsigned char *at, uint32_t k, uint32_t
 }
 
 /* The rows of a product. *most: the largest magnitude of sum * factor >> 16. |sum| < 2^30 is what
-   moe_int8_pack and moe_int4_pack promise; then no partial sum leaves int32, in any order in which
-   processors add: they start at the bias, and 128 * 127 * 65532 more is below 2^31. */
+   moei_int8_pack and moei_int4_pack promise; then no partial sum leaves int32, in any order in
+   which processors add: they start at the bias, and 128 * 127 * 65532 more is below 2^31. */
 static moe_status moei_check_product_rows(const moei_check *c, const moei_int_op *op, int int4, int64_t *most) {
     const uint32_t n = op->shape.n, k = op->shape.k;
     const uint32_t group = int4 ? 4 : 2;
@@ -361,6 +361,7 @@ static moe_status moei_check_product_rows(const moei_check *c, const moei_int_op
         const int64_t factor = moei_flash_16(at + (int4 ? size - 8 + 2 * (j % 4) : moei_int8_factor_at(side)));
         MOEI_CHECK_NEED(row >= 0, "at", "a weight is beyond +-127, or the factor of a block is negative");
         MOEI_CHECK_NEED(factor >= 0, "at", "a factor of an output is negative");
+        MOEI_CHECK_NEED(int4 || side < 2 || moei_flash_16(at + 6) == 0, "at", "no 0 behind the last factor");
         MOEI_CHECK_FITS(sum < (int64_t)1 << 30, "at");
         if (sum * factor / 65536 + 1 > *most) *most = sum * factor / 65536 + 1;
     }

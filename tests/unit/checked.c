@@ -667,14 +667,14 @@ static void int4_code_is(int side, uint32_t factor) {
     constant_is(6 + (size_t)side / 2, factor << side % 2 * 16);
 }
 
-/* A product of one output: the rows beside it are read, too, by what computes two or four at
-   once. */
+/* A product of one output in int4: the rows beside it are read, too, by what computes four at once.
+   In int8 of two outputs. */
 static void test_single_products(void) {
     int int4, side;
     for (int4 = 0; int4 < 2; int4++)
         for (side = 0; side < (int4 ? 4 : 2); side++) {
             const size_t factors = int4 ? 8 + (size_t)side / 2 : 2;
-            single_begin(int4 ? moei_int_op_int4 : moei_int_op_int8, 1, 4);
+            single_begin(int4 ? moei_int_op_int4 : moei_int_op_int8, int4 ? 1 : 2, 4);
             one.op.in = 0;
             one.op.other = 8;
             CHECK_STATUS(single_check(), MOE_OK, "zeros");
@@ -703,6 +703,30 @@ static void test_single_products(void) {
         }
 }
 
+/* An int8 product of one output: bias, factor and 0, weights. */
+static void test_single_alone(void) {
+    single_begin(moei_int_op_int8, 1, 4);
+    one.op.in = 0;
+    one.op.other = 8;
+    constant_is(0, 0x3fffffff);
+    constant_is(1, 0x7fff);
+    CHECK_STATUS(single_check(), MOE_OK, "the largest bias and factor");
+    constant_is(2, 0x01000000);
+    CHECK_STATUS(single_check(), MOE_ERR_OVERFLOW, "and more");
+    constant_is(0, 0xc0000001 + 127);
+    CHECK_STATUS(single_check(), MOE_OK, "the lowest bias");
+    constant_is(0, 0);
+    constant_is(2, 0x81000000);
+    CHECK_STATUS(single_check(), MOE_OK, "a weight of -127");
+    constant_is(2, 0x00800000);
+    CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "a weight of -128");
+    constant_is(2, 0);
+    constant_is(1, 0x8000);
+    CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "a negative factor");
+    constant_is(1, 0x00010001);
+    CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "a factor of an output that is not there");
+}
+
 /* Tables that end with the constants. */
 static void test_single_tables(void) {
     single_begin(moei_int_op_rotate, 8, 8);
@@ -720,9 +744,9 @@ static void test_single_tables(void) {
     CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "a shorter one");
     single_begin(moei_int_op_int8, 1, 4);
     one.op.in = 0;
-    one.model.weights_size = 20;
+    one.model.weights_size = 12;
     CHECK_STATUS(single_check(), MOE_OK, "a product");
-    one.model.weights_size = 19;
+    one.model.weights_size = 11;
     CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "a shorter one");
 }
 
@@ -1124,6 +1148,7 @@ int main(int argc, char **argv) {
     CASE(test_single_sums());
     CASE(test_single_attention());
     CASE(test_single_products());
+    CASE(test_single_alone());
     CASE(test_single_tables());
     CASE(test_selections());
     CASE(test_many_experts());

@@ -160,11 +160,13 @@ static levels levels_of_int8(const unsigned char *data, size_t n, size_t k) {
     size_t j, p;
     for (j = 0; j < n; j++) {
         const unsigned char *at = data + j / 2 * pair;
+        const int alone = j % 2 == 0 && j + 1 == n;
         l.bias[j] = bytes_signed(at + 4 * (j % 2), 4);
-        l.factor[j] = bytes_signed(at + 8 + 2 * (j % 2), 2);
+        l.factor[j] = bytes_signed(at + (alone ? 4 : 8 + 2 * (j % 2)), 2);
         for (p = 0; p < k; p++)
-            l.w[j * k + p] = j % 2 == 0 ? bytes_signed(at + 12 + 2 * p, 1)
-                                        : (bytes_signed(at + 12 + 2 * p, 2) - bytes_signed(at + 12 + 2 * p, 1)) / 256;
+            l.w[j * k + p] = alone        ? bytes_signed(at + 8 + p / 4 * 4 + (size_t)"\0\2\1\3"[p % 4], 1)
+                             : j % 2 == 0 ? bytes_signed(at + 12 + 2 * p, 1)
+                                          : (bytes_signed(at + 12 + 2 * p, 2) - bytes_signed(at + 12 + 2 * p, 1)) / 256;
     }
     return l;
 }
@@ -238,7 +240,7 @@ static int64_t *product(machine *m, const moei_int_op *op, int int4) {
    of 8 bits, biases behind the constants. */
 static int64_t *product_16(machine *m, const moei_int_op *op, int64_t weight) {
     const size_t n = op->shape.n, k = op->shape.k;
-    const unsigned char *bias = m->base + op->at + (n + 1) / 2 * (12 + 2 * up_to_4(k));
+    const unsigned char *bias = m->base + op->at + n / 2 * (12 + 2 * up_to_4(k)) + n % 2 * (8 + up_to_4(k));
     int64_t *x = vector_read(m, op->in, k, 32767), *upper = (int64_t *)grab(k, sizeof *upper);
     int64_t *t, *low, all = 0;
     size_t i;
