@@ -5208,7 +5208,8 @@ static void moei_refine_block_backward(const moei_pass *s, size_t rows, size_t w
 static void moei_refine_attention_backward(const moei_pass *s, size_t head, size_t at, size_t rows, size_t from,
                                            size_t span, const moe_real *d_a, size_t width) {
     /* columns: sum over rows of da; dA stays finite, as the softmax before it multiplies it by A */
-    moe_real *columns = s->m.column, *d_o = s->call->d_attention_outputs, *d_w = s->call->d_attention_weights;
+    moe_real *columns = s->m.column;
+    moe_real *d_o = s->call->d_attention_outputs, *d_w = s->call->d_attention_weights;
     const moe_real most = (moe_real)(MOE_REAL_IS_DOUBLE ? 1e300 : 1e38);
     size_t i, j;
     memset(columns, 0, span * sizeof(moe_real));
