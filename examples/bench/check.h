@@ -195,6 +195,7 @@ static int check_all(void) {
     if (texts_read(0, headers[0], headers[1]) || digits_read()) return 1;
     check_resume();
     check_arms();
+    texts_free(); /* rows of any text count again */
     if (read_rows(0) || read_times()) return 1;
     judge_all(g);
     options.verify = 1;
