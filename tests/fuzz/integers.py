@@ -161,13 +161,18 @@ class Model:
         """bias [n], factor [n] and weights times block scales [n,k]."""
         four = op.run.startswith("int4")
         k4, blocks, group = (op.k + 3) // 4 * 4, (op.k + 31) // 32, 4 if four else 2
-        groups, head = (op.n + group - 1) // group, 4 * group
+        groups, head = (op.n + 3) // 4 if four else op.n // 2, 4 * group
         size = 24 + 2 * k4 + 8 * blocks if four else 12 + 2 * k4
         raw = np.frombuffer(self.base, np.uint8, groups * size, self.base_at + op.at).reshape(groups, size)
         bias = raw[:, :head].copy().view("<i4").astype(np.int64).reshape(-1)
         factor = (raw[:, -8:] if four else raw[:, 8:12]).copy().view("<i2").astype(np.int64).reshape(-1)
-        rows = self.codes_4(raw[:, 16:-8], op.k) if four else self.codes_8(raw[:, 12:])
-        return bias[:op.n], factor[:op.n], rows.reshape(-1, k4)[:op.n, :op.k]
+        rows = (self.codes_4(raw[:, 16:-8], op.k) if four else self.codes_8(raw[:, 12:])).reshape(-1, k4)
+        if not four and op.n % 2:
+            alone = np.frombuffer(self.base, np.uint8, 8 + k4, self.base_at + op.at + groups * size)
+            bias = np.append(bias, alone[:4].copy().view("<i4"))
+            factor = np.append(factor, alone[4:6].copy().view("<i2"))
+            rows = np.vstack([rows, alone[8:].view(np.int8).reshape(-1, 4)[:, [0, 2, 1, 3]].reshape(1, k4)])
+        return bias[:op.n], factor[:op.n], rows[:op.n, :op.k]
 
     @staticmethod
     def codes_8(raw):
@@ -223,7 +228,8 @@ class Model:
         for part, share in ((upper, weight), (lower, weight + 128 >> 8)):
             u = u + (((bias + w @ part) * factor >> 16) * share >> 16)
         v = u << 6 - e if e <= 6 else u + (1 << e - 6 >> 1) >> e - 6
-        after = self.constants(op, "i4", op.n, (op.n + 1) // 2 * (12 + 2 * ((op.k + 3) // 4 * 4)))
+        k4 = (op.k + 3) // 4 * 4
+        after = self.constants(op, "i4", op.n, op.n // 2 * (12 + 2 * k4) + op.n % 2 * (8 + k4))
         return int32(v + (after * weight >> 16))
 
     def op_int16(self, op):
