@@ -138,6 +138,22 @@ processor_seconds() { # file
     }' "$1"
 }
 
+# That program works as it stands there. gcc and g++ look at it only; what runs for gcc, tcc makes.
+first_program_of() { # header compiler folder-of-headers options...
+    cut_first_program "$1" >a.c || return 1
+    shift
+    set -- "$@" -DMOE_NO_SIMD -Wno-missing-field-initializers a.c
+    case $1 in
+    gcc | g++) in_language "$@" -fsyntax-only || return 1 ;;
+    esac
+    [ "$1" != g++ ] || return 0
+    if [ "$1" = gcc ] && setup_tool tcc; then
+        shift
+        set -- tcc "$@"
+    fi
+    in_language "$@" -o a -lm && run ./a
+}
+
 # ---- running them ----
 
 . tests/jobs.sh

@@ -63,18 +63,24 @@ plan() {
                     echo "extras tcc $real $library $one $other"
                 done
             done
-            for compiler in tcc gcc clang g++ clang++; do echo "extras $compiler $real $library $extras"; done
+            for compiler in tcc clang; do echo "extras $compiler $real $library $extras"; done
+        done
+        for compiler in gcc g++ clang++; do
+            echo "extras $compiler $real headers $extras"
+            echo "extras_seen $compiler $real amalgamated $extras"
         done
     done
     for one in $extras; do
-        for compiler in gcc clang g++; do echo "extras $compiler float headers $one"; done
+        echo "extras clang float headers $one"
+        for compiler in gcc g++; do echo "extras_seen $compiler float headers $one"; done
         echo "first_program examples/extras/$one.h gcc"
         echo "first_program examples/extras/$one.h g++"
     done
     for options in -DMOE_NO_TRAIN -DMOE_NO_QUANT -DMOE_NO_STDIO '-DMOE_NO_MALLOC' '-DMOE_NO_TRAIN -DMOE_NO_QUANT' \
         '-DMOE_NO_TRAIN -DMOE_NO_FLOAT' -DMOE_NO_FLOAT -DMOE_STATIC; do
         for one in $extras; do echo "extras_options tcc $one $options"; done
-        echo "extras_options gcc $extras $options"
+        echo "extras_options tcc $extras $options"
+        for compiler in gcc clang; do echo "extras_options_seen $compiler $extras $options"; done
     done
     echo 'entered 90'
     for order in 'moe_kernels.h moe_routers.h moe.h' 'moe_kernels.h moe.h moe_routers.h' \
@@ -87,7 +93,7 @@ plan() {
     echo 'staggered gcc moe_kernels.h moe.h moe_routers.h'
     for real in float double; do
         echo "defined tcc $real"
-        echo "exported gcc $real"
+        echo "alone exported gcc $real"
     done
     echo 'defined gcc float'
     echo 'c_from_cpp gcc g++'
@@ -107,7 +113,7 @@ plan() {
     echo 'options gcc -DMOE_NO_TRAIN'
     echo 'options clang -DMOE_NO_TRAIN -DMOE_STDIO'
     echo 'options clang -DMOE_NO_TRAIN -DMOE_MALLOC'
-    echo 'options gcc -DMOE_NO_TRAIN -DMOE_STDIO -DMOE_MALLOC'
+    echo "options gcc -DMOE_NO_TRAIN -DMOE_STDIO -DMOE_MALLOC $quick"
     echo 'options clang -DMOE_NO_TRAIN -DMOE_STATIC'
     echo 'options clang -DMOE_NO_QUANT -DMOE_NO_STDIO'
     echo 'options clang -DMOE_NO_QUANT -DMOE_NO_SIMD'
@@ -127,9 +133,9 @@ plan() {
     echo 'stb_user gcc'
     echo 'stb_without_path gcc'
     echo 'inference gcc'
-    echo "without gcc -DMOE_NO_MALLOC $heap"
-    echo "without gcc -DMOE_NO_STDIO $stdio"
-    echo "without gcc -DMOE_NO_TRAIN $heap|$stdio"
+    echo "without clang -DMOE_NO_MALLOC $heap"
+    echo "without clang -DMOE_NO_STDIO $stdio"
+    echo "without clang -DMOE_NO_TRAIN $heap|$stdio"
     echo 'comments'
     echo 'comments_noticed'
 }
@@ -205,7 +211,13 @@ parts_of() { [ "$1" = moe.h ] || echo "$quick"; } # header
 strict() { # header compiler optimization real
     needs "$2"
     program "$1" >a.c
-    run "$2" $(strict_flags "$2") "$3" $(parts_of "$1") $(real_option "$4") -I"$root" -c a.c -o a.o
+    run "$2" $(strict_flags "$2") "$3" $(parts_of "$1") $(real_option "$4") -I"$root" -c a.c -o a.o || return
+    keep_object "$1" "$2" "$4"
+}
+
+# For what looks at the symbols of the whole library.
+keep_object() { # header compiler real
+    [ "$1" != moe.h ] || mv a.o "$prepared/$2.$3.o"
 }
 
 declarations() { # header compiler real
@@ -214,10 +226,16 @@ declarations() { # header compiler real
     run "$2" $(strict_flags "$2") $(real_option "$3") -I"$root" -c a.c -o a.o
 }
 
+# In double the vector kernels are looked at without making code: strict makes it of them, in C.
 plusplus() { # header compiler real
     needs "$2"
     program "$1" >a.cpp
-    in_language "$2" "$root" $(parts_of "$1") $(real_option "$3") a.cpp -o a -lm && run ./a
+    parts=$(parts_of "$1")
+    if [ "$3" = double ]; then
+        in_language "$2" "$root" $parts $(real_option "$3") -fsyntax-only a.cpp || return 1
+        parts=$quick
+    fi
+    in_language "$2" "$root" $parts $(real_option "$3") a.cpp -o a -lm && run ./a
 }
 
 # A later standard, without making code.
@@ -265,10 +283,19 @@ static_symbols() { # header compiler real
     empty 'exported or undefined:' "$(nm -g a.o | grep -E ' (moe|moei|stb|stbds)_')"
 }
 
+# What is declared or defined twice in a file, the front end sees; tcc makes the programs.
+one_file() { # compiler
+    [ "$1" != g++ ] || {
+        in_language g++ "$root" $quick -fsyntax-only a.c
+        return
+    }
+    in_language "$1" "$root" $quick a.c -o a -lm && run ./a
+}
+
 twice() { # header compiler
     needs "$2"
     { program "$1" && printf '#include "%s"\n' "$1" && printf '#include "%s"\n' "$1"; } >a.c
-    in_language "$2" "$root" $quick a.c -o a -lm && run ./a
+    one_file "$2"
 }
 
 # Declarations on top, the implementation at the end of the same file.
@@ -276,7 +303,7 @@ later() { # header compiler
     needs "$2"
     { unit "$1" && printf '#define MOE_IMPLEMENTATION\n#include "%s"\nint main(void) { return moe_unit(); }\n' "$1"
     } >a.c
-    in_language "$2" "$root" $quick a.c -o a -lm && run ./a
+    one_file "$2"
 }
 
 order() { # compiler headers...
@@ -315,11 +342,10 @@ entered() { # most
     return 1
 }
 
-# The program in a header's opening comment works as it stands there; an extra may lie beside moe.h.
+# An extra may lie beside moe.h.
 first_program() { # header compiler
     needs "$2"
-    cut_first_program "$1" >a.c || return 1
-    in_language "$2" "$root" -I"$root/$(dirname "$1")" $quick -Wno-missing-field-initializers a.c -o a -lm && run ./a
+    first_program_of "$1" "$2" "$root" -I"$root/$(dirname "$1")"
 }
 
 # The preprocessor shows a user who includes the declarations only names of ours and of the standard
@@ -342,6 +368,22 @@ include_extras() { # names...
 # address.
 extras() { # compiler real library names...
     needs "$1"
+    units_of_extras "$@" || return 1
+    in_language "$compiler" "$folder" $quick $(real_option "$real") -Iextras -c a.c -o a.o &&
+        in_language "$compiler" "$folder" $quick $(real_option "$real") -Iextras -c b.c -o b.o &&
+        run "$compiler" a.o b.o -o a -lm && run ./a
+}
+
+# What the front end says of these units. Code of the same is made by clang, which also tells of
+# what is unused, and of all extras in one unit by each compiler.
+extras_seen() { # compiler real library names...
+    needs "$1"
+    units_of_extras "$@" &&
+        in_language "$compiler" "$folder" $quick $(real_option "$real") -Iextras -fsyntax-only a.c b.c
+}
+
+# a.c and b.c; sets $compiler, $real and $folder.
+units_of_extras() { # compiler real library names...
     compiler=$1 real=$2 folder=$root
     [ "$3" = headers ] || folder=$prepared/one
     shift 3
@@ -360,22 +402,28 @@ extras() { # compiler real library names...
         printf '    };\n    size_t i;\n    for (i = 0; i < sizeof all / sizeof all[0]; i++)\n'
         printf '        if (all[i] == NULL) return 1;\n    return 0;\n}\n'
     } >b.c
-    in_language "$compiler" "$folder" $quick $(real_option "$real") -Iextras -c a.c -o a.o &&
-        in_language "$compiler" "$folder" $quick $(real_option "$real") -Iextras -c b.c -o b.o &&
-        run "$compiler" a.o b.o -o a -lm && run ./a
 }
 
 # Where an option leaves out what an extra needs, it declares what is possible and never breaks the
 # compile.
 extras_options() { # compiler names... options...
     needs "$1"
+    unit_with_options "$@" && in_language "$compiler" "$root" $quick $options a.c -o a -lm && run ./a
+}
+
+extras_options_seen() { # compiler names... options...
+    needs "$1"
+    unit_with_options "$@" && in_language "$compiler" "$root" $quick $options -fsyntax-only a.c
+}
+
+# a.c; sets $compiler and $options.
+unit_with_options() { # compiler names... options...
     compiler=$1
     shift
     names=$(printf '%s\n' "$@" | grep -v '^-')
     options=$(printf '%s\n' "$@" | grep '^-')
     { echo '#define MOE_IMPLEMENTATION' && include_extras $names &&
         echo 'int main(void) { return moe_version()[0] == 0; }'; } >a.c
-    in_language "$compiler" "$root" $quick $options a.c -o a -lm && run ./a
 }
 
 # Each declared function has a definition, with the type it was declared with.
@@ -403,8 +451,11 @@ defined() { # compiler real
 exported() { # compiler real
     needs "$1"
     needs nm
-    program moe.h | sed '$d' >a.c
-    run "$1" -std=c99 -O0 $(real_option "$2") -I"$root" -c a.c -o a.o || return 1
+    object=$prepared/$1.$2.o # of strict or compile_time
+    if [ ! -f "$object" ]; then
+        program moe.h >a.c
+        run "$1" -std=c99 -O0 $(real_option "$2") -I"$root" -c a.c -o "$object" || return 1
+    fi
     printf '#include "moe.h"\n' >b.c
     run "$1" -std=c99 $(real_option "$2") -I"$root" -E -P b.c -o b.i || return 1
     {
@@ -414,7 +465,7 @@ exported() { # compiler real
         sed -n 's/^#define MOE_VERSION "\(.*\)"$/moe_headers_are_of_version_\1/p' "$root/moe_kernels.h" | tr . _ |
             if [ "$2" = double ]; then sed 's/$/_f64/'; else cat; fi
     } | sort -u >declared
-    nm -g --defined-only a.o | awk '{ print $3 }' | grep -E '^moei?_' | sort >exported
+    nm -g --defined-only "$object" | awk '{ print $3 }' | grep -E '^moei?_' | sort >exported
     empty 'declared and not exported:' "$(comm -23 declared exported)" &&
         empty 'exported and not declared:' "$(comm -13 declared exported)"
 }
@@ -431,7 +482,7 @@ c_from_cpp() { # C compiler, C++ compiler
 # A float unit and a double unit do not link.
 mixing() { # compiler
     needs "$1"
-    printf '#define MOE_IMPLEMENTATION\n#include "moe.h"\n' >a.c
+    printf '#define MOE_IMPLEMENTATION\n#include "moe_kernels.h"\n' >a.c
     printf '#include "moe.h"\nint main(void) { moe_real x[2] = {1, 2}; return moe_log_sum_exp(2, x) < 0; }\n' >b.c
     run "$1" -std=c99 $quick -I"$root" -c a.c -o a.o && run "$1" -std=c99 -DMOE_REAL=double -I"$root" -c b.c -o b.o ||
         return 1
@@ -706,6 +757,7 @@ compile_time() { # compiler
     needs "$1"
     program moe.h >a.c
     (run "$1" $(strict_flags "$1") -O2 -I"$root" -c a.c -o a.o && times >spent) || return 1
+    keep_object moe.h "$1" float
     echo "note: a file with the implementation compiles in $(processor_seconds spent) processor seconds ($1 -O2)"
 }
 
