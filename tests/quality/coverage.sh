@@ -10,7 +10,8 @@
 #
 # -Og, with nothing put into others but what the headers say must be: the kernels are copies of one
 # another whose sizes are constants, and a branch that a constant decides is none in the copy.
-# Programs of public names share one object of the library; the others have it inside.
+# Programs of public names share one object of the library, which has all that is counted. The
+# others have inside what they use of it (MOE_STATIC); failures and the kernels of aarch64 have all.
 
 LC_ALL=C
 export LC_ALL
@@ -56,9 +57,9 @@ inside float inference -DMOE_NO_SIMD quick
 inside float profile -DMOE_NO_SIMD
 inside float quant - quick
 inside float tokens -DMOE_NO_SIMD
-inside float imported -
+inside float imported -DMOE_NO_SIMD
 inside double imported -DMOE_NO_SIMD
-inside float models - tests/golden/models tests/golden/shapes.py
+inside float models -DMOE_NO_SIMD tests/golden/models tests/golden/shapes.py
 inside float tokenizers -DMOE_NO_SIMD
 inside float files -DMOE_NO_SIMD
 inside double files -DMOE_NO_SIMD
@@ -72,7 +73,7 @@ linked float golden tests/golden
 linked float checked quick
 linked float metrics
 linked float published
-linked double published
+linked double published hands
 linked float report
 inside float int_routers -DMOE_NO_SIMD quick
 inside float integers -DMOE_NO_SIMD
@@ -143,23 +144,31 @@ linked() { # build name arguments...
         run gcc "$object" "$prepared/objects/library.$build.o" --coverage -o program -lm && counted '' "$@"
 }
 
+used_of() { # name
+    case $1 in
+    failures | kernels) ;;
+    *) echo -DMOE_STATIC ;;
+    esac
+}
+
 inside() { # build name option-or-- arguments...
     build=$1 name=$2 option=$3
     shift 3
     [ "$option" != - ] || option=
     split "$name" || return
     # shellcheck disable=SC2046,SC2086
-    instrumented "$copy" "$prepared/objects/$name.$build.o" -iquote "$folder" $option $(real_option "$build") &&
+    instrumented "$copy" "$prepared/objects/$name.$build.o" -iquote "$folder" $option $(real_option "$build") \
+        $(used_of "$name") &&
         run gcc "$prepared/objects/$name.$build.o" --coverage -o program -lm && counted '' "$@"
 }
 
 # Nets as constants: a program that prints them, and one that compares them
 # (tests/port/export_float.sh).
 printed() {
-    instrumented "$root/tests/port/export_float.c" "$prepared/objects/print.o" -DMOE_NO_SIMD &&
+    instrumented "$root/tests/port/export_float.c" "$prepared/objects/print.o" -DMOE_NO_SIMD -DMOE_STATIC &&
         run gcc "$prepared/objects/print.o" --coverage -o print -lm &&
         ./print quick >nets.h &&
-        instrumented "$root/tests/port/export_float.c" "$prepared/objects/nets.o" -DMOE_NO_SIMD -DQUICK \
+        instrumented "$root/tests/port/export_float.c" "$prepared/objects/nets.o" -DMOE_NO_SIMD -DMOE_STATIC -DQUICK \
         "-DNETS=\"$PWD/nets.h\"" &&
         run gcc "$prepared/objects/nets.o" --coverage -o program -lm && counted ''
 }
@@ -172,9 +181,9 @@ crossed() { # name arguments...
     needs qemu-aarch64
     needs_to_link aarch64-linux-gnu-gcc
     mkdir -p "$prepared/crossed"
-    # shellcheck disable=SC2086
-    run aarch64-linux-gnu-gcc $options -I"$root" ${stb_flag:+-I"$stb_flag"} -c "$(source_of "$name")" -o \
-        "$prepared/crossed/$name.o" &&
+    # shellcheck disable=SC2046,SC2086
+    run aarch64-linux-gnu-gcc $options -I"$root" ${stb_flag:+-I"$stb_flag"} $(used_of "$name") -c \
+        "$(source_of "$name")" -o "$prepared/crossed/$name.o" &&
         run aarch64-linux-gnu-gcc "$prepared/crossed/$name.o" --coverage -static -o program -lm &&
         counted 'qemu-aarch64 -cpu max' "$@"
 }
