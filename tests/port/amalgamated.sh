@@ -33,7 +33,8 @@ plan() {
     done
     echo 'units gcc float'
     echo 'static_units gcc float'
-    echo 'static_units g++ float'
+    echo 'static_units clang++ float'
+    echo 'static_seen g++ float'
     echo 'later tcc'
     echo 'first_program gcc'
     echo 'first_program g++'
@@ -46,8 +47,7 @@ plan() {
     echo 'stb_options gcc'
     echo 'no_heap gcc'
     echo 'golden gcc'
-    echo 'examples gcc'
-    echo 'examples g++'
+    echo 'examples gcc g++'
     # More and less inside.
     echo 'words'
     echo 'options_known'
@@ -69,12 +69,15 @@ plan() {
     done
     echo 'less tcc inference report import export classic ranks layout'
     for name in $options; do echo "less tcc --without $name"; done
-    for name in quant stdio malloc double; do echo "less gcc --without $name"; done
+    for name in quant stdio malloc double; do
+        echo "less clang --without $name"
+        echo "less_seen gcc --without $name"
+    done
     echo 'refused gcc'
     echo 'inference_runs tcc'
     echo 'inference_runs g++'
     echo 'size_of_integers'
-    for compiler in gcc tcc; do echo "firmware $compiler"; done
+    echo 'firmware gcc tcc'
 }
 
 extras=$(ls examples/extras | sed -n 's/^moe_\([a-z]*\)\.h$/\1/p' | tr '\n' ' ')
@@ -253,6 +256,14 @@ units() { # compiler real
     in_language "$1" . $quick $(real_option "$2") a.c b.c -o a -lm && run ./a
 }
 
+# What the front end says of these units.
+static_seen() { # compiler real
+    needs "$1"
+    bring
+    two_sources '#define MOE_STATIC' '#define MOE_STATIC'
+    in_language "$1" . $quick $(real_option "$2") -fsyntax-only a.c b.c
+}
+
 static_units() { # compiler real
     needs "$1"
     bring
@@ -275,11 +286,11 @@ later() { # compiler
 first_program() { # compiler
     needs "$1"
     bring
-    cut_first_program moe.h >a.c || return 1
-    in_language "$1" . $quick -Wno-missing-field-initializers a.c -o a -lm && run ./a
+    first_program_of moe.h "$1" .
 }
 
-# The user's own stb_ds.h, with its own implementation and short names, does not meet ours.
+# The user's own stb_ds.h, with its own implementation and short names, does not meet ours. In one
+# file the front end of C++ sees that; tcc makes programs of the same.
 user_stb() { # compiler place
     needs "$1"
     bring
@@ -317,7 +328,10 @@ SOURCE
     case $1 in
     *++) language='-std=c++11 -w -x c++' ;;
     esac
-    run "$1" $language $quick -I. -I"$stb_folder" a.c b.c -o a -lm && run ./a
+    case $1.$2 in
+    g++.elsewhere | tcc.*) run "$1" $language $quick -I. -I"$stb_folder" a.c b.c -o a -lm && run ./a ;;
+    *) run "$1" $language $quick -I. -I"$stb_folder" -fsyntax-only a.c ;;
+    esac
 }
 
 # Macros that steer stb_ds.h or the choice of it do not reach the copy inside.
@@ -356,31 +370,34 @@ golden() { # compiler
 }
 
 # All examples, in a folder that holds the file and the examples' own sources: nothing else is
-# opened but what the system brings, and that is not stb_ds. The implementation is compiled once. In
-# C++ they use what g++ and clang++ take over from C99: designated initializers and compound
+# opened but what the system brings, and that is not stb_ds. The implementation is compiled once, in
+# C. In C++ they use what g++ and clang++ take over from C99: designated initializers and compound
 # literals.
-examples() { # compiler
+examples() { # compiler of C, compiler of C++
     needs "$1"
+    needs "$2"
     bring
     set +f
-    language=-std=c99
-    case $1 in
-    *++) language='-std=gnu++11 -x c++' ;;
-    esac
     printf '#define MOE_IMPLEMENTATION\n#include "moe.h"\n' >moe.c
     cp -R "$root"/examples/*.h "$root/examples/extras" "$root/examples/data/digits.csv" . || return 1
     for extra in extras/moe_[!m]*.h; do echo "#include \"$extra\""; done >>moe.c
-    run "$1" $language $quick -O1 -I. -c moe.c -o moe.o || return 1
+    run "$1" -std=c99 $quick -O1 -I. -c moe.c -o moe.o || return 1
     for name in quickstart lecture text quantize routers export microdigits; do
         [ -f "$root/examples/$name.c" ] || { echo "there is no example $name" && return 1; }
     done
+    examples_by "$1" -std=c99 && examples_by "$2" -std=gnu++11 -x c++
+}
+
+examples_by() { # compiler options...
+    compiler=$1
+    shift
     for file in "$root"/examples/*.c; do
         name=${file##*/}
         name=${name%.c}
         [ "$name" != mpi ] || continue # wants another library; tests/port/mpi.sh compiles it
         grep -v '^#define MOE_IMPLEMENTATION$' "$file" >"$name.c"
-        run "$1" $language $quick -O0 -I. -MD -MF "$name.d" -c "$name.c" -o "$name.o" &&
-            run "$1" "$name.o" moe.o -o "$name" -lm || return 1
+        run "$compiler" "$@" $quick -O0 -I. -MD -MF "$name.d" -c "$name.c" -o "$name.o" &&
+            run "$compiler" "$name.o" moe.o -o "$name" -lm || return 1
         tr ' \\' '\n\n' <"$name.d" | grep -E '^\.\./|stb|moe_|^/' | grep -vE '^(extras|/usr|/lib|/opt)/' >opened
         empty "$name opened:" "$(cat opened && grep stb "$name.d")" || return 1
         ./"$name" -h >"$name.help" || { echo "$name -h fails" && return 1; }
@@ -529,13 +546,21 @@ no_stb() { # words
 # Compiles strictly, and runs; also twice in a file, and as declarations.
 less() { # compiler words...
     needs "$1"
+    two_of_less "$@" && in_language "$compiler" . $simd a.c b.c -o a -lm && run ./a
+}
+
+less_seen() { # compiler words...
+    needs "$1"
+    two_of_less "$@" && in_language "$compiler" . $simd -fsyntax-only a.c b.c
+}
+
+two_of_less() { # compiler words...
     compiler=$1
     shift
     sh "$root/amalgamate" "$@" >moe.h || return 1
     two_sources "$(printf '#include "moe.h"\n#define MOE_IMPLEMENTATION\n#include "moe.h"')" ''
     simd=$quick
     case " $* " in *simd*) simd= ;; esac
-    in_language "$compiler" . $simd a.c b.c -o a -lm && run ./a
 }
 
 # What was left out cannot be asked back: the compiler says so.
@@ -620,18 +645,19 @@ size_of_integers() {
 }
 
 # The smallest firmware (examples/mcu) with the file for integers, as a program for this machine.
-firmware() { # compiler
-    needs "$1"
+firmware() { # compilers
+    for compiler in "$@"; do needs "$compiler"; done
     cp -R "$root"/examples/*.h "$root/examples/extras" "$root/examples/data/digits.csv" .
     run "$CC" -std=c99 -O1 $quick -I"$prepared/one" -I. "$root/examples/microdigits.c" -o microdigits -lm || return 1
     run ./microdigits --epochs 5 -o digits.h --save digits.safetensors digits.csv >said || return 1
     mkdir device && cp digits.h "$prepared/integers/moe.h" "$root/examples/mcu/firmware.c" device || return 1
     cd device || return 1
-    run "$1" $(strict_flags "$1") -I. firmware.c -o firmware || return 1
-    ./firmware >out || return 1
-    tail -n 1 out | grep -q '^is a 9, as read by expert [0-7] ([0-9]* %) and expert [0-7] ([0-9]* %)$' && return 0
-    cat out
-    return 1
+    for compiler in "$@"; do
+        run "$compiler" $(strict_flags "$compiler") -I. firmware.c -o firmware && ./firmware >out || return 1
+        tail -n 1 out | grep -q '^is a 9, as read by expert [0-7] ([0-9]* %) and expert [0-7] ([0-9]* %)$' && continue
+        cat out
+        return 1
+    done
 }
 
 run_checks "$@"
