@@ -26,11 +26,14 @@ plan() {
     echo 'cortex_m4 arm-none-eabi-gcc'
 }
 
+# With static functions a compiler drops what is not used before it optimizes; strict compiles all.
+used=-DMOE_STATIC
+
 # All nets, and those of the first rows alone for machines with little memory.
 prepare() {
     setup_stb_flag "$CC"
-    "$CC" -std=c99 -O1 -DMOE_NO_SIMD -I. ${stb_flag:+-I"$stb_flag"} tests/port/export_float.c -o "$prepared/print" \
-        -lm &&
+    "$CC" -std=c99 -O1 -DMOE_NO_SIMD $used -I. ${stb_flag:+-I"$stb_flag"} tests/port/export_float.c \
+        -o "$prepared/print" -lm &&
         "$prepared/print" >"$prepared/nets.h" 2>"$prepared/log" &&
         "$prepared/print" quick >"$prepared/quick.h" 2>>"$prepared/log" && return 0
     cat "$prepared/log"
@@ -58,7 +61,7 @@ strict() { # compiler optimization
 
 inference() { # compiler optimization
     needs "$1"
-    build "$1" "$2" -DMOE_NO_TRAIN -DMOE_MALLOC && counted ./a
+    build "$1" "$2" $used -DMOE_NO_TRAIN -DMOE_MALLOC && counted ./a
 }
 
 tiny() { # compiler
@@ -69,7 +72,7 @@ tiny() { # compiler
 
 without_libm() { # compiler
     needs "$1"
-    build "$1" -O1 -DMOE_NO_TRAIN -DMOE_MALLOC -DMOE_NO_LIBM && counted ./a
+    build "$1" -O1 $used -DMOE_NO_TRAIN -DMOE_MALLOC -DMOE_NO_LIBM && counted ./a
 }
 
 # A header that compiles the implementation keeps what its model needs, and gives the bits of a
@@ -134,7 +137,7 @@ cortex_m4() { # compiler
         -mfpu=fpv4-sp-d16 -O1 -std=c99 \
         -ffunction-sections -fdata-sections -Wl,--gc-sections -Wl,-z,noexecstack -Wl,--defsym=__flash=0 \
         -Wl,--defsym=__flash_size=0x400000 \
-        -Wl,--defsym=__ram=0x20000000 -Wl,--defsym=__ram_size=0x400000 -DMOE_NO_TRAIN -DMOE_MALLOC -DQUICK \
+        -Wl,--defsym=__ram=0x20000000 -Wl,--defsym=__ram_size=0x400000 $used -DMOE_NO_TRAIN -DMOE_MALLOC -DQUICK \
         "-DNETS=\"$prepared/quick.h\"" -I"$root" \
         "$root/tests/port/export_float.c" -o a.elf -lm || return 1
     setup_limit 120 qemu-system-arm -M mps2-an386 -nographic -monitor none -serial none -chardev stdio,id=c0 \
