@@ -146,15 +146,18 @@ plan() {
 # NAME-picture.svg are made of each.
 reports='kinds quickstart routers quantize'
 
+# By tcc where it is there: others take longer to compile than the programs take to run.
 make_reports() {
     setup_compiler_quietly
     setup_stb
-    setup_stb_flag "$CC"
+    maker=$CC
+    ! setup_tool tcc || maker=tcc
+    setup_stb_flag "$maker"
     for report in $reports; do
         program=examples/$report.c
         [ "$report" != kinds ] || program=tests/unit/report.c
         # shellcheck disable=SC2086
-        $CC -std=c99 -O0 -DMOE_NO_SIMD -I"$root" ${stb_flag:+-I"$stb_flag"} "$program" -o "$prepared/$report" -lm ||
+        $maker -std=c99 -O0 -DMOE_NO_SIMD -I"$root" ${stb_flag:+-I"$stb_flag"} "$program" -o "$prepared/$report" -lm ||
             return 1
         for ending in html svg; do
             case $report in
