@@ -826,6 +826,36 @@ static double half_step(const moe_real *x, size_t p) {
     return most / 254 / 254;
 }
 
+typedef struct wanted {
+    double want, bound, all; /* the sum, what rounded inputs and what other orders may change */
+} wanted;
+
+/* The products by definition, the same for every level; the caller frees them. */
+static wanted *wanted_of(const in_file *f, size_t m, const moe_real *x) {
+    const size_t n = f->n, k = f->k;
+    wanted *sums = (wanted *)take(m * n * sizeof *sums);
+    double *step = (double *)take(k * sizeof *step);
+    size_t i, j, p;
+    for (i = 0; i < m; i++) {
+        for (p = 0; p < k; p++) step[p] = p % 32 == 0 ? half_step(x + i * k, p) : step[p - 1];
+        for (j = 0; j < n; j++) {
+            double want = 0, bound = 0;
+            double all = 0;
+            for (p = 0; p < k; p++) {
+                const double w = (double)f->values[j * k + p], v = (double)x[i * k + p];
+                want += w * v;
+                bound += absolute(w) * step[p] * 1.001;
+                all += absolute(w * v);
+            }
+            sums[i * n + j].want = want;
+            sums[i * n + j].bound = bound;
+            sums[i * n + j].all = (all + bound) * 1e-5 * (MOE_REAL_IS_DOUBLE ? 1e-6 : 1);
+        }
+    }
+    free(step);
+    return sums;
+}
+
 /* Products with quantized activations: of all tables, near the sums in double and near plain C. */
 static void check_product_in_file(const in_file *f, const moei_block_type *type, size_t m, const moe_real *x) {
     const size_t n = f->n, k = f->k;
@@ -834,7 +864,8 @@ static void check_product_in_file(const in_file *f, const moei_block_type *type,
     moe_real *c = borrow_reals(m * ldc), *plain = borrow_reals(m * ldc);
     moe_real *row = borrow_reals(n);
     unsigned char *work = (unsigned char *)borrow(size), *work1 = (unsigned char *)borrow(one);
-    size_t l, i, j, p;
+    wanted *sums = wanted_of(f, m, x);
+    size_t l, i, j;
     size_t far = 0, differ = 0;
     size_t apart = 0, outside = 0;
     CHECK(size > one || m == 1);
@@ -844,17 +875,9 @@ static void check_product_in_file(const in_file *f, const moei_block_type *type,
         if (l == 0) memcpy(plain, c, m * ldc * sizeof *c);
         for (i = 0; i < m; i++) {
             for (j = 0; j < n; j++) {
-                double want = 0, bound = 0;
-                double all = 0;
-                for (p = 0; p < k; p++) {
-                    const double w = (double)f->values[j * k + p], v = (double)x[i * k + p];
-                    want += w * v;
-                    bound += absolute(w) * half_step(x + i * k, p) * 1.001;
-                    all += absolute(w * v);
-                }
-                all = (all + bound) * 1e-5 * (MOE_REAL_IS_DOUBLE ? 1e-6 : 1);
-                far += !(absolute((double)c[i * ldc + j] - want) <= bound + all);
-                apart += !(absolute((double)c[i * ldc + j] - (double)plain[i * ldc + j]) <= all);
+                const wanted s = sums[i * n + j];
+                far += !(absolute((double)c[i * ldc + j] - s.want) <= s.bound + s.all);
+                apart += !(absolute((double)c[i * ldc + j] - (double)plain[i * ldc + j]) <= s.all);
             }
             for (j = n; j < ldc; j++) outside += !(c[i * ldc + j] <= 7 && c[i * ldc + j] >= 7);
             moe_matmul_external(&levels[l], &f->w, 0, 1, n, k, x + i * k, k, work1, row, n);
@@ -872,6 +895,7 @@ static void check_product_in_file(const in_file *f, const moei_block_type *type,
     give_back(plain);
     give_back(work);
     give_back(work1);
+    free(sums);
 }
 
 static void test_products_in_files(void) {
