@@ -21,6 +21,12 @@
 #ifndef MOE_NO_FLOAT
 #include <string.h>
 
+/* A table of the library's own, for programs that are linked with it. */
+const moe_field *test_attention_fields(void);
+#ifdef MOE_IMPLEMENTATION
+const moe_field *test_attention_fields(void) { return moei_attention_fields; }
+#endif
+
 /* The network's own entry for the tensor of a name, whose flags a test may change; NULL:
    moe_net_find does not find it. */
 static inline moe_tensor *net_tensor(const moe_net *net, const char *name) {

@@ -1,5 +1,6 @@
 /* tokenizers.c - runs files of expected token ids.
-     cc -std=c99 -O2 -I. tests/golden/tokenizers.c -o tokenizers -lm && ./tokenizers FILE...
+     cc -std=c99 -O1 -DMOE_NO_SIMD -I. tests/golden/tokenizers.c -o tokenizers -lm
+     ./tokenizers FILE...
      (or: sh tests/run tokenizers FILE...)
 
      NAME.gguf, NAME.json              texts, and for each value of tokenizer.ggml.pre the ids of

@@ -4,7 +4,9 @@
      cc -std=c99 -O2 -I. tests/unit/forms.c -o forms -lm && ./forms
      (also with -DMOE_REAL=double, which checks gradients) */
 
-#define MOE_IMPLEMENTATION /* tables of fields are private */
+#ifndef TEST_LINKED
+#define MOE_IMPLEMENTATION
+#endif
 #include "../all.h"
 #include "../test.h"
 
@@ -248,7 +250,7 @@ static int make(moe_net *net, const char *form, int trainable) {
     moe_attention_config c;
     moe_error error;
     memset(&c, 0, sizeof c);
-    if (!set_fields(moei_attention_fields, &c, form)) return 0;
+    if (!set_fields(test_attention_fields(), &c, form)) return 0;
     moe_net_init(net, D, MOE_KERNELS_AUTO, NULL);
     moe_net_attention(net, &c);
     if (!CHECK_STATUS(moe_net_build(net, trainable, moe_rng_next(&rng), &error), MOE_OK, error.message)) return 0;
@@ -705,7 +707,7 @@ static void check_refused(const char *form, const char *word) {
     moe_net net;
     moe_error error;
     memset(&c, 0, sizeof c);
-    if (!set_fields(moei_attention_fields, &c, form)) return;
+    if (!set_fields(test_attention_fields(), &c, form)) return;
     moe_net_init(&net, D, MOE_KERNELS_AUTO, NULL);
     moe_net_attention(&net, &c);
     CHECK_STATUS(moe_net_build(&net, 0, 1, &error), MOE_ERR_CONFIG);

@@ -2,7 +2,8 @@
    combination of gate, selection, weight and option that has an integer form, every preset, ties,
    refusals by name, and a hash of integer results that is the same on every machine.
 
-     cc -std=c99 -O2 -I. tests/unit/int_routers.c -o int_routers -lm && ./int_routers [quick]
+     cc -std=c99 -O1 -DMOE_NO_SIMD -I. tests/unit/int_routers.c -o int_routers -lm
+     ./int_routers [quick]
      (also with -DMOE_REAL=double, and as C++)
      -DMOE_TEST_SMALL: only the integers, below 8 KB of memory, for devices; MOE_NO_FLOAT does as
      well

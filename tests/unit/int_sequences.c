@@ -2,7 +2,8 @@
    a slow reference in 64 bits that follows its definition in moe.h to the bit and against real
    numbers; then whole models, token by token, against the networks they are made of. Prints a hash
    over what a model of fixed constants says, the same on every machine.
-       cc -std=c99 -O2 -I. tests/unit/int_sequences.c -o int_sequences -lm && ./int_sequences
+       cc -std=c99 -O1 -DMOE_NO_SIMD -I. tests/unit/int_sequences.c -o int_sequences -lm
+       ./int_sequences
    Also with -DMOE_REAL=double, with the sanitizers on, and as C++11. "int_sequences quick" takes
    fewer numbers. For a microcontroller: -DMOE_TEST_SMALL, which makes the hash alone, in 5 KB of
    memory, without heap and libm (the constants are made at run time, so on AVR they stay in

@@ -5,7 +5,9 @@
 
      cc -std=c99 -O2 -I. tests/unit/presets.c -o presets -lm && ./presets */
 
+#ifndef TEST_LINKED
 #define MOE_IMPLEMENTATION
+#endif
 #include "../all.h"
 #include "../test.h"
 

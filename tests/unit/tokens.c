@@ -1,5 +1,5 @@
 /* tokens.c - tokenizers: cuts, merges, special tokens, decoding, both kinds of file, broken files.
-     cc -std=c99 -O2 -I. tests/unit/tokens.c -o tokens -lm && ./tokens */
+     cc -std=c99 -O1 -DMOE_NO_SIMD -I. tests/unit/tokens.c -o tokens -lm && ./tokens */
 #define MOE_IMPLEMENTATION
 #include "../all.h"
 #include "../test.h"
