@@ -44,8 +44,8 @@ linked float state
 linked float training
 linked float attention
 linked double attention
-inside float forms -DMOE_NO_SIMD
-inside double forms -DMOE_NO_SIMD
+linked float forms
+linked double forms
 inside float robust -DMOE_NO_SIMD quick steps=200
 inside float ranks_nets -fprofile-update=atomic quick
 inside float ranks -fprofile-update=atomic quick

@@ -3,8 +3,7 @@
    their definitions.
        cc -std=c99 -O2 -I. tests/unit/kernels.c -o kernels -lm && ./kernels
    Also meant to pass with -DMOE_REAL=double, -DMOE_NO_SIMD, -DMOE_STATIC, with the sanitizers on,
-   and as C++11. With the argument "quick" it takes fewer sizes, for emulators, and leaves out most
-   products of the table that a second argument names. */
+   and as C++11. With the argument "quick" it takes fewer sizes, for emulators. */
 
 #define MOE_IMPLEMENTATION
 #include "moe_kernels.h"
@@ -1373,14 +1372,12 @@ int main(int argc, char **argv) {
         const moe_kernels *table = moe_kernels_select(id);
         if (table == NULL) continue;
         printf("table %s\n", table->name);
+        CASE(test_products(table));
+        CASE(test_row_independence(table));
         CASE(test_order(table));
         CASE(test_exact_across_tables(table));
-        if (argc < 3 || strcmp(argv[2], table->name) != 0) { /* these take an emulator long */
-            CASE(test_products(table));
-            CASE(test_row_independence(table));
-            CASE(test_panels(table));
-            CASE(test_panel_rows(table));
-        }
+        CASE(test_panels(table));
+        CASE(test_panel_rows(table));
         CASE(test_vectors(table));
         CASE(test_activations(table));
         CASE(test_activation_edges(table));
