@@ -31,7 +31,7 @@ static unsigned char *moei_int_scratch(void *scratch);
 #define LENGTH 0
 #endif
 
-enum { D = 8, CELLS = 256, CONSTANTS = 256, STATE = LENGTH > 0 ? 4 + 2 * LENGTH * D : 0 };
+enum { D = 8, CELLS = 80, CONSTANTS = 256, STATE = LENGTH > 0 ? 4 + 2 * LENGTH * D : 0 };
 
 static uint32_t scratch[CELLS / 2 + STATE / 4 + 1];
 static moei_int_attention attention;
@@ -51,8 +51,6 @@ static void biases(unsigned n, unsigned group, unsigned size, int signs) {
 }
 
 static void model_of(unsigned n, unsigned k) {
-    unsigned i;
-    for (i = 0; i < CONSTANTS; i++) constants[i] = (unsigned char)any(0, 255);
     op.run = OP;
     op.shape.n = (uint16_t)n;
     op.shape.k = (uint16_t)k;
@@ -60,7 +58,7 @@ static void model_of(unsigned n, unsigned k) {
     op.shape.high = (int16_t)any(-32768, 32767);
     op.shape.shift = (uint8_t)any(0, 255);
     op.other = 16;
-    op.out = 32;
+    op.out = 48;
     op.factor = (int16_t)any(-FACTORS, FACTORS);
     op.factor2 = (int16_t)any(-FACTORS, FACTORS);
     op.index = (uint16_t)any(0, 65535);
@@ -85,7 +83,7 @@ static void attention_of(unsigned n, unsigned k) {
     attention.bits = (uint16_t)any(0, 255);
     attention.keys = 4;
     attention.values = 4 + LENGTH * D;
-    attention.room = 48;
+    attention.room = 64;
     model.length = LENGTH;
     model.state_size = STATE;
     model.attentions = &attention;
@@ -105,15 +103,16 @@ static int8_t input[D];
 static void inputs(void) {
     int i;
     for (i = 0; i < D; i++) input[i] = (int8_t)any(-127, 127);
+    for (i = 0; i < CONSTANTS; i++) constants[i] = (unsigned char)any(0, 255);
 }
 
-/* The inputs come first: behind, they would be drawn in every case. */
+/* Inputs and constants come first: behind, they would be drawn in every case. */
 int main(void) {
     int16_t output[D];
     inputs();
 #ifdef VARY
     model_of(D, D);
-    op.VARY = (uint32_t)Frama_C_interval_split(0, CELLS + D);
+    op.VARY = (uint32_t)Frama_C_interval_split(0, CONSTANTS);
 #else
     const unsigned n = (unsigned)Frama_C_interval_split(1, D);
 #if defined PAIR || LENGTH > 0

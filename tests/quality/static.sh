@@ -42,6 +42,8 @@ plan() {
     echo 'eva_infer attention 32767 -DLENGTH=2'
     for op in int8 int16; do echo "eva_infer $op 32767 -DPAIR=8"; done
     echo 'eva_infer int4 32767 -DPAIR=4'
+    echo 'eva_layer accumulate -DSHARED'
+    echo 'eva_layer add_rest -DSHARED'
     echo 'thread_sanitizer threads gcc'
     echo 'thread_sanitizer parallel gcc'
     for program in golden layer; do echo "memory_sanitizer $program"; done
@@ -270,6 +272,9 @@ eva_reader_sizes() { # from to
 
 # Models of one operation that moe_model_check (of the folder) accepts: fills alarms. Each function
 # of the check tells by its status what it has found, so the states that follow are kept apart.
+entry=eva_infer
+eva_states_model=moei_int_select_logits:200,moei_int_next:0,moei_int_op_mixture:4,moei_int_route:0
+eva_states_model=$eva_states_model,moei_int_weight_raw:0,moei_int_scale_weights:0,moei_ir_clip:0
 eva_model() { # folder of moe_check.h, operation, factors within +- this, options...
     check=$1 op=$2 factors=$3
     shift 3
@@ -278,8 +283,8 @@ eva_model() { # folder of moe_check.h, operation, factors within +- this, option
     options="-I$root -I$check -DOP=moei_int_op_$op -DFACTORS=$factors $*"
     run frama-c -cpp-extra-args="$options -ffreestanding -U__x86_64__ -U__i386__ -U__GNUC__" -eva \
         -eva-msg-key=-initial-state -eva-domains cvalue -eva-use-spec moei_int_scratch -eva-slevel 2000 \
-        -eva-auto-loop-unroll 300 -eva-split-return-function "${split%,}" "$root/tests/quality/eva_infer.c" \
-        >log 2>&1 || { tail -20 log; return 1; }
+        -eva-auto-loop-unroll 300 -eva-split-return-function "${split%,}" -eva-unroll-recursive-calls 4 \
+        -eva-slevel-function "$eva_states_model" "$root/tests/quality/$entry.c" >log 2>&1 || { tail -20 log; return 1; }
     grep -q '^\[eva\] done for function main' log && grep -q "at end of function moei_int_op_$op:" log ||
         { echo 'the analysis did not reach the operation'; return 1; }
     grep -A 2 'eva:alarm' log >alarms || :
@@ -291,6 +296,15 @@ eva_infer() { # operation factors options...
     eva_model "$root/examples/extras" "$@" || return 1
     awk '/eva:alarm/ { place = $2; getline; print place "1: warning:" $0 " [eva]" }' alarms >found
     judge eva found
+}
+
+# The same for operations that need an MoE layer: see tests/quality/eva_layer.c.
+eva_layer() { # operation options...
+    needs frama-c
+    entry=eva_layer
+    op=$1
+    shift
+    eva_infer "$op" 32767 "$@"
 }
 
 # The library for programs that are linked with it, compiled when it is first wanted.

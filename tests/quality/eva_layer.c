@@ -1,0 +1,162 @@
+/* eva_layer.c - an entry for Frama-C's Eva. WIP */
+
+#define MOE_NO_FLOAT
+#define MOE_IMPLEMENTATION
+#include "__fc_builtin.h"
+#include <stddef.h>
+#include <stdint.h>
+
+/*@ assigns \result \from scratch;
+    ensures \result == (unsigned char *)scratch; */
+static unsigned char *moei_int_scratch(void *scratch);
+
+#include "moe.h"
+#include "moe_check.h"
+
+#ifndef TAKEN
+#define TAKEN 4
+#endif
+
+enum { D = 8, E = 4, CONSTANTS = 72, BLOCK = 64 };
+enum { OUT = 8, Z = 16, INNER = 24, P = 32, CHOICES = 56, SUM = 68, ROOM = 84, CELLS = 128 };
+
+static uint32_t scratch[CELLS / 2 + 1];
+static unsigned char constants[CONSTANTS], experts[E * BLOCK];
+static moei_int_op ops[3];
+static moei_int_mixture mixture;
+static moe_model model;
+static int8_t input[D];
+
+static int any(int low, int high) { return Frama_C_interval(low, high); }
+
+static void op_of(moei_int_op *op, void (*run)(const moei_int_op *op, moei_int_run *run), unsigned n, unsigned k) {
+    op->run = run;
+    op->shape.n = (uint16_t)n;
+    op->shape.k = (uint16_t)k;
+    op->shape.low = (int16_t)any(-32768, 32767);
+    op->shape.high = (int16_t)any(-32768, 32767);
+    op->shape.shift = (uint8_t)any(0, 255);
+    op->factor = (int16_t)any(-FACTORS, FACTORS);
+    op->factor2 = (int16_t)any(-FACTORS, FACTORS);
+    op->index = (uint16_t)any(0, 65535);
+}
+
+#ifndef VALUES
+#define VALUES moei_int_gate_logits
+#endif
+
+/* The top_k largest logits; weights are any int16. */
+static void router_of(moei_int_router *r, unsigned top_k) {
+    r->select = moei_int_select_logits;
+    r->values = VALUES;
+    r->weight = moei_int_weight_raw;
+    r->scale = moei_int_scale_weights;
+    r->n_experts = E;
+    r->top_k = (uint16_t)top_k;
+    r->most = r->top_k;
+    r->scratch = E;
+    r->weight_shift = (uint8_t)any(0, 255);
+    r->bias = MOEI_INT_NONE;
+    r->thresholds = MOEI_INT_NONE;
+    r->scales = 0;
+}
+
+static void model_of(unsigned top_k) {
+    op_of(&ops[0], moei_int_op_mixture, D, 0);
+    ops[0].out = OUT;
+    mixture.experts = 0;
+    mixture.stride = BLOCK;
+    mixture.z = 0;
+    mixture.p = P;
+    mixture.sum = SUM;
+    mixture.choices = CHOICES;
+    mixture.block = MOEI_INT_NONE;
+    mixture.zeros = mixture.copies = mixture.constants = E;
+    router_of(&mixture.router, top_k);
+    model.version = MOE_MODEL_VERSION;
+    model.weights_are = MOE_WEIGHTS_INT8;
+    model.run = moei_int_model_run;
+    model.choices = moei_int_model_choices;
+    model.d_in = D;
+    model.d_out = D;
+    model.scratch_size = 3 + 2 * CELLS;
+    model.weights = constants;
+    model.weights_size = CONSTANTS;
+    model.experts = experts;
+    model.experts_size = E * BLOCK;
+    model.ops = ops;
+    model.n_ops = 3;
+    model.n_main = 1;
+    model.mixtures = &mixture;
+    model.n_mixtures = 1;
+}
+
+/* OP in the lists of the experts and of the shared expert. */
+static void adds(unsigned n, unsigned k) {
+    mixture.expert = mixture.n_expert = 1;
+#ifdef SHARED
+    mixture.shared = mixture.n_shared = 1;
+#endif
+    op_of(&ops[1], OP, n, k);
+    ops[1].in = 0;
+    ops[1].out = SUM;
+    ops[1].other = CHOICES;
+    ops[1].at = (uint32_t)Frama_C_unsigned_int_interval(0, 0xffffffffu);
+}
+
+/* OP behind the layer. */
+static void after(unsigned n) {
+    op_of(&ops[1], OP, n, D);
+    ops[1].in = 0;
+    ops[1].out = INNER;
+    ops[1].other = CHOICES;
+    ops[1].at = (uint32_t)Frama_C_unsigned_int_interval(0, 0xffffffffu);
+    model.n_main = 2;
+    model.d_out = n;
+}
+
+/* OP makes the logits. */
+static void score(unsigned n) {
+    mixture.score = mixture.n_score = 1;
+    mixture.z = Z;
+    op_of(&ops[1], OP, n, 1);
+    ops[1].in = INNER;
+    ops[1].out = Z;
+    ops[1].other = 0;
+    ops[1].at = (uint32_t)Frama_C_unsigned_int_interval(0, 0xffffffffu);
+    op_of(&ops[2], moei_int_op_rescale, D, D);
+    ops[2].shape.low = -32767;
+    ops[2].shape.high = 32767;
+    ops[2].out = INNER;
+}
+
+/* What does not differ from case to case comes first: behind, it would be drawn in every case. */
+int main(void) {
+    int16_t output[D];
+    unsigned i, n, top_k;
+    int part;
+    for (i = 0; i < D; i++) input[i] = (int8_t)any(-127, 127);
+    for (i = 0; i < CONSTANTS; i++) constants[i] = (unsigned char)any(0, 255);
+    for (i = 0; i < E * BLOCK; i++) experts[i] = (unsigned char)any(0, 255);
+    top_k = (unsigned)Frama_C_interval_split(1, TAKEN);
+    model_of(top_k);
+#if defined AFTER
+    n = (unsigned)Frama_C_interval_split(1, D);
+    part = Frama_C_interval_split(0, 1);
+    after(n);
+    ops[1].factor2 = (int16_t)(part ? any(2, E + 1) : any(-32768, 1));
+#elif defined SCORE
+    part = Frama_C_interval_split(0, 3); /* n up to 1, 2, 4 or 8 */
+    n = (unsigned)any((1 << part) / 2 + 1, 1 << part);
+    part = Frama_C_interval_split(-1, 15);
+    score(n);
+    ops[1].factor2 = (int16_t)part;
+#else
+    n = (unsigned)any(1, D);
+    part = Frama_C_interval_split(0, 1);
+    adds(n, D);
+    ops[1].shape.shift = (uint8_t)(part ? any(16, 255) : any(0, 15));
+#endif
+    if (moe_model_check(&model, NULL, scratch, sizeof scratch, NULL) != MOE_OK) return 1;
+    return moe_infer(&model, NULL, input, output, scratch, sizeof scratch);
+}
