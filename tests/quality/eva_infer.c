@@ -24,6 +24,9 @@
     ensures \result == (unsigned char *)scratch; */
 static unsigned char *moei_int_scratch(void *scratch);
 
+#ifdef HEADS
+#define MOEI_FLASH_WORDS 1 /* so that Eva sees numbers where it would see bytes */
+#endif
 #include "moe.h"
 #include "moe_check.h"
 
@@ -31,9 +34,9 @@ static unsigned char *moei_int_scratch(void *scratch);
 #define LENGTH 0
 #endif
 
-enum { D = 8, CELLS = 80, CONSTANTS = 256, STATE = LENGTH > 0 ? 4 + 2 * LENGTH * D : 0 };
+enum { D = 8, CELLS = 80, CONSTANTS = 320, STATE = LENGTH > 0 ? 4 + 2 * LENGTH * D : 0 };
 
-static uint32_t scratch[CELLS / 2 + STATE / 4 + 1];
+static uint32_t scratch[CELLS / 2 + STATE / 4 + 2];
 static moei_int_attention attention;
 static unsigned char constants[CONSTANTS];
 static moei_int_op op;
@@ -90,6 +93,18 @@ static void attention_of(unsigned n, unsigned k) {
     model.n_attentions = 1;
 }
 
+static uint32_t wide(uint32_t low, uint32_t high) { return Frama_C_unsigned_int_interval(low, high); }
+
+/* All of them, in parts within which Eva sees what the sum of squares may carry. */
+static void unit_of(unsigned n, int at, int shift) {
+    const uint32_t top = 0xffffffffu - n * 16129u; /* more leaves 32 bits */
+    op.at = at == 0                         ? wide(0, 0xfffdffffu)
+            : at == 1                       ? wide(0xfffe0000u, top < 0xffff0000u ? top : 0xfffeffffu)
+            : at == 2 && top >= 0xffff0000u ? wide(0xffff0000u, top)
+                                            : wide(top + 1, 0xffffffffu);
+    op.shape.shift = (uint8_t)(shift == 0 ? any(0, 15) : shift == 1 ? 16 : any(17, 255));
+}
+
 /* A sequence of which some tokens have passed. */
 static void earlier_tokens(void) {
     signed char *state = (signed char *)scratch;
@@ -104,6 +119,9 @@ static void inputs(void) {
     int i;
     for (i = 0; i < D; i++) input[i] = (int8_t)any(-127, 127);
     for (i = 0; i < CONSTANTS; i++) constants[i] = (unsigned char)any(0, 255);
+#ifdef HEADS
+    for (i = 0; i < CONSTANTS / 2; i++) ((int16_t *)(void *)constants)[i] = (int16_t)any(-32767, 32767);
+#endif
 }
 
 /* Inputs and constants come first: behind, they would be drawn in every case. */
@@ -126,10 +144,22 @@ int main(void) {
 #else
     model_of(n, D);
 #endif
+#ifdef HEADS
+    op.shape.k = (uint16_t)Frama_C_interval_split(1, D);
+    op.shape.shift = (uint8_t)any(0, 255);
+    model.length = HEADS;
+    model.state_size = 4;
+#endif
+#ifdef UNIT
+    unit_of(n, Frama_C_interval_split(0, 3), Frama_C_interval_split(0, 2));
+#endif
 #endif
     if (moe_model_check(&model, NULL, scratch, sizeof scratch, NULL) != MOE_OK) return 1;
 #if LENGTH > 0
     earlier_tokens();
+#endif
+#ifdef HEADS
+    scratch[0] = (uint32_t)any(0, HEADS);
 #endif
     return moe_infer(&model, NULL, input, output, scratch, sizeof scratch);
 }

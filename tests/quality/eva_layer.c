@@ -18,7 +18,7 @@ static unsigned char *moei_int_scratch(void *scratch);
 #endif
 
 enum { D = 8, E = 4, CONSTANTS = 72, BLOCK = 64 };
-enum { OUT = 8, Z = 16, INNER = 24, P = 32, CHOICES = 56, SUM = 68, ROOM = 84, CELLS = 128 };
+enum { OUT = 8, Z = 16, INNER = 24, P = 32, CHOICES = 56, SUM = 68, CELLS = 84 };
 
 static uint32_t scratch[CELLS / 2 + 1];
 static unsigned char constants[CONSTANTS], experts[E * BLOCK];
