@@ -2,7 +2,7 @@
    and run by moe_infer. tests/quality/static.sh runs it; no program.
 
    Eva follows ranges of values, so one run stands for every input within +-127, every byte of the
-   constants, every shift, limit, factor and index, and for all widths from 1 to D (where PAIR is
+   constants, every shift, limit, factor and index, and for all widths from 1 to D (where GROUP is
    given, of inputs too). With LENGTH, which is for attention, it stands for every place in
    sequences of that many tokens, any keys and values of earlier ones, and all divisions of the
    width into heads; query, key and value are the input. With VARY, D wide, the run stands for all
@@ -24,7 +24,7 @@
     ensures \result == (unsigned char *)scratch; */
 static unsigned char *moei_int_scratch(void *scratch);
 
-#ifdef HEADS
+#if defined HEADS || defined GROUP
 #define MOEI_FLASH_WORDS 1 /* so that Eva sees numbers where it would see bytes */
 #endif
 #include "moe.h"
@@ -34,7 +34,7 @@ static unsigned char *moei_int_scratch(void *scratch);
 #define LENGTH 0
 #endif
 
-enum { D = 8, CELLS = 80, CONSTANTS = 320, STATE = LENGTH > 0 ? 4 + 2 * LENGTH * D : 0 };
+enum { D = 8, CELLS = 80, CONSTANTS = 320, MOST = (1 << 30) - (1 << 25), STATE = LENGTH > 0 ? 4 + 2 * LENGTH * D : 0 };
 
 static uint32_t scratch[CELLS / 2 + STATE / 4 + 2];
 static moei_int_attention attention;
@@ -42,15 +42,15 @@ static unsigned char constants[CONSTANTS];
 static moei_int_op op;
 static moe_model model;
 
-static int any(int low, int high) { return Frama_C_interval(low, high); }
+static int32_t any(int low, int high) { return Frama_C_interval(low, high); }
 
-/* Those of groups of `group` outputs, which have `size` bytes each; signs: bit 0 that of the biases
-   of even outputs, bit 1 of odd ones. */
-static void biases(unsigned n, unsigned group, unsigned size, int signs) {
+/* Of groups of GROUP outputs, which have `size` bytes each. */
+static void biases(unsigned n, unsigned size) {
+#ifdef GROUP
     unsigned i;
-    for (i = 0; i < (n + group - 1) / group * group; i++)
-        constants[i / group * size + i % group * 4 + 3] =
-            (unsigned char)((signs >> i % 2 & 1) != 0 ? any(193, 255) : any(0, 62));
+    for (i = 0; i < (n + GROUP - 1) / GROUP * GROUP; i++)
+        *(int32_t *)(void *)(constants + i / GROUP * size + i % GROUP * 4) = any(-MOST, MOST);
+#endif
 }
 
 static void model_of(unsigned n, unsigned k) {
@@ -133,11 +133,11 @@ int main(void) {
     op.VARY = (uint32_t)Frama_C_interval_split(0, CONSTANTS);
 #else
     const unsigned n = (unsigned)Frama_C_interval_split(1, D);
-#if defined PAIR || LENGTH > 0
+#if defined GROUP || LENGTH > 0
     const unsigned k = (unsigned)Frama_C_interval_split(1, D);
     model_of(n, k);
-#ifdef PAIR
-    biases(n, PAIR == 8 ? 2 : 4, (PAIR == 8 ? 12 : 32) + 2 * ((k + 3) / 4 * 4), Frama_C_interval_split(0, 3));
+#ifdef GROUP
+    biases(n, (GROUP == 2 ? 12 : 32) + 2 * ((k + 3) / 4 * 4));
 #else
     attention_of(n, k);
 #endif

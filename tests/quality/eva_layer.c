@@ -10,6 +10,9 @@
     ensures \result == (unsigned char *)scratch; */
 static unsigned char *moei_int_scratch(void *scratch);
 
+#ifdef GROUP
+#define MOEI_FLASH_WORDS 1 /* so that Eva sees biases where it would see bytes */
+#endif
 #include "moe.h"
 #include "moe_check.h"
 
@@ -17,8 +20,18 @@ static unsigned char *moei_int_scratch(void *scratch);
 #define TAKEN 4
 #endif
 
-enum { D = 8, E = 4, CONSTANTS = 72, BLOCK = 64 };
-enum { OUT = 8, Z = 16, INNER = 24, P = 32, CHOICES = 56, SUM = 68, CELLS = 84 };
+#ifdef GROUP
+enum { E = 1 };
+#else
+enum { E = 4 };
+#endif
+enum { D = 8, CONSTANTS = 72, MOST = (1 << 30) - (1 << 25) };
+enum { OUT = 8, Z = 16, INNER = 24, P = 32, CHOICES = 56, SUM = 68 };
+#ifdef GROUP
+enum { BLOCK = 160, ROOM = SUM + 2 * D, CELLS = ROOM + 4 * D };
+#else
+enum { BLOCK = 64, ROOM = CHOICES, CELLS = SUM + 2 * D };
+#endif
 
 static uint32_t scratch[CELLS / 2 + 1];
 static unsigned char constants[CONSTANTS], experts[E * BLOCK];
@@ -27,7 +40,7 @@ static moei_int_mixture mixture;
 static moe_model model;
 static int8_t input[D];
 
-static int any(int low, int high) { return Frama_C_interval(low, high); }
+static int32_t any(int low, int high) { return Frama_C_interval(low, high); }
 
 static void op_of(moei_int_op *op, void (*run)(const moei_int_op *op, moei_int_run *run), unsigned n, unsigned k) {
     op->run = run;
@@ -40,6 +53,10 @@ static void op_of(moei_int_op *op, void (*run)(const moei_int_op *op, moei_int_r
     op->factor2 = (int16_t)any(-FACTORS, FACTORS);
     op->index = (uint16_t)any(0, 65535);
 }
+
+#ifndef WIDEST
+#define WIDEST D
+#endif
 
 #ifndef VALUES
 #define VALUES moei_int_gate_logits
@@ -91,6 +108,15 @@ static void model_of(unsigned top_k) {
     model.n_mixtures = 1;
 }
 
+/* Of groups of GROUP outputs, which have `size` bytes each. */
+static void biases(unsigned char *at, unsigned n, unsigned size) {
+#ifdef GROUP
+    unsigned i;
+    for (i = 0; i < (n + GROUP - 1) / GROUP * GROUP; i++)
+        *(int32_t *)(void *)(at + i / GROUP * size + i % GROUP * 4) = any(-MOST, MOST);
+#endif
+}
+
 /* OP in the lists of the experts and of the shared expert. */
 static void adds(unsigned n, unsigned k) {
     mixture.expert = mixture.n_expert = 1;
@@ -100,8 +126,11 @@ static void adds(unsigned n, unsigned k) {
     op_of(&ops[1], OP, n, k);
     ops[1].in = 0;
     ops[1].out = SUM;
-    ops[1].other = CHOICES;
+    ops[1].other = ROOM;
     ops[1].at = (uint32_t)Frama_C_unsigned_int_interval(0, 0xffffffffu);
+#ifdef GROUP
+    ops[1].at = 0;
+#endif
 }
 
 /* OP behind the layer. */
@@ -151,6 +180,11 @@ int main(void) {
     part = Frama_C_interval_split(-1, 15);
     score(n);
     ops[1].factor2 = (int16_t)part;
+#elif defined GROUP
+    n = (unsigned)Frama_C_interval_split(1, WIDEST);
+    part = Frama_C_interval_split(1, D);
+    adds(n, (unsigned)part);
+    biases(experts, n, (GROUP == 2 ? 12 : 32) + 2 * (((unsigned)part + 3) / 4 * 4));
 #else
     n = (unsigned)any(1, D);
     part = Frama_C_interval_split(0, 1);

@@ -40,12 +40,15 @@ plan() {
     for op in rescale multiply curve apply_weight set_weight row; do echo "eva_infer $op 32767"; done
     echo 'eva_infer add 16383'
     echo 'eva_infer attention 32767 -DLENGTH=2'
-    for op in int8 int16; do echo "eva_infer $op 32767 -DPAIR=8"; done
-    echo 'eva_infer int4 32767 -DPAIR=4'
+    for op in int8 int16; do echo "eva_infer $op 32767 -DGROUP=2"; done
+    echo 'eva_infer int4 32767 -DGROUP=4'
     echo 'eva_infer unit 32767 -DUNIT'
     echo 'eva_infer rotate 32767 -DHEADS=18'
     echo 'eva_layer accumulate -DSHARED'
     echo 'eva_layer add_rest -DSHARED'
+    echo 'eva_layer int8_add -DGROUP=2 -DTAKEN=1'
+    echo 'eva_layer int16_add -DGROUP=2 -DTAKEN=1 -DWIDEST=4'
+    echo 'eva_layer int4_add -DGROUP=4 -DTAKEN=1'
     echo 'eva_layer cluster -DAFTER -DVALUES=moei_int_gate_relu'
     for op in norm_l1 norm_l2 norm_linf match; do echo "eva_layer $op -DSCORE -DTAKEN=1"; done
     echo 'thread_sanitizer threads gcc'
