@@ -1,4 +1,22 @@
-/* eva_layer.c - an entry for Frama-C's Eva. WIP */
+/* eva_layer.c - an entry for Frama-C's Eva: a model of one MoE layer of up to 4 experts, in which
+   operation OP stands, checked by moe_model_check and run by moe_infer. tests/quality/static.sh
+   runs it; no program. What eva_infer.c says holds here too, but for:
+
+   The layer is 8 wide; the input is z and what experts read. It takes the 1 to TAKEN experts of the
+   largest logits, in any order, with any weights within int16. OP stands
+     by itself         in the list of the experts, up to D wide; SHARED: also in that of the shared
+                       expert
+     with GROUP        the same for products, of one expert: its block is read at 0, or at its end
+     with AFTER        behind the layer, whose choices it reads, of which up to 5
+     with SCORE        before the router: with one operation behind it, it makes the logits of every
+                       expert, with factor2 from -1 to 15
+     with ROUTER       it is the layer, all selections (but grouped and hash), gates and shares (but
+                       sqrt_softplus) and weights (but norm, over and sparsemixer) that any_router
+                       names, all numbers and no tables but `scales` at 0. moei_int_select_grouped
+                       and the weights norm and sparsemixer are left out because Eva loses that
+                       groups have two members, that a share is at most 1 and that the expert itself
+                       is part of its sum; the hash and sqrt_softplus were not tried.
+   Bounds by hand are those of eva_infer.c. */
 
 #define MOE_NO_FLOAT
 #define MOE_IMPLEMENTATION
@@ -26,7 +44,7 @@ enum { E = 1 };
 enum { E = 4 };
 #endif
 enum { D = 8, CONSTANTS = 72, MOST = (1 << 30) - (1 << 25) };
-enum { OUT = 8, Z = 16, INNER = 24, P = 32, CHOICES = 56, SUM = 68 };
+enum { OUT = 8, Z = 16, INNER = 24, P = 32, CHOICES = 58, SUM = 72 };
 #ifdef GROUP
 enum { BLOCK = 160, ROOM = SUM + 2 * D, CELLS = ROOM + 4 * D };
 #else
@@ -129,9 +147,31 @@ static void adds(unsigned n, unsigned k) {
     ops[1].other = ROOM;
     ops[1].at = (uint32_t)Frama_C_unsigned_int_interval(0, 0xffffffffu);
 #ifdef GROUP
-    ops[1].at = 0;
+    ops[1].at = any(0, 1) != 0 ? BLOCK : 0; /* behind the block: the check must refuse it */
 #endif
 }
+
+#ifdef ROUTER
+static moei_int_gate *const gates[] = {
+    moei_int_gate_logits,    moei_int_gate_relu,     moei_int_gate_softmax,  moei_int_gate_sigmoid,
+    moei_int_gate_predicted, moei_int_share_softmax, moei_int_share_sigmoid, NULL};
+static moei_int_weight *const weights[] = {moei_int_weight_raw, moei_int_weight_sum, moei_int_weight_softmax,
+                                           moei_int_weight_uniform, moei_int_weight_one};
+
+static void any_router(moei_int_router *r) {
+    r->gate = gates[any(0, 7)];
+    r->values = gates[any(0, 7)];
+    r->scale = any(0, 1) ? moei_int_scale_weights : NULL;
+    r->most = E;
+    r->scratch = 2 * E;
+    r->groups = (uint16_t)any(0, 65535);
+    r->groups_kept = (uint16_t)any(0, 65535);
+    r->factor = (int16_t)any(-32768, 32767);
+    r->z_bits = (uint8_t)any(0, 255);
+    r->flags = (uint8_t)any(0, 255);
+    r->threshold = any(-2147483647 - 1, 2147483647);
+}
+#endif
 
 /* OP behind the layer. */
 static void after(unsigned n) {
@@ -174,6 +214,12 @@ int main(void) {
     part = Frama_C_interval_split(0, 1);
     after(n);
     ops[1].factor2 = (int16_t)(part ? any(2, E + 1) : any(-32768, 1));
+#elif defined ROUTER
+    n = D;
+    any_router(&mixture.router);
+    mixture.router.select = ROUTER;
+    part = Frama_C_interval_split(0, 4);
+    mixture.router.weight = weights[part];
 #elif defined SCORE
     part = Frama_C_interval_split(0, 3); /* n up to 1, 2, 4 or 8 */
     n = (unsigned)any((1 << part) / 2 + 1, 1 << part);

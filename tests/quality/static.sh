@@ -46,6 +46,7 @@ plan() {
     echo 'eva_infer rotate 32767 -DHEADS=18'
     echo 'eva_layer accumulate -DSHARED'
     echo 'eva_layer add_rest -DSHARED'
+    for select in logits top_k top_p; do echo "eva_layer mixture -DROUTER=moei_int_select_$select"; done
     echo 'eva_layer int8_add -DGROUP=2 -DTAKEN=1'
     echo 'eva_layer int16_add -DGROUP=2 -DTAKEN=1 -DWIDEST=4'
     echo 'eva_layer int4_add -DGROUP=4 -DTAKEN=1'
@@ -68,6 +69,7 @@ plan() {
     for header in moe_routers.h moe.h; do echo "clang_analyzer $header"; done
     echo 'eva_reader_sizes 0 32'
     for offset in in at; do echo "eva_infer curve 32767 -DVARY=$offset"; done
+    for select in each threshold; do echo "eva_layer mixture -DROUTER=moei_int_select_$select"; done
     echo 'eva_infer multiply 32767 -DVARY=other'
     echo 'eva_infer rescale 32767 -DVARY=out'
     echo 'thread_sanitizer threads clang'
@@ -300,7 +302,8 @@ eva_model() { # folder of moe_check.h, operation, factors within +- this, option
     run frama-c -cpp-extra-args="$options -ffreestanding -U__x86_64__ -U__i386__ -U__GNUC__" -eva \
         -eva-msg-key=-initial-state -eva-domains cvalue -eva-use-spec moei_int_scratch -eva-slevel 2000 \
         -eva-auto-loop-unroll 300 -eva-split-return-function "$split$eva_split_model" -eva-unroll-recursive-calls 4 \
-        -eva-min-loop-unroll 17 -eva-slevel-function "$eva_states_model" "$root/tests/quality/$entry.c" >log 2>&1 || { tail -20 log; return 1; }
+        -eva-min-loop-unroll 17 -eva-slevel-function "$eva_states_model" "$root/tests/quality/$entry.c" \
+        >log 2>&1 || { tail -20 log; return 1; }
     grep -q '^\[eva\] done for function main' log && grep -q "at end of function moei_int_op_$op:" log ||
         { echo 'the analysis did not reach the operation'; return 1; }
     grep -A 2 'eva:alarm' log >alarms || :
