@@ -3,20 +3,21 @@
 
    Eva follows ranges of values, so one run stands for every input within +-127, every byte of the
    constants, every shift, limit, factor and index, and for all widths from 1 to D (where GROUP is
-   given, of inputs too; with HEADS, which is for rotate, also for all divisions into heads and every
-   place in sequences of that many tokens; with UNIT, which is for unit, for every `at`). With LENGTH, which is for attention, it stands for every place in
-   sequences of that many tokens, any keys and values of earlier ones, and all divisions of the
-   width into heads; query, key and value are the input. With VARY, D wide, the run stands for all
-   offsets of that vector or table.
+   given, of inputs too). With HEADS, which is for rotate, it stands for all divisions of the width
+   into heads and every place in sequences of that many tokens; with UNIT, which is for unit, for
+   every `at`. With LENGTH, which is for attention, it stands for every place in sequences of that
+   many tokens, any keys and values of earlier ones, and all divisions of the width into heads;
+   query, key and value are the input. With VARY, D wide, the run stands for all offsets of that
+   vector or table.
    No alarm means: the check itself has no runtime error for any of them, and moe_infer has none
    where it accepts. Bounds are put in by hand, because Eva loses sums and products of several
    unknowns, which the check compares: biases of products within +-MOST (the check accepts those
    below 2^30), and FACTORS; cosines and sines are above -32768, the one value that the check
    refuses. The constants fill their array: reading one byte more is an alarm.
 
-   24 of the 25 operations are proved, here or in eva_layer.c, mixture for the routers that are named
-   there. norm is not: that n sum x^2 - (sum x)^2 bounds each n x_p - sum x is a fact about all
-   inputs together, and Eva knows the range of each. */
+   24 of the 25 operations are proved, here or in eva_layer.c, mixture for the routers named there.
+   norm is not: that n sum x^2 - (sum x)^2 bounds each n x_p - sum x is a fact about all inputs
+   together, and Eva knows the range of each. */
 
 #define MOE_NO_FLOAT
 #define MOE_IMPLEMENTATION
@@ -153,6 +154,7 @@ int main(void) {
 #ifdef HEADS
     op.shape.k = (uint16_t)Frama_C_interval_split(1, D);
     op.shape.shift = (uint8_t)any(0, 255);
+    op.at = any(0, 1) != 0 ? CONSTANTS : 0; /* behind the constants: the check must refuse it */
     model.length = HEADS;
     model.state_size = 4;
 #endif

@@ -130,7 +130,7 @@ tidy|bugprone-macro-parentheses|moe_routers.h|#define MOEI_SUPPLIED_ANY(bit, val
 tidy|bugprone-macro-parentheses|moe_kernels.h|#define MOEI_ADD_TO(s, a, b) s += (a) * (b)|a statement
 eva|division by zero|moe.h|factor = (int16_t)(((uint32_t)h->op->factor2 << 15 >> less) / (total >> down));|
     the token with the largest score has the weight 32767 >> less, and `down` leaves 16 bits
-eva|signed overflow|moe.h|for (q = 0; q < width; q++) y[q] = (int16_t)(y[q] + ((a * moei_flash_16(row + 2 * q) + 16384) >> 15));|
+eva|signed overflow|moe.h|y[q] = (int16_t)(y[q] + ((a * moei_flash_16(row + 2 * q) + 16384) >> 15));|
     a is at most 32767: the check refuses weights that may be negative, so none is above their sum
 tidy|bugprone-narrowing-conversions|moe.h|y[i] = m > 0 ? moei_int_clamp(|the clamp is within int16
 KNOWN
@@ -290,7 +290,8 @@ eva_states_model=$eva_states_model,moei_int_l1:0,moei_int_linf:0,moei_int_sqrt:0
 eva_split_model=moei_int_squares:0,moei_check_half_power:0:1
 # Eva does not see that a square is never negative, but where the sign is known: comments, put into
 # a copy of the header, keep the two cases apart.
-eva_hints='/ moei_int_squares(unsigned n/,/^}/ { s|const uint32_t square|/*@ split *x >= 0; */ &|; s|low += square.*|& /*@ merge *x >= 0; */|; }'
+eva_hints='/ moei_int_squares(unsigned n/,/^}/ {
+    s|const uint32_t square|/*@ split *x >= 0; */ &|; s|low += square.*|& /*@ merge *x >= 0; */|; }'
 eva_model() { # folder of moe_check.h, operation, factors within +- this, options...
     check=$1 op=$2 factors=$3
     shift 3
