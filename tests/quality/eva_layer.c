@@ -146,9 +146,6 @@ static void adds(unsigned n, unsigned k) {
     ops[1].out = SUM;
     ops[1].other = ROOM;
     ops[1].at = (uint32_t)Frama_C_unsigned_int_interval(0, 0xffffffffu);
-#ifdef GROUP
-    ops[1].at = any(0, 1) != 0 ? BLOCK : 0; /* behind the block: the check must refuse it */
-#endif
 }
 
 #ifdef ROUTER
@@ -230,6 +227,7 @@ int main(void) {
     n = (unsigned)Frama_C_interval_split(1, WIDEST);
     part = Frama_C_interval_split(1, D);
     adds(n, (unsigned)part);
+    ops[1].at = Frama_C_interval_split(0, 1) != 0 ? BLOCK : 0; /* the end: the check must refuse it */
     biases(experts, n, (GROUP == 2 ? 12 : 32) + 2 * (((unsigned)part + 3) / 4 * 4));
 #else
     n = (unsigned)any(1, D);

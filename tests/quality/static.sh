@@ -48,7 +48,7 @@ plan() {
     echo 'eva_layer add_rest -DSHARED'
     for select in logits top_k top_p; do echo "eva_layer mixture -DROUTER=moei_int_select_$select"; done
     echo 'eva_layer int8_add -DGROUP=2 -DTAKEN=1'
-    echo 'eva_layer int16_add -DGROUP=2 -DTAKEN=1 -DWIDEST=4'
+    echo 'eva_layer int16_add -DGROUP=2 -DTAKEN=1 -DWIDEST=2'
     echo 'eva_layer int4_add -DGROUP=4 -DTAKEN=1'
     echo 'eva_layer cluster -DAFTER -DVALUES=moei_int_gate_relu'
     for op in norm_l1 norm_l2 norm_linf match; do echo "eva_layer $op -DSCORE -DTAKEN=1"; done
