@@ -482,7 +482,6 @@ static moe_status moei_check_halves(moei_check *c, const moei_int_op *op, int64_
     const uint32_t n2 = moei_check_up(n, 2), k4 = moei_check_up(k, 4);
     const size_t size = moei_int8_size(n, k);
     const moei_check_span room = moei_check_span_of(op->other, 2 * k4 + 2 * moei_check_up(n, 4));
-    const unsigned char *bias = c->base + op->at + size;
     int64_t largest = 0;
     uint32_t j;
     MOEI_CHECK_DO(moei_check_read(c, "in", op->in, k, MOEI_CHECK_ANY, NULL));
@@ -495,7 +494,7 @@ static moe_status moei_check_halves(moei_check *c, const moei_int_op *op, int64_
     MOEI_CHECK_DO(moei_check_product_rows(c, op, 0, most));
     *most = (*most / 2 + *most / 512 + 4) * ((int64_t)1 << MOEI_INT_GUARD);
     for (j = 0; j < n; j++) {
-        const int64_t size_j = moei_check_size(moei_flash_32(bias + 4 * j));
+        const int64_t size_j = moei_check_size(moei_flash_32(c->base + op->at + size + 4 * j));
         if (size_j > largest) largest = size_j;
     }
     *most += largest;
