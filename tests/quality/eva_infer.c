@@ -15,7 +15,8 @@
    below 2^30), and FACTORS; cosines and sines are above -32768, the one value that the check
    refuses. The constants fill their array: reading one byte more is an alarm.
 
-   24 of the 25 operations are proved, here or in eva_layer.c, mixture for the routers named there.
+   23 of the 25 operations are proved, here or in eva_layer.c, and mixture for the routers named
+   there; products and rotate where constants are read as words (little endian), not as bytes.
    norm is not: that n sum x^2 - (sum x)^2 bounds each n x_p - sum x is a fact about all inputs
    together, and Eva knows the range of each. */
 

@@ -6,7 +6,8 @@
    largest logits, in any order, with any weights within int16. OP stands
      by itself         in the list of the experts, up to D wide; SHARED: also in that of the shared
                        expert
-     with GROUP        the same for products, of one expert: its block is read at 0, or at its end
+     with GROUP        the same for products, of one expert and up to WIDEST outputs: its block is
+                       read at 0, or at its end
      with AFTER        behind the layer, whose choices it reads, of which up to 5
      with SCORE        before the router: with one operation behind it, it makes the logits of every
                        expert, with factor2 from -1 to 15
