@@ -3221,7 +3221,7 @@ static uint32_t moei_module_dropout(moei_maker *m, const moe_module *module, con
 }
 
 /* Packs the rows of an embedding or of positions as the constants of a product, always in 8 bits.
-   Very small row scales are raised, so that the biases of a tied module fit every row. */
+   Very small row scales are raised, so that the biases of a tied module fit most rows. */
 static uint32_t moei_rows_pack(moei_maker *m, const moei_matrix *x, double *unit) {
     const int weights = m->weights;
     moei_codes l;
@@ -3280,8 +3280,24 @@ static uint32_t moei_module_positions(moei_maker *m, const moe_module *module, c
     return moei_added(m, m->entering[m->module], moei_row_op(m, &x, at, unit, 1, MOEI_WIDE), range->y.most);
 }
 
+/* The bias of output j of a tied module that reads x, in codes of row j of the embedding. */
+static double moei_tied_bias(const moei_maker *m, const moe_module *module, uint32_t x, size_t j) {
+    const size_t pair = moei_int8_pair_size((size_t)module->d_in);
+    const unsigned char *head = m->made.weights.data + m->rows + j / 2 * pair;
+    const double row = moei_flash_16(head + moei_int8_factor_at(moei_int8_side((size_t)module->d_out, j)));
+    return (double)module->tensors[MOE_MODULE_BIAS][j] / (row / m->rows_unit * m->vectors[x].scale);
+}
+
+static int moei_tied_fits(const moei_maker *m, const moe_module *module, uint32_t x) {
+    size_t j;
+    for (j = 0; j < (size_t)module->d_out; j++)
+        if (!(fabs(moei_tied_bias(m, module, x, j)) < 536870912.0)) return 0;
+    return 1;
+}
+
 /* A tied module is a product with the packed rows of the embedding. Only its biases are added to
-   them, once the scale of its input is known. A second tied module has its own copy. */
+   them, once the scale of its input is known. A second tied module has its own copy, and so has one
+   with a bias too large for the codes of its row. */
 static uint32_t moei_module_tied(moei_maker *m, const moe_module *module, const moei_ranges *range, int limit) {
     const size_t n = (size_t)module->d_out;
     const size_t k = (size_t)module->d_in;
@@ -3293,16 +3309,12 @@ static uint32_t moei_module_tied(moei_maker *m, const moe_module *module, const 
     moei_int_op op;
     int shift = 0;
     if (m->status != MOE_OK) return 0;
-    if (m->rows == MOEI_INT_NONE) return moei_module_linear(m, module, range, limit);
+    if (m->rows == MOEI_INT_NONE || !moei_tied_fits(m, module, x)) return moei_module_linear(m, module, range, limit);
     scale = ldexp(m->vectors[x].scale / m->rows_unit, 16);
     for (; shift < 30 && scale < range->y.most * 1.25 / MOEI_WIDE; shift++) scale *= 2;
-    for (j = 0; j < n; j++) {
-        unsigned char *head = m->made.weights.data + m->rows + j / 2 * pair;
-        const double row = moei_flash_16(head + moei_int8_factor_at(moei_int8_side(n, j))) / m->rows_unit;
-        moei_put_32_le(
-            head + j % 2 * 4,
-            moei_nearest((double)module->tensors[MOE_MODULE_BIAS][j] / (row * m->vectors[x].scale), 536870911));
-    }
+    for (j = 0; j < n; j++)
+        moei_put_32_le(m->made.weights.data + m->rows + j / 2 * pair + j % 2 * 4,
+                       moei_nearest(moei_tied_bias(m, module, x, j), 536870911));
     op = moei_op(NULL, n, k, -MOEI_WIDE, MOEI_WIDE, shift);
     op.at = m->rows;
     m->rows = MOEI_INT_NONE;
