@@ -1000,9 +1000,10 @@ static void moei_codes_row(const moei_maker *m, const moei_matrix *x, const moe_
             scale = row * l->block[j * l->blocks + b];
         }
         for (p = from; p < end; p++) {
-            double level = scale > 0 ? (double)w[p] / scale : 0;
+            const double level = scale > 0 ? (double)w[p] / scale : 0;
+            const moe_real rounded = (moe_real)scale; /* 0 beside a bias far below all that weights can change */
             if (m->weights == MOE_WEIGHTS_INT8)
-                l->code[j * x->k + p] = (signed char)(scale > 0 ? moei_code_of(MOE_TYPE_Q8, w[p], (moe_real)scale) : 0);
+                l->code[j * x->k + p] = (signed char)(rounded > 0 ? moei_code_of(MOE_TYPE_Q8, w[p], rounded) : 0);
             else l->code[j * x->k + p] = (signed char)(level < -8 ? -8 : moei_nearest(level < 7 ? level : 7, 8));
         }
     }

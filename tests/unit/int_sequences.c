@@ -1073,6 +1073,33 @@ static void tied_bias(double row, double bias) {
     moe_net_free(&net);
 }
 
+/* A bias so small that its row's scale is 0 as moe_real leaves the codes of zero weights alone. */
+static void tiny_bias(void) {
+    moe_net net;
+    moe_built_model built[2];
+    moe_error error;
+    moe_real x[8 * 12];
+    size_t i, j, differ = 0, size[2] = {0, 0};
+    for (i = 0; i < 8 * 12; i++) x[i] = (moe_real)any(5, 31, (uint32_t)i, -1000, 1000) / 1000;
+    moe_net_init(&net, 12, MOE_KERNELS_AUTO, NULL);
+    moe_net_linear(&net, 2);
+    if (!CHECK_OF(moe_net_build(&net, 0, 8, &error) == MOE_OK, 0)) return;
+    for (i = 0; i < 12; i++) net.tensors[0].data[12 + i] = 0;
+    for (j = 0; j < 2; j++) {
+        net.tensors[1].data[1] = (moe_real)(j * 1e-44);
+        if (model_begin(&built[j], &net, MOE_WEIGHTS_INT8, NULL, x, 8, 0)) size[j] = built[j].model.weights_size;
+    }
+    if (CHECK_OF(size[0] > 0 && size[0] == size[1], (long)size[1])) {
+        const unsigned char *a = (const unsigned char *)built[0].model.weights,
+                            *b = (const unsigned char *)built[1].model.weights;
+        for (i = 0; i < size[0]; i++) differ += a[i] != b[i];
+        CHECK_OF(differ <= sizeof(int32_t) + sizeof(int16_t), (long)differ); /* the bias and the factor */
+    }
+    for (j = 0; j < 2; j++)
+        if (size[j] > 0) moe_model_free(&built[j]);
+    moe_net_free(&net);
+}
+
 /* A tied module reads the embedding's bytes: a model has them once. */
 static void tied_once(void) {
     const shape *s = &shapes[0];
@@ -1352,6 +1379,7 @@ static void nets(uint32_t seeds) {
     tied_once();
     tied_bias(0, 0.7);
     tied_bias(0.01, 7000);
+    tiny_bias();
     multiplications();
     said();
     for (i = 0; i < SHAPES; i++) sequences(&shapes[i]);
