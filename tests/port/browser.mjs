@@ -19,6 +19,8 @@ const [modules, shots, file, widthText, scheme, scenario] = process.argv.slice(2
 const width = Number(widthText), height = width < 600 ? 800 : 900;
 const require = createRequire(path.resolve(modules, 'node_modules') + path.sep);
 const { chromium } = require('playwright-core');
+// Ends what hangs, and nothing that a busy machine only slows down: ten minutes.
+const LONG = 600000;
 const name = path.basename(file).replace(/\.[^.]*$/, '');
 
 let passed = 0, failed = 0;
@@ -195,11 +197,11 @@ const browser = await chromium.launchPersistentContext(profile, {
     executablePath: process.env.CHROMIUM || '/usr/bin/chromium',
     args: ['--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-run', '--disable-background-networking',
         '--disable-component-update', '--disable-sync'],
-    viewport: { width, height }, colorScheme: scheme, isMobile: false, hasTouch: width < 600,
+    viewport: { width, height }, colorScheme: scheme, isMobile: false, hasTouch: width < 600, timeout: LONG,
 });
 try {
     const page = browser.pages()[0] ?? await browser.newPage();
-    page.setDefaultTimeout(90000);
+    page.setDefaultTimeout(LONG);
     await page.route(/^(https?|wss?|ftp):/, (route) => route.abort());
     listen(page);
     await open(page);
