@@ -1,8 +1,9 @@
 #!/bin/sh
 # Fuzzes what strangers bring: tests/fuzz/fuzz_file.c (files), tests/fuzz/fuzz_text.c (texts,
 # options and settings), tests/property/fuzz_config.c (configurations and data).
-#   sh tests/fuzz/fuzz.sh                  each with libFuzzer for FUZZ_SECONDS (60), from the seeds
-#                                          in tests/fuzz/corpus
+#   sh tests/fuzz/fuzz.sh                  each with libFuzzer, from the seeds in tests/fuzz/corpus:
+#                                          a fixed number of inputs (runs_of below), which on any
+#                                          machine are the same; or FUZZ_SECONDS, if it is set
 #   sh tests/fuzz/fuzz.sh corpus           any compiler: the seeds, each taken as its name says, and
 #                                          3000 (FUZZ_MUTATIONS) mutations of them
 #   sh tests/fuzz/fuzz.sh afl [SECONDS]    each with AFL++ for so many seconds (600)
@@ -98,6 +99,16 @@ longest() {
     esac
 }
 
+# How many inputs, seeds included: about 60 seconds of a processor.
+runs_of() {
+    case $1 in
+    files) echo 25000 ;;
+    texts) echo 50000 ;;
+    configs) echo 4200 ;;
+    esac
+}
+
+# The seeds in the order of their names: that of a folder is another on each machine.
 fuzz() { # target
     new=$scratch/$1.new
     [ -z "${FUZZ_CORPUS:-}" ] || new=$FUZZ_CORPUS/$1
@@ -106,17 +117,18 @@ fuzz() { # target
         fail "$1: compiling" "$scratch/$1.log"
         return
     fi
-    begin=$(date +%s)
-    "$scratch/$1" -seed="${FUZZ_SEED:-1}" -entropic=0 -len_control=0 -max_len="$(longest "$1")" \
-        -max_total_time="$seconds" \
-        -timeout=3600 -rss_limit_mb=2048 -print_final_stats=1 -artifact_prefix=build/ "$new" "tests/fuzz/corpus/$1" \
+    ls -d tests/fuzz/corpus/"$1"/* | tr '\n' ',' | sed 's/,$//' >"$scratch/$1.seeds"
+    limit=-runs=$(runs_of "$1")
+    [ -z "$seconds" ] || limit=-max_total_time=$seconds
+    "$scratch/$1" -seed="${FUZZ_SEED:-1}" -entropic=0 -len_control=0 -max_len="$(longest "$1")" "$limit" -timeout=3600 \
+        -rss_limit_mb=2048 -print_final_stats=1 -artifact_prefix=build/ -seed_inputs=@"$scratch/$1.seeds" "$new" \
         >"$scratch/$1.log" 2>&1 </dev/null
     status=$?
     runs=$(sed -n 's/^stat::number_of_executed_units: *//p' "$scratch/$1.log")
     reached=$(sed -n 's/.*cov: \([0-9]*\) ft: \([0-9]*\).*/\1 edges, \2 features/p' "$scratch/$1.log" | tail -n 1)
     if [ "$status" -eq 0 ] && [ "${runs:-0}" -gt 0 ]; then
         pass "$1"
-        echo "note: $1: $runs inputs in $(($(date +%s) - begin)) seconds, $reached, nothing found"
+        echo "note: $1: $runs inputs${seconds:+ in $seconds seconds}, $reached, nothing found"
     else
         fail "$1: status $status" "$scratch/$1.log"
     fi
@@ -129,8 +141,8 @@ fuzz_all() {
     printf '%s\n' $targets >"$scratch/targets"
     lanes=$(awk 'END { print NR }' "$scratch/targets")
     cores=$(jobs_count)
-    seconds=${FUZZ_SECONDS:-60}
-    [ -n "${JOBS:-}" ] || [ "$cores" -ge "$lanes" ] || seconds=$(((seconds * lanes + cores - 1) / cores))
+    seconds=${FUZZ_SECONDS:-}
+    [ -n "${JOBS:-}" ] || [ "$cores" -ge "$lanes" ] || seconds=${seconds:+$(((seconds * lanes + cores - 1) / cores))}
     JOBS=${JOBS:-$lanes}
     jobs_run "$scratch/targets"
 }
