@@ -137,7 +137,7 @@ static const malformed malformed_files[] = {
     {"{\"a\":" T("[0,4]") ",\"b\":" T("[2,6]") "}", 8, MOE_ERR_FORMAT, "overlap"},
     {"{\"a\":" T("[0,4]") ",\"b\":" T("[0,4]") "}", 4, MOE_ERR_FORMAT, "overlap"},
     {"{\"a\":" T("[0,4]") ",\"b\":" T("[0,4]") "}", 8, MOE_ERR_FORMAT, "overlap"},
-    {"{\"a\":" T("[0,4]") ",\"b\":" T("[8,12]") "}", 12, MOE_ERR_FORMAT, "tensor 'b'"},
+    {"{\"a\":" T("[0,4]") ",\"b\":" T("[8,12]") "}", 12, MOE_ERR_FORMAT, "tensor 'b', byte 60: "},
     {"{\"a\":" T("[0,4]") ",\"b\":" T("[4,8]") ",\"a\":" T("[8,12]") "}", 12, MOE_ERR_FORMAT,
      "'a': the name occurs twice"},
     {"{\"ab\":" T("[0,4]") ",\"\\u0061b\":" T("[4,8]") "}", 8, MOE_ERR_FORMAT, "twice"},

@@ -1063,6 +1063,7 @@ static void tied_bias(double row, double bias) {
     net.tensors[1].data[5] = (moe_real)bias;
     if (model_begin(&built, &net, MOE_WEIGHTS_INT8, ids, NULL, TOKENS, LENGTH)) {
         void *scratch = grab(built.model.scratch_size, 1);
+        CHECK_OF(built.model.input_scale >= 1 && built.model.input_scale <= 1, 0);
         for (i = 0; i < 4; i++) {
             CHECK_OF(moe_infer(&built.model, NULL, &ids[i], output, scratch, built.model.scratch_size) == MOE_OK, i);
             CHECK_OF(fabs(output[5] * (double)built.model.output_scale - bias) < 0.01 * (1 + bias), output[5]);

@@ -131,6 +131,34 @@ static void test_affinity_sum(void) {
     moe_layer_free(&layer);
 }
 
+/* expert_threshold: each training call adds its C-th largest logit of each expert, more experts than
+   are transposed at a time included. */
+static void test_cutoffs(void) {
+    enum { N = 37, D = 6, E = 37, MOST = 5 };
+    moe_rng rng;
+    moe_real *x;
+    moe_layer layer;
+    moe_layer_pass pass;
+    moe_tensor sum;
+    void *work;
+    size_t t, e, larger;
+    moe_rng_seed(&rng, 12);
+    x = normals_of(&rng, N * D, 1);
+    if (!layer_of(&layer, "expert_threshold", D, "n_experts=37 capacity_factor=5")) return;
+    CHECK_STATUS(moe_layer_find(&layer, "router.cutoff_sum", &sum), MOE_OK);
+    work = run_layer(&layer, N, x, NULL, 1, &pass);
+    CHECK_STATUS(moe_layer_observe(&layer, &pass), MOE_OK);
+    for (e = 0; e < E; e++) {
+        for (t = 0, larger = 0; t < N; t++) larger += pass.routing.logits[t * E + e] > sum.data[e];
+        CHECK(larger == MOST - 1);
+        for (t = 0, larger = 0; t < N; t++) larger += pass.routing.logits[t * E + e] >= sum.data[e];
+        CHECK(larger == MOST);
+    }
+    free(work);
+    free(x);
+    moe_layer_free(&layer);
+}
+
 /* THOR: outside training a token draws by the seed and by itself alone; in training one expert is
    drawn per call. */
 static void test_draws(void) {
@@ -370,7 +398,7 @@ static void test_raw_input(void) {
     moe_error error;
     moe_net_pass pass;
     moe_rng rng;
-    moe_real *x, *dy, *dx = reals(40);
+    moe_real *x, *dy, *gain, *dx = reals(40);
     size_t bytes = 0, i;
     void *work;
     const double h = sizeof(moe_real) > 4 ? 1e-5 : 2e-3, most = sizeof(moe_real) > 4 ? 1e-7 : 5e-2;
@@ -380,6 +408,8 @@ static void test_raw_input(void) {
     if (!CHECK(net_of(&net, "gemma4", "n_experts=4 top_k=4 d_ff=5", 2, &error) == MOE_OK, error.message)) return;
     CHECK_STATUS(moe_net_work_size(&net, 5, 1, &bytes), MOE_OK);
     work = grab(bytes, 1);
+    gain = values(&net, "0.weight");
+    for (i = 0; i < 8; i++) gain[i] = (moe_real)(i + 1) / 4; /* u does not see a norm without gain */
     (void)net_loss(&net, x, dy, work, bytes, &pass);
     for (i = 0; i < 5; i++) {
         const moe_real *u = moe_net_routing(&net, &pass, 1)->u + i * 8, *row = x + i * 8;
@@ -503,6 +533,7 @@ int main(void) {
     CASE(test_shared_l1_border());
     CASE(test_trainer_steps());
     CASE(test_raw_input());
+    CASE(test_cutoffs());
     CASE(test_parity());
     CASE(test_competition());
     if (!MOE_REAL_IS_DOUBLE && sizeof(size_t) == 8) CASE(test_workspaces());

@@ -397,6 +397,7 @@ static void test_stripping(void) {
         {"\"prepend_scheme\":\"never\"", "a b", "a|\342\226\201b"},
         {"\"add_prefix_space\":true", " a", "\342\226\201a"},
         {"\"add_prefix_space\":false,\"split\":false", "a", "a"},
+        {"\"add_prefix_space\":false,\"split\":false", "a b", "a|\342\226\201|b"},
         {"\"prepend_scheme\":\"never\"", "azz", "a|?|?"}};
     size_t i;
     for (i = 0; i < sizeof rows / sizeof *rows; i++) {
