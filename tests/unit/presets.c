@@ -131,8 +131,8 @@ static void test_affinity_sum(void) {
     moe_layer_free(&layer);
 }
 
-/* expert_threshold: each training call adds its C-th largest logit of each expert, more experts than
-   are transposed at a time included. */
+/* expert_threshold: each training call adds its C-th largest logit of each expert, also where there
+   are more experts than are transposed at a time. */
 static void test_cutoffs(void) {
     enum { N = 37, D = 6, E = 37, MOST = 5 };
     moe_rng rng;
