@@ -76,11 +76,11 @@
    >>options  Besides those of moe_kernels.h:
      macro             must match in every file?   meaning
      MOE_NO_TRAIN      yes   inference only: no backward pass, no trainer, no writing of files;
-                             implies MOE_NO_STDIO and MOE_NO_MALLOC unless asked back
+                             implies MOE_NO_STDIO and MOE_NO_MALLOC, see there
      MOE_NO_STDIO      yes   no function takes a path; files are read from and written to memory.
-                             MOE_STDIO asks it back under MOE_NO_TRAIN
+                             MOE_STDIO keeps them under MOE_NO_TRAIN
      MOE_NO_MALLOC     no    there is no standard heap: what allocates needs a moe_allocator.
-                             MOE_MALLOC asks it back under MOE_NO_TRAIN
+                             MOE_MALLOC keeps it under MOE_NO_TRAIN
      MOE_NO_QUANT      yes   no int8 and int4 weights (see moe_kernels.h)
      MOE_STB_DS_PATH   no    the header's name in quotes, when it is not found as "stb_ds.h" or
                              <stb/stb_ds.h>
@@ -210,7 +210,7 @@
 #define moei_int_op_add_rest moei_int_op_add_rest_f64
 #endif
 
-/* >>glossary (the words of moe_routers.h, and)
+/* >>glossary (besides that of moe_routers.h)
 
      MoE layer    a router and E experts: y_t = sum over e in S_t of w_te f_e(x_t), plus shared
                   experts.
@@ -219,7 +219,7 @@
      pass         what a forward call leaves in the workspace: the routing for reports, and what the
                   backward pass needs.
      network      a list of modules; net in names.
-     trainer      an optimizer at work on one network.
+     trainer      an optimizer and the network that it trains.
      packed       weights in the order in which the kernels read them.
      cache        what decoding keeps of a sequence's earlier tokens, in the caller's memory.
      inference model   a network exported for moe_infer: constants only.
@@ -247,7 +247,7 @@
    forward allocates nothing.
 
    Faster inference. moe_layer_pack reorders the weights of all experts once for the kernels;
-   results keep their bits.
+   the results stay bit-identical.
      moe_layer_pack_size(&layer, MOE_TYPE_REAL, 0, &bytes, NULL);  packed = malloc(bytes);
      moe_layer_pack(&layer, MOE_TYPE_REAL, packed, bytes, &error);
    Then ask for the size of the workspace again and call forward as before. MOE_TYPE_Q8, Q8_BLOCK
@@ -295,9 +295,8 @@
    moe_trainer_update, moe_trainer_save and moe_trainer_load.
 
    The classical mixture of experts. An MoE layer with select = dense and weight = raw as the last
-   module, whole small networks as experts: the criteria after the first two use each
-   expert's output. They, hierarchical mixtures and modular networks are in
-   examples/extras/moe_classic.h.
+   module; its experts can be small networks. The criteria after the first two use each expert's
+   output. They, hierarchical mixtures and modular networks are in examples/extras/moe_classic.h.
 
    Inference models. examples/extras/moe_export.h converts a trained network to float or integer
    constants and prints them as a C header that firmware includes:
@@ -331,11 +330,11 @@
    Memory. Objects that own memory take it from a moe_allocator (NULL: the standard heap) and say
    so; forward and backward work in the caller's workspace and allocate nothing. The size of a
    workspace comes from the function that lays it out, so it is exact.
-   On Linux, blocks of the heap of 2 MiB and more ask for huge pages, which make reading weights
-   faster; do the same with memory of your own (MADV_HUGEPAGE).
+   On Linux, heap blocks of 2 MiB and more request huge pages, which make reading weights faster; do
+   the same with memory of your own (MADV_HUGEPAGE).
 
-   Arguments stand in the same order for layer, network and trainer: the object, the source (path,
-   or bytes and size), trainable, kernels, allocator, error.
+   Arguments have the same order for layer, network and trainer: the object, the source (path, or
+   bytes and size), trainable, kernels, allocator, error.
 
    Pointers. Every moe_error may be NULL, every moe_allocator (the standard heap) and every
    configuration that documents {0} as a valid default; other arguments and fields may be NULL where
@@ -353,7 +352,7 @@
    same model. Different kernels agree within rounding.
 
    Non-finite numbers. Inputs up to 1e4 in magnitude give finite outputs, losses and gradients of a
-   layer with weights as they are initialized. (A gated expert about squares its input: in deep
+   layer with weights as they are initialized. (A gated expert roughly squares its input: in deep
    networks norms keep it small.) Infinities and NaN are not repaired: a router that meets one ends
    the call with MOE_ERR_NONFINITE, the trainer refuses such data, losses and gradients (in a
    network the message names the module where it arose, and its tensor that has one), and elsewhere
@@ -424,7 +423,7 @@ typedef struct moe_buffer {
     moe_allocator allocator; /* resize NULL: the standard heap */
     unsigned char *data;     /* owned */
     size_t size, capacity;
-    size_t most;             /* the largest size that it may grow to, beyond it: MOE_ERR_SPACE [0: any] */
+    size_t most;             /* the largest size that it may grow to, else MOE_ERR_SPACE [0: no limit] */
 } moe_buffer;
 
 /* A stream that appends what is written to buffer; buffer must outlive it. A failed write leaves
@@ -449,7 +448,7 @@ MOE_API moe_status moe_file_read(const char *path, moe_buffer *buffer, moe_error
    are recognized (nobody holds their lock; on Windows: nobody has them open) and removed.
    POSIX systems: only regular files are replaced, others are refused; the new file gets the
    permissions (read, write, execute) of the old one, and its owner and group where the system
-   allows it; without the group, the group may do no more than all others. A file that is new has
+   allows it; without the group, the group gets no permission that others lack. A new file has
    default permissions. Symbolic links stay: the file that they lead to is replaced. Hard links,
    access control lists and extended attributes are not kept. */
 MOE_API moe_status moe_file_replace(const char *path, moe_status (*write_contents)(void *ctx, moe_stream *stream),
@@ -524,7 +523,7 @@ typedef struct moe_file {
    is untouched. 5 KiB of stack; no recursion. */
 MOE_API moe_status moe_file_open(moe_file *file, const void *bytes, size_t size, moe_error *error);
 
-/* The most that a caller accepts of a file, below what the library does. 0: no limit of his own. */
+/* What a caller accepts of a file at most, within the library's own limits. 0: only those. */
 typedef struct moe_limits {
     size_t size;         /* bytes */
     size_t tensors, metadata; /* at most MOE_FILE_MAX_TENSORS of each in any case */
@@ -587,8 +586,8 @@ MOE_API moe_status moe_file_write(moe_stream *stream, const moe_tensor *tensors,
                  experts.reduce [E,l,d], .expand [E,f,l], .up [E,f,d], .down [E,o,f]
      glu         y = down (act(gate x + b_g) * (up x + b_u)) + b_d, biases with expert_bias;
                  tensors as swiglu, which is glu with act = silu               (Shazeer 2020)
-   Experts without matrices (router.n_zero, n_copy, n_constant) have no blocks there: of E experts
-   the first R do, and for the constant ones there are experts.constant [Z,d], the vectors v, and
+   Experts without matrices (router.n_zero, n_copy, n_constant) have no blocks there: only the first
+   R of the E experts do. Constant experts have experts.constant [Z,d], the vectors v, and
    experts.constant_gate [Z,2,d], the W of [a1, a2] = softmax(W x). copy and constant need d_out =
    d_model. */
 #define MOE_EXPERT_KINDS(X) \
@@ -614,8 +613,8 @@ typedef struct moe_layer_config {
     int d_ff;
     int d_low;                /* l, rows of reduce [(d_model + 2) / 3] */
     /* m, width in which the experts work; -k: d_model / k, rounded up. The experts read h = W_in x
-       in the place of x, and y = W_out (sum w f(h)) (NVIDIA 2025, Nemotron 3: LatentMoE). The
-       router and shared experts read x [0: none, the experts read x] */
+       instead of x, and y = W_out (sum w f(h)) (NVIDIA 2025, Nemotron 3: LatentMoE). The router and
+       shared experts read x [0: none, the experts read x] */
     int d_latent;
     /* MOE_ACT_ of mlp and glu experts; 0: relu of mlp, silu of glu. relu of glu is
        MOE_ACT_NAMED_RELU, in texts "relu" as for mlp. swiglu and factorised always take silu */
@@ -629,9 +628,10 @@ typedef struct moe_layer_config {
     /* shared experts: one plain swiglu of width n_shared * d_shared that every token uses [0] */
     int n_shared;
     int d_shared;             /* width of one shared expert [d_ff] */
-    int shared_act;           /* MOE_ACT_ of the shared expert in the place of silu, as act of glu [silu] */
-    /* 1: y = sum w f(x) + (1 - sum w) x, w the weights of the experts that took the token: if those
-       sum to 1, only what was dropped or chose nobody gets x; needs d_out = d_model [0] */
+    int shared_act;           /* MOE_ACT_ of the shared expert instead of silu, as act of glu [silu] */
+    /* 1: y = sum w f(x) + (1 - sum w) x, w the weights of the experts that took the token: if the
+       weights of all choices sum to 1, x only replaces dropped assignments and tokens without a
+       choice; needs d_out = d_model [0] */
     int add_input;
     /* 1: the shared expert is multiplied by sigmoid(shared.sigmoid . x) [0] */
     int shared_sigmoid;
@@ -764,14 +764,14 @@ typedef struct moe_quant_error {
     moe_real output;
 } moe_quant_error;
 
-/* moe_layer_pack, which changes no more than the weights' precision and so needs no data, and then
-   a report: errors[E] from running each expert with its tensors and with the packed weights on the
-   tokens of `calibration` that its router sends to it (quantized types: activations are quantized
-   too). An expert that receives no token is measured on the first tokens of the batch, at most 64.
-   Soft layers are measured on tokens, not on slots, and rows is then N; the shared expert is packed
-   but not measured. calibration is a call for inference of at least one token. errors NULL: no
-   report; calibration and work may then be NULL too. work [work of moe_layer_pack_size]. Errors are
-   those of moe_layer_pack and moe_layer_forward; on failure the layer is unchanged. */
+/* moe_layer_pack, which needs no data, and then a report: errors[E] from running each expert with
+   its tensors and with the packed weights on the tokens of `calibration` that its router sends to
+   it (quantized types: activations are quantized too). An expert that receives no token is measured
+   on the first tokens of the batch, at most 64. Soft layers are measured on tokens, not on slots,
+   and rows is then N; the shared expert is packed but not measured. calibration is a call for
+   inference of at least one token. errors NULL: no report; calibration and work may then be NULL
+   too. work [work of moe_layer_pack_size]. Errors are those of moe_layer_pack and
+   moe_layer_forward; on failure the layer is unchanged. */
 MOE_API moe_status moe_layer_quantize(moe_layer *layer, int type, void *memory, size_t size,
                                       const moe_call *calibration, void *work, size_t work_size,
                                       moe_quant_error *errors, moe_error *error);
@@ -826,11 +826,11 @@ MOE_API moe_status moe_layer_forward(const moe_layer *layer, const moe_call *cal
 
 #ifndef MOE_NO_TRAIN
 /* The backward pass of a forward with call->training = 1: dy [N,o] is the gradient of y. Adds to
-   layer->gradients, to dx [N,d] and
-   d_router_x [N,d] (either may be NULL; without router_x the router's part goes to dx). The
-   router's losses are included. x, router_x and the tensors must be as they were in forward. A
-   failure is reported in the error of forward's call, which must still exist if there was one. Rows
-   of padding contribute to no gradient, whatever they hold, except to a shared expert's. */
+   layer->gradients, to dx [N,d] and d_router_x [N,d] (either may be NULL; without router_x the
+   router's part goes to dx). The router's losses are included. x, router_x and the tensors must be
+   as they were in forward. A failure is reported in the error of forward's call, which must still
+   exist if there was one. Rows of padding contribute to no gradient, whatever they hold, except to
+   a shared expert's. */
 MOE_API moe_status moe_layer_backward(const moe_layer *layer, const moe_real *dy, moe_real *dx, moe_real *d_router_x,
                                       moe_layer_pass *pass);
 /* The backward pass for a loss of each expert's own output instead of y (moe_classic.h): d_outputs
@@ -1054,30 +1054,31 @@ typedef struct moe_net {
     /* for criteria of the classical mixture: the caller's, set after init or loading [NULL:
        none] */
     const struct moe_mixture_losses *mixture_losses;
-    /* 1: the tensors' values are the caller's, in a mapped file for example: build gives them no
-       memory, and before the first call every tensor of modules[i] and of its layer is set, or its
-       external; such a network infers, and is neither trained nor saved. Set after init [0] */
+    /* 1: the caller supplies the tensors' values, from a mapped file for example: build allocates
+       none, and before the first call every tensor of modules[i] and of its layer, or its external,
+       must be set. Such a network is for inference: it is neither trained nor saved. Set after init
+       [0] */
     int external;
-    /* how a cache keeps keys and values: MOE_TYPE_REAL, F16, BF16 or Q8_BLOCK; the caller's, set
-       before moe_net_decode_size. Only MOE_TYPE_REAL decodes to the bits of moe_net_forward
+    /* the type of keys and values in a cache: MOE_TYPE_REAL, F16, BF16 or Q8_BLOCK; the caller's,
+       set before moe_net_decode_size. Only MOE_TYPE_REAL gives the bits of moe_net_forward
        [real] */
     int cache_type;
-    /* 1: moe_net_decode computes the last modules that take each token by itself (norms, logits)
-       for the call's last token alone, and pass.y is [1,d_out]. The caller's, set before
+    /* 1: moe_net_decode computes the last modules that process each token by itself (norms, logits)
+       for the call's last token only, and pass.y is [1,d_out]. The caller's, set before
        moe_net_decode_size [0] */
     int last_only;
     moe_allocator allocator;
     moe_real *memory;     /* owned: the tensors' values, then their gradients */
     size_t memory_size;   /* bytes */
     int built, trainable;
-    moe_error error;      /* the first module call that failed; build returns it again */
+    moe_error error;      /* of the first module call that failed; build returns it */
 } moe_net;
 
 /* An empty network for inputs of width d_in, 1..MOE_MAX_WIDTH, or 0: it reads token ids, and its
-   first module is an embedding. kernels: MOE_KERNELS_, 0 = the
-   best there is. allocator NULL: the standard heap. *net is overwritten, not freed. On failure
-   (MOE_ERR_CONFIG, MOE_ERR_UNSUPPORTED: these kernels cannot run here, MOE_ERR_ARGUMENT: no heap)
-   *net is empty and remembers the failure in net->error, as module calls do. */
+   first module is an embedding. kernels: MOE_KERNELS_, 0: the best available. allocator NULL: the
+   standard heap. *net is overwritten, not freed. On failure (MOE_ERR_CONFIG, MOE_ERR_UNSUPPORTED:
+   these kernels cannot run here, MOE_ERR_ARGUMENT: no heap) *net is empty and remembers the failure
+   in net->error, as module calls do. */
 MOE_API moe_status moe_net_init(moe_net *net, int d_in, int kernels, const moe_allocator *allocator);
 /* y = W x + b, d_out wide (1..MOE_MAX_WIDTH). This and the next calls, up to moe_net_append, append
    one module each. On failure (MOE_ERR_CONFIG, MOE_ERR_MEMORY, MOE_ERR_OVERFLOW) the list is
@@ -1180,8 +1181,8 @@ MOE_API moe_status moe_net_work_size(const moe_net *net, size_t n_tokens, int tr
 MOE_API moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size,
                                    moe_net_pass *pass);
 /* moe_layer_pack for the layers of a built network and for the matrices of linear, tied,
-   convolution and attention (of MLA not those of single heads), in one memory; those in other
-   programs' files stay as they are. The tensors of modules that are no layers stay set.
+   convolution and attention (except those of single heads in MLA), in one block of memory; those in
+   other programs' files stay as they are. The tensors of modules other than layers stay set.
    modules[i].layer.is_packed = 0 unpacks any module. Also MOE_ERR_STATE before build. */
 MOE_API moe_status moe_net_pack(moe_net *net, int type, void *memory, size_t size, moe_error *error);
 /* moe_layer_pack_size for moe_net_pack and moe_net_quantize. MOE_ERR_STATE before build. */
@@ -1200,8 +1201,8 @@ MOE_API const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pas
 
 /* What decoding keeps of one sequence's earlier tokens: keys and values of every attention, and
    what causal refinement reads. It is in the caller's memory. Lower n_tokens to go back to an
-   earlier position; 0 begins a new sequence. One thread at a time. After a change of the network's
-   tensors its contents are still those of the old ones. */
+   earlier position; 0 begins a new sequence. One thread at a time. It is not updated when the
+   network's tensors change. */
 typedef struct moe_cache {
     const moe_net *net;  /* the caller's, must outlive it */
     size_t n_tokens;     /* tokens so far: the position of the next one */
@@ -1372,10 +1373,9 @@ typedef struct moe_progress {
 enum { MOE_SCHEDULE_COSINE = 0, MOE_SCHEDULE_LINEAR, MOE_SCHEDULE_COUNT };
 
 /* Settings for some tensors or for rows of them. A pattern matches the name of a tensor, with or
-   without its module's number. A pattern that ends in [e] or [a:b] is for row e, or rows a to
-   b - 1, of each tensor that it matches, and a row of experts.* is an expert. Of the groups that
-   match a row the last one holds. A pattern that matches no tensor with such rows is
-   MOE_ERR_CONFIG. */
+   without its module's number. A pattern that ends in [e] or [a:b] is for row e, or rows a to b -
+   1, of each tensor that it matches, and a row of experts.* is an expert. The last group that
+   matches a row applies. A pattern that matches no tensor with such rows is MOE_ERR_CONFIG. */
 typedef struct moe_param_group {
     /* "*.router.*", "0.weight", "experts.*[3]", "2.experts.up[0:4]": * stands for any characters */
     const char *pattern;
@@ -1463,14 +1463,14 @@ typedef struct moe_step {
    range. MOE_ERR_MEMORY, MOE_ERR_OVERFLOW. On failure *trainer is untouched. */
 MOE_API moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const moe_train_config *config,
                                     moe_error *error);
-/* One step on 1..config.batch samples (with a transport 0.., but 1 on some rank): gradients to 0,
-   forward, loss, backward, clip, state of the routers, optimizer. Tensors frozen by
+/* One step on 1..config.batch samples (with a transport 0 or more, at least one on some rank):
+   gradients to 0, forward, loss, backward, clip, state of the routers, optimizer. Tensors frozen by
    MOE_PARAM_FROZEN or a group do not change; biases and gains are not decayed. Data is checked
    first: MOE_ERR_ARGUMENT (error names the row and the label, or the router that needs more than x
    and what batch->call lacks), MOE_ERR_NONFINITE (x or a target). MOE_ERR_NONFINITE also when loss
-   or gradient is not finite, or the gradient's norm is beyond 1e19 (1e150 in the double build).
-   On failure only the gradients change. A weight that is not finite fails the next step that uses
-   it. step may be NULL. Allocates nothing. */
+   or gradient is not finite, or the gradient's norm is beyond 1e19 (1e150 in the double build). On
+   failure only the gradients change. A weight that is not finite fails the next step that uses it.
+   step may be NULL. Allocates nothing. */
 MOE_API moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error);
 /* The two halves of a step, for steps of several batches: accumulate runs forward and backward,
    adds the gradients to those since the last update and updates the routers' statistics
@@ -1522,10 +1522,9 @@ MOE_API void moe_trainer_free(moe_trainer *trainer);
 MOE_API moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *test, const moe_train_config *config,
                            moe_error *error);
 /* Loss and accuracy of net on data, 64 samples at a time (data->length > 0: as many whole sequences
-   as fit into 512 samples and soft_sequences, at
-   least one; with a transport each rank evaluates its part of them), with training = 0. Data is
-   checked as in a step; MOE_ERR_NONFINITE also when an output or the loss is not finite. n = 0
-   gives zeros. On failure *result is untouched. */
+   as fit into 512 samples and soft_sequences, at least one; with a transport each rank evaluates
+   its part of them), with training = 0. Data is checked as in a step; MOE_ERR_NONFINITE also when
+   an output or the loss is not finite. n = 0 gives zeros. On failure *result is untouched. */
 MOE_API moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion, moe_evaluation *result,
                                 moe_error *error);
 
@@ -1742,9 +1741,9 @@ MOE_API moe_status moe_infer(const moe_model *model, const moe_loader *loader, c
                              void *scratch, size_t scratch_size);
 
 #ifndef MOE_NO_FLOAT
-/* level_i = x_i / model->input_scale, rounded to nearest and clamped to +-127: quantizes floats to
-   the input codes [d_in] of an integer model; NaN becomes 0. Does nothing if a pointer is NULL or
-   the model reads token ids. Thread-safe. */
+/* levels[i] = x[i] / model->input_scale, rounded to nearest and clamped to +-127: quantizes floats
+   to the input codes [d_in] of an integer model; NaN becomes 0. Does nothing if a pointer is NULL
+   or the model reads token ids. Thread-safe. */
 MOE_API void moe_infer_levels(const moe_model *model, const moe_real *x, int8_t *levels);
 #endif
 
@@ -1754,7 +1753,7 @@ typedef struct moe_choice {
 } moe_choice;
 
 /* The experts chosen in MoE layer number `mixture` (from 0) in the last call with this scratch
-   memory: up to room choices in order of choice, *count how many there are; in zeroed memory 0. A
+   memory: up to room choices in order of choice, and their number in *count; in zeroed memory 0. A
    weight beyond int32 is +-INT32_MAX. MOE_ERR_NOT_FOUND: no such MoE layer; MOE_ERR_ARGUMENT: NULL;
    MOE_ERR_UNSUPPORTED: a model of another version. */
 MOE_API moe_status moe_infer_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices,
@@ -1789,8 +1788,8 @@ extern int madvise(void *block, size_t bytes, int advice); /* -std=c99 hides it 
 #endif
 #endif
 
-/* 0 when there is no allocator and the standard heap is not compiled in: a call that needs memory
-   is then MOE_ERR_ARGUMENT. */
+/* 0 if there is no allocator and the standard heap is not compiled in: calls that need memory then
+   fail with MOE_ERR_ARGUMENT. */
 MOEI_TOOL int moei_can_allocate(const moe_allocator *a) {
 #ifdef MOE_NO_MALLOC
     return a != NULL && a->resize != NULL;
@@ -1817,21 +1816,21 @@ MOEI_TOOL void *moei_resize(const moe_allocator *a, void *p, size_t old_size, si
 #endif
 }
 
-/* Asks for huge pages in a large block: reading weights takes fewer misses of the address cache. */
+/* Requests huge pages for a large block: reading weights then misses the TLB less often. */
 static void moei_ask_huge_pages(void *block, size_t bytes) {
 #ifdef MOEI_HUGE_PAGE
     enum { ADVICE = 14 }; /* MADV_HUGEPAGE, which C libraries hide from C99 */
     const size_t skip = (MOEI_HUGE_PAGE - (uintptr_t)block % MOEI_HUGE_PAGE) % MOEI_HUGE_PAGE;
     if (bytes < skip || bytes - skip < MOEI_HUGE_PAGE) return;
     bytes = (bytes - skip) / MOEI_HUGE_PAGE * MOEI_HUGE_PAGE;
-    (void)madvise((unsigned char *)block + skip, bytes, ADVICE); /* a system that refuses loses only speed */
+    (void)madvise((unsigned char *)block + skip, bytes, ADVICE); /* refusal costs only speed */
 #else
     (void)block;
     (void)bytes;
 #endif
 }
 
-/* count elements of size bytes, all zero; NULL on failure only: a request for 0 bytes gets a block
+/* count elements of size bytes, all zero; NULL only on failure: a request for 0 bytes gets a block
    of one. */
 MOEI_TOOL void *moei_alloc(const moe_allocator *a, size_t count, size_t size) {
     size_t bytes;
@@ -1890,8 +1889,8 @@ static moe_status moei_buffer_resize(moe_buffer *b, size_t capacity) {
     return MOE_OK;
 }
 
-/* Makes room for more bytes: at least doubles, so that many small writes are cheap, unless memory
-   is too short for that. */
+/* Makes room for `more` bytes. At least doubles the capacity, so that many small writes are cheap,
+   unless memory is too short. */
 static moe_status moei_buffer_reserve(moe_buffer *b, size_t more) {
     size_t need, twice;
     if (!moei_add(b->size, more, &need)) return MOE_ERR_OVERFLOW;
@@ -1943,7 +1942,7 @@ void moe_buffer_free(moe_buffer *buffer) {
 #include <sys/types.h>
 #include <unistd.h>
 #ifndef __cplusplus
-/* As POSIX declares them: under -std=c99 C libraries hide these, not the other ones used here. */
+/* As POSIX declares them: with -std=c99 C libraries hide these, but not the others used here. */
 extern FILE *fdopen(int file, const char *mode);
 extern int fsync(int file);
 extern int fchmod(int file, mode_t mode);
@@ -1964,7 +1963,7 @@ extern ssize_t readlink(const char *path, char *to, size_t room);
 
 enum { MOEI_PATH_SIZE = 4096, MOEI_READ_SIZE = 4096, MOEI_TEMPORARIES = 100 };
 
-/* Reasons besides errno. */
+/* Reasons other than errno values. */
 enum { MOEI_NOT_REGULAR = -1, MOEI_ALL_TAKEN = -2 };
 
 /* "what path: reason"; of a long path only the end, so that the reason fits the message. */
@@ -1977,7 +1976,7 @@ static moe_status moei_file_failed(moe_error *error, const char *what, const cha
     return moei_error(error, MOE_ERR_IO, "%s %s%s: %s", what, cut > 0 ? "..." : "", path + cut, why);
 }
 
-/* Opens a file for reading, unless reading it may wait, or never end. */
+/* Opens a file for reading, unless reading it could block or never end. */
 MOEI_TOOL FILE *moei_file_open(const char *path, int *reason) {
     FILE *f;
 #if MOEI_POSIX
@@ -2005,8 +2004,8 @@ static int moei_file_left(FILE *f, size_t *left) {
     return 1;
 }
 
-/* Grows by what is left of the file, if known, so that a large file is not copied. One more byte
-   lets the last read find the end without growing again. */
+/* Reserves what is left of the file, if known, so that a large file is not copied, and one byte
+   more, so that the last read finds the end without growing. */
 static moe_status moei_file_read_all(FILE *f, moe_buffer *b) {
     size_t got;
     do {
@@ -2079,7 +2078,7 @@ static moe_status moei_file_rename(const char *from, const char *to, moe_error *
 }
 #endif
 
-/* A file in the making beside the one that it will replace. */
+/* A file being written beside the one that it will replace. */
 typedef struct moei_stdio {
     FILE *file;
     int failed, reason; /* a write failed, and its errno */
@@ -2100,15 +2099,15 @@ static void moei_file_name_beside(moei_stdio *out, int i) {
 
 #if MOEI_POSIX
 
-/* The length of the folder's part of a name, slash included. */
+/* The length of a name's folder, slash included. */
 static size_t moei_folder_length(const char *name) {
     size_t n = moei_strlen(name);
     while (n > 0 && name[n - 1] != '/') n--;
     return n;
 }
 
-/* Follows the symbolic links at target; where they lead there need not be a file. 0 and errno if
-   that fails. */
+/* Follows the symbolic links at target; the file they lead to need not exist. 0 and errno if that
+   fails. */
 static int moei_file_follow(char *target) {
     char link[MOEI_PATH_SIZE];
     int left;
@@ -2125,8 +2124,8 @@ static int moei_file_follow(char *target) {
     return 0;
 }
 
-/* Whoever writes a file holds its lock, which a killed process loses. 1: it is ours now; 0: it is
-   another's; -1: there are no locks here. */
+/* The process that writes a file holds its lock and loses it when killed. 1: locked; 0: another
+   process holds it; -1: no locks are available. */
 static int moei_file_lock(int file) {
 #ifdef LOCK_EX
     if (flock(file, LOCK_EX | LOCK_NB) == 0) return 1;
@@ -2137,14 +2136,14 @@ static int moei_file_lock(int file) {
 #endif
 }
 
-/* Whether a name is still that of an open regular file. */
+/* Whether a name still belongs to an open regular file. */
 static int moei_file_has_name(int file, const char *name) {
     struct stat is, named;
     return fstat(file, &is) == 0 && stat(name, &named) == 0 && is.st_dev == named.st_dev &&
            is.st_ino == named.st_ino && S_ISREG(is.st_mode);
 }
 
-/* Removes a file that nobody writes any more. Only who holds the lock removes the name, so it is
+/* Removes a file that no process writes any more. Only the lock's holder removes the name, so it is
    not that of a newer file. */
 static void moei_file_remove_stale(const char *name) {
     int file = open(name, O_RDWR | O_NONBLOCK);
@@ -2154,8 +2153,8 @@ static void moei_file_remove_stale(const char *name) {
     (void)close(file);
 }
 
-/* Opens a new file under the name, with its lock; -1 and errno, EEXIST also if somebody has taken
-   it for a stale one in between. */
+/* Creates a file and locks it; -1 and errno on failure, EEXIST also if another process has removed
+   it as stale in the meantime. */
 static int moei_file_create(const char *name, int is_private) {
     int file = open(name, O_WRONLY | O_CREAT | O_EXCL, is_private ? 0600 : 0666), locked;
     if (file < 0) return -1;
@@ -2166,7 +2165,8 @@ static int moei_file_create(const char *name, int is_private) {
     return -1;
 }
 
-/* Gives a file, still empty and readable for its owner alone, what the old one has. */
+/* Gives a file, still empty and readable only by its owner, the old one's owner, group and
+   permissions. */
 static void moei_file_keep(int file, const struct stat *old) {
     mode_t mode = old->st_mode & 0777;
     if (fchown(file, old->st_uid, old->st_gid) != 0 && fchown(file, (uid_t)-1, old->st_gid) != 0)
@@ -2174,10 +2174,10 @@ static void moei_file_keep(int file, const struct stat *old) {
     (void)fchmod(file, mode);
 }
 
-/* 0 and errno if an open file or folder cannot be made durable; 1 also where the system has no such
-   thing. */
+/* 0 and errno if an open file or folder cannot be made durable; 1 also where the system does not
+   support it. */
 static int moei_file_sync(int file) {
-#ifdef F_FULLFSYNC /* macOS, where fsync leaves it in the disk's memory */
+#ifdef F_FULLFSYNC /* macOS, where fsync leaves data in the disk's cache */
     if (fcntl(file, F_FULLFSYNC) == 0) return 1;
 #endif
     return fsync(file) == 0 || errno == EINVAL || errno == EBADF || errno == ENOTSUP;
@@ -2224,7 +2224,7 @@ static moe_status moei_file_begin(moei_stdio *out, const char *path, moe_error *
 
 #else
 
-/* Opens the next name for which there is no file. */
+/* Creates the new file under the first free name. */
 static moe_status moei_file_begin(moei_stdio *out, const char *path, moe_error *error) {
     int i, made = -1, reason = 0;
     for (i = 0; i < MOEI_TEMPORARIES; i++) {
@@ -2233,7 +2233,7 @@ static moe_status moei_file_begin(moei_stdio *out, const char *path, moe_error *
         f = fopen(out->name, "rb");
         if (f != NULL) {
             (void)fclose(f);
-#ifdef _WIN32 /* which removes no file that somebody has open */
+#ifdef _WIN32 /* which does not remove a file that a process has open */
             if (remove(out->name) != 0) continue;
 #else
             continue;
@@ -2303,7 +2303,7 @@ static moe_status moei_stdio_fill(moei_stdio *out, const char *path,
     return status;
 }
 
-/* After the renaming: makes it durable, and frees what was open until here. */
+/* After the rename: makes it durable, and closes what is still open. */
 static moe_status moei_file_end(moei_stdio *out, const char *path, moe_status status, moe_error *error) {
 #if MOEI_POSIX
     if (status == MOE_OK && out->folder >= 0 && !moei_file_sync(out->folder))
@@ -2333,7 +2333,7 @@ moe_status moe_file_replace(const char *path, moe_status (*write_contents)(void 
     out.file = NULL;
     out.failed = out.reason = out.synced = 0;
     out.held = out.folder = -1;
-    /* write_contents may fill the same one: its message is nearer to the cause */
+    /* write_contents may have set it: that message is closer to the cause */
     if (error != NULL) {
         before = *error;
         error->code = MOE_OK;
@@ -2441,8 +2441,9 @@ static moe_status moei_file_offsets(moei_json *j, size_t at, const moe_file *fil
 
 enum { MOEI_ENTRY_END = 0, MOEI_ENTRY_TENSOR = 1, MOEI_ENTRY_METADATA = 2 };
 
-/* The next entry of the header's object. A tensor is read whole, and *begin gets its offset in the
-   data; of the metadata only the key is read. Without a tensor *t is empty. */
+/* The next entry of the header's object. A tensor's entry is read completely, and *begin gets its
+   offset in the data; of the metadata only the key is read. If the entry is no tensor, *t is
+   empty. */
 static moe_status moei_file_entry(moei_json *j, int first, const moe_file *file, moe_file_tensor *t, size_t *begin,
                                   int *kind) {
     size_t range[2] = {0, 0}, at;
@@ -2471,7 +2472,7 @@ static moe_status moei_file_entry(moei_json *j, int first, const moe_file *file,
     return moei_file_offsets(j, at, file, t, range);
 }
 
-/* The object of texts, or null, which is none; *count receives their number. */
+/* The metadata: an object of strings, or null, which counts as none; *count gets their number. */
 static moe_status moei_file_metadata_object(moei_json *j, moe_file *file, size_t *count) {
     static const char null[] = "null";
     moei_span key, value;
@@ -2512,11 +2513,11 @@ static uint64_t moei_file_hash_step(uint64_t hash, int c) {
 }
 
 /* A walk over the keys of an object that was checked before: the header's (values are objects) or
-   the metadata's (texts). */
+   the metadata's (strings). */
 typedef struct moei_names {
     const unsigned char *bytes;
     size_t at, end;
-    /* the value of the metadata in the header's object; 0: none, or this walk is inside it */
+    /* where the metadata's value lies in the header; 0: none, or this walk is inside it */
     size_t skip_at, skip_end;
     int texts;
 } moei_names;
@@ -2589,10 +2590,10 @@ static int moei_names_before(moei_names w, moei_span name) {
 
 enum { MOEI_NAMES_SLOTS = 2048, MOEI_NAMES_PER_PASS = 1536, MOEI_NAMES_DOUBTS = 32 };
 
-/* NULL when no two of the n keys are equal after unescaping, else what is wrong with *name. Without
-   memory of our own that takes several walks: each keeps 16 bits of hash of one part of the names
-   in a table on the stack, and where those agree the names themselves are compared. Names drawn to
-   fill one part, or to agree too often, are refused: the time stays bounded. */
+/* NULL if no two of the n keys are equal after unescaping, else what is wrong with *name. Nothing
+   is allocated, so this takes several passes: each keeps 16-bit hashes of one part of the names in
+   a table on the stack, and names with equal hashes are compared. Names crafted to fill one part or
+   to collide too often are refused, which bounds the time. */
 static const char *moei_names_problem(moei_names names, size_t n, moei_span *name) {
     static const char crafted[] = "too many names have the same hash";
     uint16_t slots[MOEI_NAMES_SLOTS];
@@ -2620,7 +2621,7 @@ static const char *moei_names_problem(moei_names names, size_t n, moei_span *nam
     return NULL;
 }
 
-/* The key text in the walk w; 0: not there. */
+/* Finds the key `text` in the walk w; 0: not there. */
 static int moei_names_find(moei_names *w, const char *text, moei_span *name) {
     uint64_t hash, wanted = UINT64_C(0xcbf29ce484222325);
     const char *p;
@@ -2634,19 +2635,19 @@ static int moei_names_find(moei_names *w, const char *text, moei_span *name) {
 /* ---- safetensors: reading -------------------------------------------------------------------- */
 
 /* Whether the tensors cover the data exactly, in whatever order the header lists them, without
-   sorting. Take each as a step from its begin to its end. If the begins and the end of the data are
-   together the same collection of numbers as the ends and 0, the steps make up one path from 0 to
-   the end and closed rounds; a step never goes back, so a round is an empty tensor, and the path is
-   the tiling. Collections are compared by the sum of a 64-bit mix of their numbers. The mix depends
-   on the whole header, so that offsets cannot simply be drawn to fool it; even then a tensor could
-   only show bytes that belong to another. An empty tensor must stand where a step begins or ends:
-   those that do not stand at the end of the entry before them are looked up afterwards. */
+   sorting. Take each as a step from its begin to its end. If the begins together with the end of
+   the data are the same multiset as the ends together with 0, the steps form one path from 0 to the
+   end, and cycles; no step goes back, so a cycle is an empty tensor, and the path is the tiling.
+   Multisets are compared by the sum of a 64-bit mix of their numbers. The mix depends on the whole
+   header, so offsets cannot simply be chosen to fool it; even then a tensor could only expose bytes
+   of another. An empty tensor must lie where a step begins or ends: those that do not lie at the
+   end of the entry before them are looked up afterwards. */
 typedef struct moei_tiles {
     uint64_t seed, begins, ends;
     size_t covered;      /* bytes of all tensors so far */
     size_t last;         /* end of the tensor before */
     int strays;          /* an empty tensor begins elsewhere */
-    /* the first that does not begin there: in files written in order, the culprit */
+    /* the first that does not begin there: in files written in order, the one at fault */
     moei_span odd;
     size_t odd_at;
 } moei_tiles;
@@ -2705,15 +2706,15 @@ static moe_status moei_file_next(moe_file *file, moe_file_tensor *tensor, size_t
 
 enum { MOEI_TILES_SLOTS = 512, MOEI_TILES_BATCH = 384 };
 
-/* Where the table has the offset, or would have it; 0 is a free slot. */
+/* The slot that has the offset, or would have it; 0: it is free. */
 static size_t *moei_tiles_slot(size_t slots[MOEI_TILES_SLOTS], uint64_t seed, size_t offset) {
     size_t i = (size_t)(moei_file_mix(seed + offset) % MOEI_TILES_SLOTS);
     while (slots[i] != 0 && slots[i] != offset) i = (i + 1) % MOEI_TILES_SLOTS;
     return &slots[i];
 }
 
-/* Whether no empty tensor lies inside another: of each batch of them, those where another tensor
-   begins are crossed out of the table (by SIZE_MAX). The others but those at the end are wrong. */
+/* Checks that no empty tensor lies inside another. Of each batch of them, those at the beginning of
+   another tensor are struck from the table (SIZE_MAX); any that are left are errors. */
 static moe_status moei_tiles_strays(const moei_tiles *s, moei_json *j, const moe_file *file, size_t size) {
     size_t slots[MOEI_TILES_SLOTS], *slot, begin, used = 1;
     moe_file next = *file, all;
@@ -2743,7 +2744,7 @@ static moe_status moei_tiles_strays(const moei_tiles *s, moei_json *j, const moe
     return MOE_OK;
 }
 
-/* A number beyond int64 too, which the format of moei_error would show as negative. */
+/* For numbers beyond int64 too, which moei_error would show as negative. */
 static const char *moei_unsigned_text(uint64_t value, char out[24]) {
     moei_text t;
     t.out = out;
@@ -2821,7 +2822,7 @@ static moe_status moei_file_unique(moei_json *j, const moe_file *file, int metad
                             metadata ? "metadata" : "tensor", moei_span_text(name, shown), problem);
 }
 
-/* The bytes are a whole file of size bytes or, with of_header, its first 8 and the header. */
+/* Checks a whole file of size bytes or, with of_header, its first 8 bytes and the header. */
 static moe_status moei_file_check(moe_file *file, const unsigned char *bytes, size_t size, int of_header,
                                   moe_error *error) {
     moe_file f;
@@ -2914,7 +2915,7 @@ moe_status moe_file_metadata(const moe_file *file, const char *key, char *value,
 
 #define MOEI_CONFIG_KEY "moe" /* of the metadata: the configuration */
 
-/* The objects that stand in a configuration's list of modules; { counts inside of notes too. */
+/* The number of objects in a configuration's list of modules; a { in a note counts too. */
 static size_t moei_file_modules(const moe_file *file) {
     moei_span span;
     moei_chars chars;
@@ -2922,7 +2923,7 @@ static size_t moei_file_modules(const moe_file *file) {
     int c;
     if (!moei_file_metadata_span(file, MOEI_CONFIG_KEY, &span)) return 0;
     for (chars = moei_chars_of(span); (c = moei_chars_next(&chars)) >= 0;) n += c == '{';
-    return n > 2 ? n - 2 : 0; /* the first two are the whole and the network */
+    return n > 2 ? n - 2 : 0; /* without the outermost object and the network */
 }
 
 moe_status moe_file_limit(const moe_file *file, const moe_limits *limits, moe_error *error) {
@@ -3153,7 +3154,7 @@ MOEI_TOOL int moei_array_append(const moe_allocator *a, char **list, const char 
 
 /* ---- safetensors: writing -------------------------------------------------------------------- */
 
-/* The growing header; after a failed allocation all else is ignored. */
+/* The header under construction; after a failed allocation nothing more is added. */
 typedef struct moei_header {
     const moe_allocator *allocator;
     char *text; /* a list */
@@ -3246,7 +3247,7 @@ static moe_status moei_header_metadata(moei_header *h, const moe_metadata *metad
     return MOE_OK;
 }
 
-/* What follows a tensor's name. */
+/* Appends what follows a tensor's name. */
 static void moei_header_put_entry(moei_header *h, int dtype, const size_t *shape, int n_dims, size_t begin,
                                   size_t end) {
     int d;
@@ -3280,7 +3281,7 @@ static moe_status moei_header_tensors(moei_header *h, const moe_tensor *tensors,
     return MOE_OK;
 }
 
-/* The finished text is walked by the reader's own check. */
+/* Checks the names in the finished text as the reader does. */
 static moe_status moei_header_unique(const moei_header *h, const moei_names *where, size_t n, moe_error *error) {
     moei_names w = *where;
     moei_span name;
@@ -3356,7 +3357,7 @@ static moe_status moei_write_reals(moe_stream *stream, const moe_real *x, size_t
 /* The source of a file's tensor values, where the tensors do not hold all of them. */
 typedef struct moei_values {
     void *ctx;
-    /* the header is made, or could not be */
+    /* called after the header is built; status: whether that succeeded */
     moe_status (*ready)(void *ctx, moe_status status, moe_error *error);
     /* Writes tensor i unless status is an earlier failure; returns the new status. */
     moe_status (*put)(void *ctx, moe_status status, size_t i, moe_error *error);
@@ -3418,9 +3419,9 @@ enum { MOEI_STEP_MATMUL = 0, MOEI_STEP_ACT, MOEI_STEP_GATED };
 /* the expert's input, after the activations that steps compute */
 enum { MOEI_X = MOE_NODE_COUNT, MOEI_ACTIVATIONS };
 
-/* to = W from + bias;  to = act(from);  to = act(from) * second. The steps of one stage need of
-   each other's results only the columns that they make themselves, so they pass a few columns
-   together. All results of a stage have the same width. */
+/* to = W from + bias; to = act(from); to = act(from) * second. Within a stage, a step reads of the
+   others' results only the columns that it computes itself, so all steps of a stage process a few
+   columns at a time. All results of a stage have the same width. */
 typedef struct moei_step {
     int op, stage, to, from, second;
     int weight, bias; /* parameter indices; bias -1: none */
@@ -3486,7 +3487,8 @@ typedef struct moei_expert {
 #define MOEI_KIND_ROW(value, name, ...) __VA_ARGS__,
 #define MOEI_KIND_NAME(value, name, ...) name,
 
-/* What every token passes is three more kinds, after those that a configuration can choose. */
+/* What every token passes through: three more kinds, after those that a configuration can
+   choose. */
 enum { MOEI_SHARED = MOE_EXPERT_COUNT, MOEI_LATENT_IN, MOEI_LATENT_OUT };
 static const moei_expert moei_experts[] = {MOE_EXPERT_KINDS(MOEI_KIND_ROW) MOEI_SHARED_EXPERT,
                                            MOEI_LATENT(MOE_LATENT_IN), MOEI_LATENT(MOE_LATENT_OUT)};
@@ -3509,11 +3511,11 @@ typedef struct moei_tokens {
    and net.transport point to a record that begins with a moe_batch of one row per process: first is
    the number of this one, total how many there are, hooks this table. moe_ranks.h supplies it; a
    program without a transport links none of it. All but check and size are collective. A function
-   that takes a status returns MOE_OK if all processes pass that, else the own failure or
+   that takes a status returns MOE_OK if all processes pass that, else its own failure or
    MOE_ERR_PEER. */
 struct moei_hooks {
     moe_status (*check)(const moe_layer_config *config, moe_error *error);
-    /* the same settings? */
+    /* whether all processes have the same settings */
     moe_status (*agree)(const moe_layer_config *config, uint64_t seed, moe_error *error);
     moe_status (*size)(const moe_layer *layer, size_t n, int training, size_t *bytes);
     moe_status (*forward)(const moe_layer *layer, const moe_call *call, moe_real *y, void *work, size_t work_size,
@@ -3538,7 +3540,7 @@ struct moei_hooks {
     moe_status (*train_agree)(const moe_net *net, const moe_train_config *config, moe_error *error);
     moe_status (*train_meet)(const moe_trainer *trainer, moe_status status, struct moei_brought *brought,
                              moe_error *error);
-    /* sums gradients that all hold */
+    /* sums the gradients of tensors that every process holds */
     moe_status (*train_reduce)(const moe_trainer *trainer, moe_error *error);
     moe_status (*write_experts)(const struct moei_writing *w, moe_status status, size_t experts,
                                 const moe_tensor *tensor, const moe_real *data, moe_error *error);
@@ -3575,21 +3577,21 @@ static void moei_nth_part(size_t n, size_t part, size_t parts, size_t *first, si
     *count = each + (part < more);
 }
 
-/* The own part of n things. */
+/* This process's part of n things. */
 static void moei_own_part(const struct moe_transport *t, size_t n, size_t *first, size_t *count) {
     moei_nth_part(n, moei_group(t)->first, moei_group(t)->total, first, count);
 }
 
 /* ==== >>code_config =========================================================================== */
 
-/* Of experts: 0 is the default of the kind, and "relu" stands behind the other names. */
+/* For experts, 0 is the kind's default, and "relu" comes after the other names. */
 #define MOEI_EXPERT_ACT(value, name, f, field) (value) == MOE_ACT_RELU ? "default" : (name),
 static const char *const moei_expert_act_names[] = {MOE_ACTS(MOEI_EXPERT_ACT) "relu", NULL};
 static const char *const moei_kernel_names[] = {"auto", "c", "avx2", "avx512", "neon", "wasm", NULL};
 
 #define MOEI_L moe_layer_config
 
-/* The rows of an expert; of a mixture, and of feed_forward. */
+/* The rows of an expert, in a mixture and in feed_forward. */
 #define MOEI_EXPERT_ROWS \
     MOEI_CHOICE(MOEI_L, expert, MOE_EXPERT_COUNT, moei_expert_names, "kind of experts"), \
     MOEI_INT(MOEI_L, d_ff, 1, MOE_MAX_WIDTH, "hidden width of an expert"), \
@@ -3791,8 +3793,8 @@ static int moei_has_biases(const moe_layer_config *c) {
     return has & MOEI_HAS_BIASES ? !c->no_expert_bias : (has & MOEI_MAY_HAVE_BIASES) && c->expert_bias;
 }
 
-/* The shape of parameter `index` as the step that reads it has it. 1; 0: it does not fit this
-   machine's memory; -1: no step reads it. */
+/* The shape of parameter `index`, from the step that reads it. 1; 0: its size overflows size_t; -1:
+   no step reads it. */
 static int moei_expert_parameter(const moe_layer_config *c, int kind, int index, moe_parameter *slot) {
     const moei_expert *expert = &moei_experts[kind];
     int i;
@@ -3846,7 +3848,7 @@ moe_status moe_layer_parameter(const moe_layer_config *config, int index, moe_pa
     return MOE_OK;
 }
 
-/* Starts a tensor: init_value + init_std * normal. */
+/* Initializes a tensor: init_value + init_std * normal. */
 MOEI_TOOL void moei_slot_fill(const moe_parameter *slot, moe_real *data, moe_rng *rng) {
     size_t i;
     for (i = 0; i < slot->count; i++)
@@ -3878,7 +3880,7 @@ moe_status moe_layer_init(moe_layer *layer, const moe_layer_config *config, moe_
     return status;
 }
 
-/* Numbers in all tensors; 0 when they do not fit size_t. */
+/* Counts the parameters; 0 if their number overflows size_t. */
 static int moei_layer_count(const moe_layer *layer, size_t *count) {
     moe_parameter slot;
     int index;
@@ -3934,14 +3936,14 @@ static void moei_table_fill(const moe_parameter *slot, size_t experts, moe_real 
     }
 }
 
-/* Passes by what other ranks' experts draw. */
+/* Skips the random numbers of other ranks' experts. */
 static void moei_slot_skip(const moe_parameter *slot, size_t experts, moe_rng *rng) {
     size_t i, own = slot->shape[0] > 0 ? slot->count / slot->shape[0] : 0;
     for (i = 0; i < experts * own && slot->init_std > MOEI_R(0.0); i++) (void)moe_rng_normal(rng);
 }
 
-/* Starts one tensor of a layer at random; of a tensor of experts the own ones, with the numbers
-   that they have among all. */
+/* Initializes one tensor of a layer; of a tensor of experts the local ones, to the values that they
+   have in the whole layer. */
 static void moei_parameter_fill(const moe_layer_config *c, int index, const moe_parameter *slot, moe_real *values,
                                 moe_rng *rng) {
     size_t i, first = 0, others = 0;
@@ -3954,12 +3956,12 @@ static void moei_parameter_fill(const moe_layer_config *c, int index, const moe_
     moei_slot_skip(slot, first, rng);
     moei_slot_fill(slot, values, rng);
     moei_slot_skip(slot, others - first, rng);
-    /* factors of features are not negative */
+    /* factors on features are not negative */
     for (i = 0; i < slot->count && index == MOE_ROUTER_AC_RUNNING; i++)
         if (values[i] < MOEI_R(0.0)) values[i] = MOEI_R(0.0);
 }
 
-/* Starts all tensors at random; values are those that bind placed. */
+/* Initializes all tensors in values, where moei_layer_bind placed them. */
 MOEI_TOOL void moei_layer_fill(const moe_layer_config *config, moe_real *values, moe_rng *rng) {
     moe_parameter slot;
     int index;
@@ -3970,7 +3972,7 @@ MOEI_TOOL void moei_layer_fill(const moe_layer_config *config, moe_real *values,
     }
 }
 
-/* The memory of a layer that init made, from its allocator, which has been checked. */
+/* Allocates the memory of a layer that init made; its allocator has been checked. */
 static moe_status moei_layer_allocate(moe_layer *layer, int trainable, moe_error *error) {
     size_t count, all;
 #ifndef MOE_NO_TRAIN
@@ -4132,7 +4134,7 @@ static void moei_layer_set_packed(moe_layer *layer, int type, const void *const 
     layer->is_packed = 1;
 }
 
-/* What is packed there is not read again, even if this call fails half way. */
+/* Weights packed in this memory are not read again, even if the call fails halfway. */
 static void moei_layer_unpack(moe_layer *layer, const void *memory, size_t size) {
     if (moei_overlaps(layer->packed, MOE_LAYER_PARAMETER_COUNT, memory, size)) layer->is_packed = 0;
 }
@@ -4161,7 +4163,7 @@ moe_status moe_layer_pack(moe_layer *layer, int type, void *memory, size_t size,
 typedef struct moei_expert_run {
     const moe_layer *layer;
     const moei_expert *kind;
-    size_t expert;                 /* its block of each parameter; 0 for what every token passes */
+    size_t expert;                 /* its block of each parameter; 0 for what every token passes through */
     int act, packed;               /* packed: the packed weights are read */
     int in_file;                   /* matrices lie in files; 2: products quantize activations */
     int shaped;                    /* the gate has an alpha, a limit or an offset */
@@ -4172,7 +4174,7 @@ typedef struct moei_expert_run {
     /* bits of activations whose gradients are added to, not overwritten */
     unsigned summed;
     size_t n;
-    /* numbers of a row; from one row to the next */
+    /* numbers in a row; distance between rows */
     size_t width[MOEI_ACTIVATIONS], ld[MOEI_ACTIVATIONS];
     /* the width that all results of a stage have */
     size_t stage_width[MOEI_MAX_STAGES];
@@ -4187,11 +4189,11 @@ typedef struct moei_expert_run {
 } moei_expert_run;
 
 enum {
-    MOEI_STAGE_COLUMNS = 64, /* the least number of columns that a stage passes at a time */
+    MOEI_STAGE_COLUMNS = 64, /* the least number of columns that a stage processes at a time */
     MOEI_LINE_NUMBERS = 16   /* numbers that fill a cache line or, in double, two */
 };
 
-/* The number of floats of a result that pass through a stage's steps together: they fit into the
+/* The number of floats of a result that a stage's steps process at a time: they fit into the
    second-level cache. */
 #if SIZE_MAX > 65535
 #define MOEI_PART ((size_t)131072)
@@ -4199,15 +4201,15 @@ enum {
 #define MOEI_PART ((size_t)16384)
 #endif
 
-/* From one row of a workspace to the next: whole cache lines, an odd number of them, so that rows
-   do not fall onto the same sets of a cache. Plain C takes the width itself, to save memory on
-   small machines. */
+/* The distance between rows of a workspace: an odd number of whole cache lines, so that rows do not
+   map to the same sets of a cache. Plain C uses the width itself, to save memory on small
+   machines. */
 static size_t moei_stride(const moe_layer *layer, size_t width) {
     size_t lines = width / MOEI_LINE_NUMBERS + (width % MOEI_LINE_NUMBERS > 0);
     return moei_table(layer->kernels)->id == MOE_KERNELS_C ? width : (lines | 1) * MOEI_LINE_NUMBERS;
 }
 
-/* A constant 0 where such gates are left out. */
+/* Constant 0 in builds without shaped gates. */
 #define MOEI_SHAPED(run) (MOEI_KEPT(EXTRAS, MOE_EXTRA_SHAPED) && (run)->shaped)
 
 /* The score reads this activation of all experts. */
@@ -4271,7 +4273,7 @@ static moei_expert_run moei_expert_run_begin(const moe_layer *layer, int kind, i
     return run;
 }
 
-/* The expert's block of a parameter of `size` numbers per expert; NULL when the layer has none. */
+/* The expert's block of a parameter of `size` numbers per expert; NULL if the layer has none. */
 static const moe_real *moei_block(const moei_expert_run *run, int index, size_t size) {
     const moe_real *values = index < 0 ? NULL : run->layer->tensors[index];
     return values == NULL ? NULL : values + run->expert * size;
@@ -4397,7 +4399,7 @@ static void moei_elementwise_columns(const moei_expert_run *run, const moei_step
                   run->activation[step->to] + j, run->ld[step->to]);
 }
 
-/* Columns from .. to of one stage, as far as its results are among the activations of mask. */
+/* Columns from .. to of those results of one stage that are in mask. */
 static void moei_stage_columns(const moei_expert_run *run, int stage, unsigned mask, size_t from, size_t to) {
     size_t count, part = run->n > 0 ? MOEI_PART / run->n / MOEI_STAGE_COLUMNS * MOEI_STAGE_COLUMNS : 0;
     int i;
@@ -4575,7 +4577,7 @@ static size_t moei_expert_rows(const moe_layer_config *c, size_t n) {
     return moei_is_soft(&c->router) ? (size_t)c->router.slots * (size_t)c->router.soft_sequences : n;
 }
 
-/* All rows whose activations training keeps. */
+/* Counts the rows whose activations training keeps. */
 static int moei_kept_rows(const moe_layer_config *c, size_t n, size_t *rows) {
     if (moei_is_soft(&c->router)) return moei_mul(moei_expert_rows(c, n), (size_t)c->router.n_experts, rows);
     return moei_mul(n, moei_max_choices(&c->router), rows);
@@ -4745,9 +4747,9 @@ static moe_parallel moei_team(const moe_call *call) {
     return team;
 }
 
-/* The number of tasks worth starting for n rows through the steps of a kind of expert, `experts` of
-   them read: starting takes a few microseconds. Estimated in nanoseconds of one thread: 50
-   multiplications, or 20 bytes beyond the second-level cache, take one. */
+/* The number of tasks worth starting for `rows` rows and `experts` experts of a kind: starting
+   takes a few microseconds. The time of one thread is estimated in nanoseconds: one for 50
+   multiplications or 20 bytes beyond the second-level cache. */
 static int moei_task_count(const moe_parallel *team, const moei_expert_run *run, size_t rows, size_t experts) {
     double weights = 0.0, bytes, time;
     int i;
@@ -4774,7 +4776,7 @@ typedef struct moei_task {
     /* all rows of all experts are kept; the experts' input is x as it is */
     int keeps, plain;
     int quantizes;           /* rows are quantized, for packed weights */
-    /* bits of activations that the score has made and the chosen experts use again */
+    /* bits of activations computed for the score that the chosen experts reuse */
     unsigned computed;
     unsigned frontier;       /* those of them that are read */
     unsigned mask;           /* bits of activations to compute */
@@ -4826,13 +4828,13 @@ static void moei_task_begin(moei_task *task, const moe_layer *layer, moe_layer_p
     task->room = moei_expert_rows(&layer->config, p->call.n_tokens);
     task->plain = p->routing.plan.rows == 0 && layer->config.router.apply_to == MOE_APPLY_OUTPUT;
     if (layer->config.router.apply_to != MOE_APPLY_OUTPUT || run->scored < 0)
-        return; /* made of the unweighted input */
+        return; /* computed from the unweighted input */
     task->computed = run->for_score;
     task->frontier = moei_frontier(run->kind, task->computed);
     task->mask &= ~task->computed;
 }
 
-/* The first quantized row is number `at` of the buffers. */
+/* The run's quantized rows begin with row `at` of the buffers. */
 static void moei_quantized_rows(const moei_task *task, size_t at, moei_expert_run *run) {
     int i;
     for (i = 0; i < 2; i++) run->quantized[i] = task->p->quantized[i] + at * task->p->quantized_size[i];
@@ -5004,7 +5006,7 @@ static void moei_added_columns(const moei_task *task, const moei_expert_run *run
 
 #ifndef MOE_NO_TRAIN
 
-/* What a loss hands back: the gradient of y, or those of every assignment's output and weight. */
+/* The gradients of a loss: of y, or of every assignment's output and weight. */
 typedef struct moei_returned {
     const moe_real *dy, *d_outputs, *d_weights;
 } moei_returned;
@@ -5025,7 +5027,7 @@ static void moei_scatter_backward(const moei_task *task, const moei_expert_run *
     }
 }
 
-/* The input rows once more, and the gradient of the outputs. */
+/* Gathers the input rows again, and the gradient of the outputs. */
 static void moei_chosen_begin_backward(const moei_task *task, const moei_expert_run *run, int stage, int index) {
     size_t from, to, i;
     (void)stage;
@@ -5038,7 +5040,7 @@ static void moei_chosen_begin_backward(const moei_task *task, const moei_expert_
         memset(run->gradient[MOEI_X] + i * run->ld[MOEI_X] + from, 0, (to - from) * sizeof(moe_real));
 }
 
-/* Elementwise steps whose result no product reads: the activation that the score reads. */
+/* The backward pass of elementwise steps whose result only the score reads. */
 static void moei_scored_begin_backward(const moei_task *task, const moei_expert_run *run, int stage, int index) {
     size_t from, to;
     int i;
@@ -5070,8 +5072,8 @@ static void moei_chosen_backward(const moei_task *task, const moei_expert_run *r
     }
 }
 
-/* What reads whole rows, for a task's share of the assignments: dw_out = dy . O, dw_in = d_row .
-   x_t, and the gradients of activations that the score had made. */
+/* What needs whole rows, for a task's share of the assignments: dw_out = dy . O, dw_in = d_row .
+   x_t, and the gradients of activations that were computed for the score. */
 static void moei_weights_backward(const moei_task *task, const moei_expert_run *run, int stage, int index) {
     const moe_layer_pass *p = task->p;
     const moe_kernels *k = task->layer->kernels;
@@ -5101,11 +5103,11 @@ static void moei_weights_backward(const moei_task *task, const moei_expert_run *
 
 /* ---- the phases in their order --------------------------------------------------------------- */
 
-/* The work of a call goes phase by phase, and every task of a phase ends before the next one
-   begins. Columns are divided among the tasks, not experts: every task has the same work whatever
-   the load of the experts, reads each weight that it needs once, and owns its columns of y and of
-   the gradients. One task sums each number, in the same order, so results do not depend on the
-   number of threads. */
+/* A call runs phase by phase, and every task of a phase ends before the next phase begins. Columns
+   are divided among the tasks, not experts: every task has the same work whatever the load of the
+   experts, reads each weight that it needs once, and owns its columns of y and of the gradients.
+   Each number is summed by one task, in the same order, so results do not depend on the number of
+   threads. */
 typedef struct moei_phase {
     /* stage of the expert's steps; kinds of experts with fewer stages skip the phase */
     int backward, stage;
@@ -5145,8 +5147,8 @@ static void moei_run_task(void *work, int index) {
     }
 }
 
-/* The next experts whose rows fit the buffers together: as many as do for several tasks, else one.
-   0: none is left. */
+/* Selects the next experts: as many as fit the buffers together or, with one task, one. 0: none is
+   left. */
 static int moei_next_group(moei_task *task) {
     int chosen = task->kind == MOEI_RUN_CHOSEN;
     const moe_dispatch_plan *plan = &task->p->routing.plan;
@@ -5182,7 +5184,7 @@ static void moei_run_experts(moei_task *task, const moe_parallel *team, int back
 
 /* ==== >>code_forward ========================================================================== */
 
-/* A copy of rows with zeros for padding. */
+/* Copies rows, with zeros for padding. */
 static void moei_clean(const moe_call *call, size_t width, const moe_real *rows, moe_real *clean) {
     size_t t;
     for (t = 0; t < call->n_tokens; t++)
@@ -5203,7 +5205,7 @@ static void moei_latent_product(const moe_layer *layer, moe_layer_pass *p, int k
     moei_run_experts(&task, team, backward);
 }
 
-/* What the experts read. */
+/* Computes W_in x, which the experts read. */
 static void moei_inputs_forward(const moe_layer *layer, moe_layer_pass *p, const moe_parallel *team) {
     moei_clean(&p->call, (size_t)layer->config.router.d_model, p->x, p->latent[0]);
     moei_latent_product(layer, p, MOEI_LATENT_IN, 0, p->latent[1], NULL, team);
@@ -5223,8 +5225,8 @@ static int moei_draws_competition(const moe_layer *layer, const moe_call *call) 
     return moei_may_compete(layer, call) && layer->config.router.compete_rate < MOEI_R(1.0);
 }
 
-/* Whether experts compete for the tokens of this call: sets activation_width, by which the router
-   knows. */
+/* Whether experts compete for the tokens of this call: sets activation_width, which tells the
+   router. */
 static moe_status moei_compete_begin(const moe_layer *layer, moe_call *call) {
     const moe_layer_config *c = &layer->config;
     int competes = moei_may_compete(layer, call);
@@ -5549,8 +5551,8 @@ static void moei_scored_backward(const moe_layer *layer, moe_layer_pass *p, cons
     moei_run_experts(&task, NULL, 1);
 }
 
-/* Puts the gradient of the experts' sum in the place of dy; returns that of their inputs, set to 0,
-   or dx. */
+/* Replaces dy by the gradient of the experts' sum; returns that of their inputs, set to 0. Without
+   d_latent: dx. */
 static moe_real *moei_sum_backward(const moe_layer *layer, moe_layer_pass *p, moei_returned *back, moe_real *dx,
                                    const moe_parallel *team) {
     size_t n = p->call.n_tokens;
@@ -5680,9 +5682,9 @@ moe_status moe_layer_advance(moe_layer *layer) {
 
 /* ==== the report on packed weights ============================================================ */
 
-enum { MOEI_PROBES = 64 }; /* tokens for an expert that the router leaves out */
+enum { MOEI_PROBES = 64 }; /* the most tokens for an expert that receives none */
 
-/* Of a row that holds an output of the layer, then of an expert. */
+/* The width of a row that holds an output of the layer, and later of an expert. */
 static size_t moei_report_width(const moe_layer_config *c) {
     return (size_t)(c->d_out > c->d_latent ? c->d_out : c->d_latent);
 }
@@ -5805,13 +5807,12 @@ static moe_status moei_measure(const moe_layer *packed, const moe_call *calibrat
     return MOE_OK;
 }
 
-/* Whether a report has its input. */
 static moe_status moei_report_check(const moe_call *calibration, const void *work, moe_error *error) {
     if (calibration != NULL && work != NULL && calibration->n_tokens > 0) return MOE_OK;
     return moei_error(error, MOE_ERR_ARGUMENT, "a report needs calibration with at least one token, and work");
 }
 
-/* Whether it has room for the bytes that were counted with that status. */
+/* Checks a report's workspace; status is that of counting the bytes. */
 static moe_status moei_report_room(moe_status status, int type, size_t bytes, size_t work_size, moe_error *error) {
     if (status != MOE_OK)
         return moei_error(error, status, "type = %d for this batch: %s", type, moe_status_text(status));
@@ -5925,7 +5926,7 @@ static const moe_field moei_activation_fields[] = {
     MOEI_CHOICE(MOEI_M, act, MOE_ACT_COUNT, moei_act_names, "activation"), MOEI_FIELDS_END};
 static const moe_field moei_residual_fields[] = {
     MOEI_INT(MOEI_M, span, 1, MOE_NET_MAX_MODULES, "modules it goes around"), MOEI_FIELDS_END};
-/* Files name the rows of an embedding and of positions in words of their own. */
+/* In files, the rows of an embedding and of positions have names of their own. */
 #define MOEI_INT_AS(name, member, about) \
     { name, MOE_FIELD_INT, offsetof(moe_module, member), 1, MOE_MAX_WIDTH, 0, NULL, about }
 static const moe_field moei_embedding_fields[] = {MOEI_INT_AS("vocabulary", n_rows, "number of token ids"),
@@ -6069,7 +6070,7 @@ static moe_status moei_module_append(moe_net *net, const moe_module *m) {
     return MOE_OK;
 }
 
-/* A field that is set needs another one that is set, or (apart) one that is 0. */
+/* A field that, if set, needs another one to be set or (apart) to be 0. */
 typedef struct moei_field_rule {
     const char *field, *other;
     int apart;
@@ -6117,7 +6118,7 @@ static moe_status moei_attention_rules_check(const moe_attention_config *c, moe_
     return MOE_OK;
 }
 
-/* Fills in the defaults for width d. */
+/* Checks a configuration and fills in the defaults for width d. */
 static moe_status moei_attention_check(moe_attention_config *c, int d, moe_error *error) {
     moe_status status = moei_fields_check(moei_attention_fields, c, error);
     if (status == MOE_OK) status = moei_attention_rules_check(c, error);
@@ -6303,12 +6304,12 @@ static moe_status moei_module_complete(moe_net *net, moe_module *m, moe_error *e
     }
 }
 
-/* Takes the settings of *from and checks their ranges. A module's own numbers have no default. */
+/* Takes the settings of *from and checks their ranges. A module's own integers have no default. */
 static moe_status moei_module_take(moe_module *m, const moe_module *from, moe_error *error) {
     const moe_field *fields = moei_module_fields[from->kind], *field;
     if (from->kind == MOE_MODULE_ATTENTION) m->attention = from->attention;
     if (moei_is_layer(from)) m->layer.config = from->layer.config;
-    if (from->kind == MOE_MODULE_ATTENTION || moei_is_layer(from)) return MOE_OK; /* checked where they are completed */
+    if (from->kind == MOE_MODULE_ATTENTION || moei_is_layer(from)) return MOE_OK; /* checked later */
     for (field = fields; field->name != NULL; field++) {
         memcpy((char *)m + field->offset, (const char *)from + field->offset,
                field->kind == MOE_FIELD_REAL ? sizeof(moe_real) : sizeof(int));
@@ -6410,14 +6411,14 @@ moe_status moe_net_tied(moe_net *net) {
     return moe_net_append(net, &m);
 }
 
-/* Whether module i is followed by an activation that passes only about half of what enters. */
+/* Whether module i is followed by an activation that passes only about half of its input. */
 static int moei_feeds_relu(const moe_net *net, size_t i) {
     const moe_module *next = net->modules + i + 1;
     return i + 1 < net->n_modules && next->kind == MOE_MODULE_ACTIVATION &&
            (next->act <= MOE_ACT_GELU || next->act == MOE_ACT_GELU_TANH);
 }
 
-/* A matrix of a module, or with columns = 0 a vector that starts at value. */
+/* A matrix of a module or, with columns = 0, a vector initialized to value. */
 typedef struct moei_module_tensor {
     const char *name; /* NULL: there is none */
     int rows, columns;
@@ -6437,7 +6438,7 @@ static size_t moei_rotary_dims(const moe_attention_config *c) {
     return (size_t)(c->rotary_dims > 0 ? c->rotary_dims : c->d_head);
 }
 
-/* u */
+/* u, the width of a head of values */
 static size_t moei_head_value(const moe_attention_config *c) {
     return (size_t)(c->d_value > 0 ? c->d_value : c->d_head);
 }
@@ -6809,30 +6810,30 @@ size_t moe_net_parameter_count(const moe_net *net, size_t *used_per_token) {
 
 /* ---- forward --------------------------------------------------------------------------------- */
 
-/* What one module leaves behind. */
+/* What the forward pass of one module leaves behind. */
 struct moe_module_pass {
     const moe_real *x;     /* [N,d_in] */
     moe_real *y;           /* [N,d_out] */
     moe_real *d_x;         /* [N,d_in] training; NULL for module 0: the caller's */
-    moe_real *mean, *rstd; /* [N] norms */
+    moe_real *mean, *rstd; /* [N] of norms */
     unsigned char *stays;  /* [N,d_in] dropout in training: 1 where x is kept */
     moei_attend t;         /* attention; decoding: keys and values lie in the cache */
-    moe_real *raw[3];      /* training: q, k and v before they are finished, where that is needed */
+    moe_real *raw[3];      /* training: q, k and v before clamp and norms, where needed */
     /* MLA: [N,q_lora] twice, [N,heads d_head], [N,heads d_value] */
     moe_real *query_down, *query_normed, *query_heads, *values;
     moe_real *parts; /* convolution: [N,3 d_in] B, C and X; mixed is in t: [N,d_in] C z */
-    /* decoding a convolution: after how many tokens each of two states is, and u of the L - 1
-       tokens before, [2,L - 1,d_in] */
+    /* decoding a convolution: two states, each with the number of tokens before it, and u of the
+       last L - 1 of these, [2,L - 1,d_in] */
     size_t *counts;
     moe_real *states;
     size_t *first;                 /* in a cache that keeps a window: the position of its first key; NULL: 0 */
     moe_real *d_weights;           /* [heads,N,past+N] of attention that a later router reads */
-    moe_real *outputs, *d_outputs; /* [heads,past+N,d_out] and o */
+    moe_real *outputs, *d_outputs; /* o [heads,past+N,d_out] and its gradient */
     moe_real *past_outputs;        /* [heads,most,d_out] decoding: o in the cache */
     /* [most,d_in], [most,E] decoding: u and gate of a mixture that refines, in the cache */
     moe_real *past_u, *past_gate;
-    /* [N,d_head] cosines, then sines, of the angles of each place; the first attention with these
-       angles fills them */
+    /* [N,d_head] cosines, then sines, of each token's angles; the first attention with these angles
+       computes them */
     moe_real *rotations;
     void *work;            /* mixture and feed_forward */
     size_t work_size;
@@ -6922,7 +6923,7 @@ typedef struct moei_extent {
     size_t n, past; /* tokens of the call, and the most before them */
     int training;   /* what the backward pass needs is kept */
     int decoding;   /* keys, values and other data of earlier tokens are in a cache */
-    int type;       /* as if all weights were packed so; -1: as they are */
+    int type;       /* as if all weights were packed in this type; -1: as they are */
 } moei_extent;
 
 static moei_extent moei_extent_of(size_t n, int training) {
@@ -7014,8 +7015,8 @@ static size_t moei_module_tokens(const moe_net *net, size_t i, const moei_extent
     return i == net->n_modules ? 1 : e->n;
 }
 
-/* Lays one module's pass out in memory: in kept what later modules read, in l the rest. Outputs and
-   the work of layers in one that keeps all (kept = l) too. */
+/* Lays out one module's pass: in kept what later modules read, in l the rest. Outputs and the
+   workspaces of layers are included only if modules share no memory (kept = l). */
 static moe_status moei_module_layout(const moe_net *net, size_t i, const moei_extent *e, moei_layout *kept,
                                      moei_layout *l, struct moe_module_pass *p) {
     const moe_module *m = &net->modules[i];
@@ -7050,22 +7051,22 @@ static moe_status moei_module_layout(const moe_net *net, size_t i, const moei_ex
     return status;
 }
 
-/* Scratch memory of the present module, shared by all modules. */
+/* Scratch memory of the current module, shared by all modules. */
 typedef struct moei_room {
     /* [rows,keys] attention: one block of A, its gradient, and the slopes of a cap */
     moe_real *a, *d_a, *slopes;
-    moe_real *keys;                      /* [MOEI_KEYS,width] unpacked ones of a cache */
-    moe_real *unpacked;                  /* MLA: [MOEI_KEYS,kv_lora] of K_h */
+    moe_real *keys;                      /* [MOEI_KEYS,width] unpacked from a cache */
+    moe_real *unpacked;                  /* MLA: [MOEI_KEYS,kv_lora] rows of K_h */
     void *quantized;                     /* rows, for products */
     moe_real *d_q, *d_k, *d_v, *d_mixed; /* as the pass has them; but MLA: d_v [N,u] */
     size_t d_v_step;
     moe_real *d_values, *d_heads, *d_down; /* MLA */
     moe_real *row;                         /* two rows of q or k */
     moe_real *d_act;                     /* [N,d_in] activation */
-    moe_real *d_rows;                    /* [N,3 d_in] convolution */
+    moe_real *d_rows;                    /* [N,d_in] and [N,3 d_in] convolution */
 } moei_room;
 
-/* The matrix of an index where it lies in another program's file, or NULL. */
+/* Parameter `place` if it lies in another program's file, or NULL. */
 static const moe_external *moei_external_of(const moe_module *m, int place) {
     return m->external != NULL && m->external[place].type != NULL ? &m->external[place] : NULL;
 }
@@ -7111,7 +7112,8 @@ static const moe_module *moei_weights_of(const moe_net *net, const moe_module *m
     return m->kind == MOE_MODULE_TIED ? &net->modules[0] : m;
 }
 
-/* Whether a module multiplies all rows by the tensor [n,k] of an index, which no other file has. */
+/* Whether parameter `place` is a matrix [n,k] that all rows are multiplied by, and not in another
+   program's file. */
 static int moei_module_matrix(const moe_net *net, const moe_module *m, int place, size_t *n, size_t *k) {
     const int tied = m->kind == MOE_MODULE_TIED && place == MOE_MODULE_WEIGHT;
     moei_module_tensor t = moei_module_tensor_of(m, place);
@@ -7126,7 +7128,7 @@ static int moei_module_matrix(const moe_net *net, const moe_module *m, int place
     return 1;
 }
 
-/* The bytes of quantized rows for any matrix of the module. */
+/* The most bytes of quantized rows that a matrix of the module needs. */
 static size_t moei_rows_size(const moe_net *net, const moe_module *m, const moei_extent *e) {
     const moe_attention_config *c = &m->attention;
     const int type = e->type >= 0 ? e->type : m->layer.is_packed && !e->training ? m->layer.packed_type : -1;
@@ -7171,12 +7173,12 @@ static int moei_shares(const moe_net *net, const moei_extent *e) {
     return e->decoding;
 }
 
-/* Memory that modules share. A layer's work begins with its routing, which stays for reports; the
-   rest lies where the next layer's begins. An output stays in one of a few places until the last
-   module that reads it. */
+/* Memory that modules share. A layer's workspace begins with its routing, which is kept for
+   reports; the next layer's overwrites the rest. An output stays in one of a few places until the
+   last module that reads it. */
 enum { MOEI_PLACES = 6 };
 typedef struct moei_shared {
-    size_t scratch, works, work; /* bytes of the largest module, and of all layers; where the next begins */
+    size_t scratch, works, work; /* bytes for the largest module, for all layers; where the next layer's begins */
     size_t busy[MOEI_PLACES];    /* the last module that reads what is there */
     size_t bytes[MOEI_PLACES];
     unsigned char *at[MOEI_PLACES];
@@ -7200,7 +7202,7 @@ static size_t moei_place_of(const moe_net *net, size_t i, size_t bytes, moei_sha
     return k;
 }
 
-/* Where a layer's work begins, from the beginning of all. */
+/* The offset of a layer's workspace in that of all layers. */
 static size_t moei_work_of(const moe_module *m, size_t n, size_t size, moei_shared *s) {
     size_t at = s->work, routing = 0;
     if (m->kind == MOE_MODULE_MIXTURE && moei_route_bytes(&m->layer.router, n, n, 0, 0, &routing) == MOE_OK) {
@@ -7304,7 +7306,7 @@ static moe_status moei_pack_module(moei_packing *p, const moe_net *net, const mo
     return status;
 }
 
-/* Packs all modules; sets, the modules: they read what has been packed. */
+/* Packs all modules; those at sets (may be NULL) then read the packed weights. */
 static moe_status moei_pack_net(moei_packing p, const moe_net *net, moe_module *sets, size_t *bytes) {
     moe_error why, *error = p.error;
     size_t i;
@@ -7413,8 +7415,8 @@ static void moei_packed_module(const moei_run *r, const void *packed, size_t n, 
     moe_matmul_packed(k, type, n, o, i, in, ldi, packed, out, ldo);
 }
 
-/* out [n,o], rows ldo apart, = in [n,i], rows ldi apart, times rows first .. first + o of the
-   matrix of an index, [..,i]. */
+/* out [n,o], rows ldo apart, = in [n,i], rows ldi apart, times rows first .. first + o of parameter
+   `place`, [..,i]. */
 static void moei_module_product(const moei_run *r, int place, size_t first, size_t n, size_t i, size_t o,
                                 const moe_real *in, size_t ldi, moe_real *out, size_t ldo) {
     const moe_module *m = moei_weights_of(r->net, r->m);
@@ -7514,7 +7516,7 @@ static moe_status moei_positions_forward(const moei_run *r) {
     return MOE_OK;
 }
 
-/* The draws of other processes' tokens, `each` for one. */
+/* Skips the random numbers of other processes' tokens, `each` per token. */
 static void moei_skip(moe_rng *rng, size_t tokens, size_t each) {
     for (tokens *= each; tokens > 0; tokens--) (void)moe_rng_next(rng);
 }
@@ -7546,8 +7548,8 @@ static size_t moei_run_of_real(const moei_run *r, size_t *start, size_t to) {
     return length;
 }
 
-/* out = in W^T + bias for tokens [at, at + count), W the parameter [o,i] of an index; 0 for
-   padding. in is [N,i] and begins with token 0, out [count,o] with token `at`. */
+/* out = in W^T + bias for tokens [at, at + count), W the parameter `place` [o,i]; 0 for padding. in
+   is [N,i] and begins with token 0, out [count,o] with token `at`. */
 static void moei_project(const moei_run *r, int place, int bias, size_t at, size_t count, size_t i, size_t o,
                          const moe_real *in, moe_real *out) {
     size_t run, length, t;
@@ -7559,7 +7561,7 @@ static void moei_project(const moei_run *r, int place, int bias, size_t at, size
     }
 }
 
-/* What pair i turns by from one position to the next. */
+/* The angle of pair i per position. */
 static double moei_rotary_step(const moe_module *m, size_t i) {
     const moe_attention_config *c = &m->attention;
     const size_t pairs = moei_rotary_dims(c) / 2;
@@ -7590,11 +7592,11 @@ static double moei_rotary_step(const moe_module *m, size_t i) {
         break;
     default: return step;
     }
-    part = part > 0.0 ? part < 1.0 ? part : 1.0 : 0.0; /* how much of it is scaled */
+    part = part > 0.0 ? part < 1.0 ? part : 1.0 : 0.0; /* the share that is divided by factor */
     return step * (part / factor + (1.0 - part));
 }
 
-/* Of cosines and sines. */
+/* The factor on cosines and sines. */
 static double moei_rotary_magnitude(const moe_attention_config *c) {
     if (c->rotary_magnitude > MOEI_R(0.0)) return (double)c->rotary_magnitude;
     if (c->rotary_scaling != MOE_ROTARY_YARN || !(c->rotary_factor > MOEI_R(1.0))) return 1.0;
@@ -7642,7 +7644,7 @@ static moei_row_kind moei_row_kind_of(const moei_run *r, int is_query) {
     return kind;
 }
 
-/* Those of place t among the call's. */
+/* The rotations of token t of the call. */
 static const moe_real *moei_rotation_at(const moei_run *r, const moe_real *rotations, size_t t) {
     return rotations != NULL ? rotations + t * moei_rotary_dims(&r->m->attention) : NULL;
 }
@@ -7670,8 +7672,8 @@ static size_t moei_cache_capacity(const moe_attention_config *c, size_t most) {
     return c->chunk > 0 && chunk < most ? chunk : most;
 }
 
-/* Makes room for tokens [at, at + count) of the call in a cache that keeps a window: what no later
-   token sees gives way. */
+/* Makes room for tokens [at, at + count) of the call in a cache that keeps a window: drops what no
+   later token sees. */
 static moe_status moei_cache_slide(const moei_run *r, size_t at, size_t count) {
     size_t position = r->pass->past + at;
     r->p->t.first = position > 0 ? *r->p->first : 0;
@@ -7738,8 +7740,8 @@ static void moei_keys_make(const moei_run *r, size_t at, size_t count, moe_real 
     moei_row_clamp(c->clamp, count * s.v, v);
 }
 
-/* o of the past tokens from the cache, of the call's heads W_O,h v_h, so that their mean over
-   heads, weighted by A, is y (less its bias). v [count] begins with token `at`. */
+/* o: of past tokens from the cache, of the call's tokens heads * output_h v_h, so that the mean
+   over heads of A o is y (without its bias). v [count] begins with token `at`. */
 static void moei_attention_outputs(const moei_run *r, size_t at, size_t count, const moe_real *v) {
     moei_heads s = r->p->t.s;
     size_t past = r->pass->past, h, i;
@@ -7799,7 +7801,8 @@ static void moei_attention_blocks(const moei_run *r, size_t at, size_t count,
     }
 }
 
-/* In a cache for a window the tokens of a call come in pieces, and the earliest give way. */
+/* With a cache that keeps a window, the tokens of a call are processed in pieces, and the earliest
+   are dropped. */
 static moe_status moei_attention_forward(const moei_run *r) {
     moei_heads s = r->p->t.s;
     size_t cells = s.heads * r->n * (r->pass->past + r->n), at, count;
@@ -7877,7 +7880,7 @@ static moe_status moei_convolution_forward(const moei_run *r) {
 
 /* ---- modules that are layers ----------------------------------------------------------------- */
 
-/* The call without what is there for routers; the mask is too, for padding passes like any row. */
+/* The call without the inputs of routers, nor the mask: padding is processed like any row. */
 static moe_status moei_feed_forward_forward(const moei_run *r) {
     moe_call call;
     memset(&call, 0, sizeof call);
@@ -7935,8 +7938,8 @@ static void moei_mixture_own(const moei_run *r, moe_call *call) {
     if (moei_is_soft(&r->m->layer.config.router)) call->given = NULL;
 }
 
-/* The arrays of the attention that this router reads; training fills their gradients, that of its
-   output among those of what follows it. */
+/* The arrays of the attention that this router reads and, in training, where their gradients go:
+   that of its output is the gradient of the next module's input. */
 static void moei_mixture_attention(const moei_run *r, moe_call *call) {
     size_t at = moei_attention_read(r->net, r->i);
     const struct moe_module_pass *p = &r->pass->modules[at];
@@ -7961,7 +7964,7 @@ static size_t moei_first_norm(const moe_net *net, size_t i) {
     return at;
 }
 
-/* Decoding: what refining reads of earlier tokens. */
+/* Decoding: supplies what refining reads of earlier tokens. */
 static void moei_mixture_past(const moei_run *r, moe_call *call) {
     if (r->pass->most == 0) return;
     call->decoding = 1;
@@ -7971,7 +7974,7 @@ static void moei_mixture_past(const moei_run *r, moe_call *call) {
     call->past_gate = r->p->past_gate;
 }
 
-/* And of the call's tokens, later on. */
+/* Stores what refining will read of the call's tokens. */
 static void moei_mixture_remember(const moei_run *r) {
     const moe_routing *routing = &r->p->layer->routing;
     size_t experts = routing->n_experts;
@@ -8002,7 +8005,7 @@ static moe_status moei_residual_forward(const moei_run *r) {
     return MOE_OK;
 }
 
-/* s, of which 0 means 1. */
+/* s; 0 means 1. */
 static moe_real moei_scale_of(const moe_module *m) {
     return m->scale < MOEI_R(0.0) || m->scale > MOEI_R(0.0) ? m->scale : MOEI_R(1.0);
 }
@@ -8105,7 +8108,7 @@ static void moei_project_backward(const moei_run *r, int place, int bias, size_t
                              bias != 0 ? r->m->gradients[bias] : NULL);
 }
 
-/* What routers read of o: v and the output projection. */
+/* The backward pass of o, which routers read: to v and to the output projection. */
 static void moei_attention_outputs_backward(const moei_run *r, moe_real *d_v) {
     const moe_kernels *k = r->net->kernels;
     moei_heads s = r->p->t.s;
@@ -8395,7 +8398,7 @@ static moe_status moei_net_call_check(const moe_net *net, const moe_call *call, 
     return status;
 }
 
-/* Puts the module in front of the layer's message in call.error. */
+/* Prefixes the message in call.error with the module. */
 static moe_status moei_module_error(const moei_run *r, moe_status status) {
     moe_error *error = r->pass->call.error, why;
     if (status == MOE_OK || error == NULL) return status;
@@ -8424,7 +8427,7 @@ static void moei_nonfinite_source(const moe_net *net, const moe_net_pass *p, siz
         const moe_routing *routing = moe_net_routing(net, p, i);
         if (routing != NULL && !moei_all_finite(MOE_LOSS_COUNT, routing->loss)) break;
     }
-    if (i == net->n_modules) return; /* the loss itself is too large, or it is of another rank */
+    if (i == net->n_modules) return; /* the loss itself overflowed, or it arose on another rank */
     if (net->d_in > 0 && !moei_rows_finite(&p->call, p->call.x, (size_t)net->d_in)) {
         (void)moei_error(error, why.code, "%s; call.x has it", why.message);
         return;
@@ -8495,7 +8498,7 @@ static moe_status moei_net_fits(const moe_net *net, const moe_call *call, const 
     return moei_error(call->error, MOE_ERR_SPACE, "work_size = %z: the call takes %z bytes", work_size, size);
 }
 
-/* What can be said of a call before others' tokens are known. */
+/* Checks what does not depend on other processes' tokens. */
 static moe_status moei_net_forward_check(const moe_net *net, const moe_call *call, const void *work,
                                          const moe_net_pass *pass) {
     if (call == NULL) return MOE_ERR_ARGUMENT;
@@ -8668,7 +8671,6 @@ moe_status moe_net_cache_init(moe_cache *cache, const moe_net *net, size_t most,
     return MOE_OK;
 }
 
-/* Checks what moe_net_decode requires of the call and the cache. */
 static moe_status moei_decode_check(const moe_net *net, const moe_cache *cache, const moe_call *call) {
     const char *set = NULL;
     if (!net->built) return moei_error(call->error, MOE_ERR_STATE, "the network is not built");
@@ -8822,7 +8824,7 @@ moe_status moe_net_backward(const moe_net *net, const moe_real *dy, moe_real *dx
     else if (dy == NULL && pass->n_tokens > 0) status = moei_error(pass->call.error, MOE_ERR_ARGUMENT, "dy is NULL");
     status = moei_vote(net->transport, status, pass->call.error);
     if (status != MOE_OK || pass->total == 0) return status;
-    back.dy = dy != NULL ? dy : pass->y; /* which has no rows */
+    back.dy = dy != NULL ? dy : pass->y; /* unread: there are no rows */
     back.d_outputs = back.d_weights = NULL;
     return moei_net_backward(net, pass, &back, dx);
 }
@@ -8838,8 +8840,8 @@ moe_status moe_net_observe(moe_net *net, const moe_net_pass *pass) {
     return status;
 }
 
-/* The next factor of all L1 losses with l1_controller = net, by the mean gap of their layers; 0 if
-   there is none, or nothing to go by. */
+/* The next factor of all L1 losses with l1_controller = net, by the mean gap of their layers;
+   unchanged if there is none or no load has been measured. */
 static void moei_net_l1(const moe_net *net, moe_real *factor) {
     moe_real gap = MOEI_R(0.0);
     size_t i, count = 0;
@@ -8872,7 +8874,6 @@ moe_status moe_net_advance(moe_net *net) {
     return status;
 }
 
-/* Sets all gradients to 0. */
 static void moei_net_zero_gradients(moe_net *net) {
     size_t i;
     for (i = 0; net != NULL && i < net->n_tensors; i++)
@@ -8890,8 +8891,6 @@ static size_t moei_count_labeled(size_t n, const int32_t *labels) {
     return count;
 }
 
-/* l = -log softmax(y)_label,  dl/dy_j = softmax(y)_j - [j = label],  both over the number of
-   labels. */
 /* The sum of exp(y_j - max) over all j but best, the first largest one; they go to d as well, with
    1 at best, where d is not NULL. */
 static moe_real moei_exp_others(const moe_kernels *kernels, size_t n, const moe_real *y, size_t best, moe_real *d) {
@@ -8909,8 +8908,8 @@ static moe_real moei_exp_others(const moe_kernels *kernels, size_t n, const moe_
     return sum;
 }
 
-/* One row: -log softmax(y)[label], and in d (may be NULL) factor times its gradient. log1p keeps
-   small losses exact. */
+/* One row: -log softmax(y)[label], and in d (may be NULL) factor times its gradient, softmax(y)_j -
+   [j = label]. log1p keeps small losses exact. */
 static moe_real moei_cross_entropy_row(const moe_kernels *kernels, size_t n, const moe_real *y, size_t label,
                                        moe_real factor, moe_real *d) {
     size_t best = moei_max_index(n, y), j;
@@ -8926,7 +8925,7 @@ static moe_real moei_cross_entropy_row(const moe_kernels *kernels, size_t n, con
     return y[best] - y[label] + MOEI_F(log1p)(others);
 }
 
-/* The rows' part in the mean over `labeled` rows. */
+/* These rows' part of the mean over `labeled` rows. */
 static moe_real moei_cross_entropy(const moe_kernels *kernels, size_t n, size_t classes, size_t labeled,
                                    const moe_real *y, const int32_t *labels, moe_real *dy) {
     size_t t;
@@ -8943,7 +8942,7 @@ moe_real moe_cross_entropy(size_t n, size_t classes, const moe_real *y, const in
     return moei_cross_entropy(NULL, n, classes, moei_count_labeled(n, labels), y, labels, dy);
 }
 
-/* The rows' part in the mean over `all` rows. */
+/* These rows' part of the mean over `all` rows. */
 static moe_real moei_squared_error(size_t n, size_t width, size_t all, const moe_real *y, const moe_real *targets,
                                    moe_real *dy) {
     moe_real over_n = all > 0 ? MOEI_R(1.0) / (moe_real)all : MOEI_R(0.0), sum = MOEI_R(0.0);
@@ -9010,7 +9009,7 @@ static moe_status moei_mixture_fits(const moe_net *net, int criterion, moe_error
     return MOE_OK;
 }
 
-/* The samples' part in the mean over `counted` of them. */
+/* These samples' part of the mean over `counted` samples. */
 static moe_real moei_criterion(int criterion, const moe_net *net, const moe_data *data, size_t counted,
                                const moe_real *y, moe_real *dy) {
     size_t width = (size_t)net->d_out;
@@ -9074,7 +9073,7 @@ static moe_status moei_labels_check(const moe_net *net, const moe_data *data, in
 /* Whether sequences are no longer than positions allow. */
 static moe_status moei_length_check(const moe_net *net, const moe_data *data, moe_error *error) {
     size_t i;
-    /* these have a length */
+    /* these have lengths of their own */
     if (data->call != NULL && data->call->sequences != NULL) return MOE_OK;
     for (i = 0; i < net->n_modules; i++)
         if (net->modules[i].kind == MOE_MODULE_POSITIONS && data->length > (size_t)net->modules[i].n_rows)
@@ -9083,7 +9082,6 @@ static moe_status moei_length_check(const moe_net *net, const moe_data *data, mo
     return MOE_OK;
 }
 
-/* Everything that samples can get wrong. */
 static moe_status moei_data_check(const moe_net *net, const moe_data *data, int criterion, moe_error *error) {
     moe_status status;
     if (data == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "data must not be NULL");
@@ -9406,7 +9404,6 @@ static moe_status moei_evaluate(const moe_net *net, const moe_data *data, int cr
     return MOE_OK;
 }
 
-/* What an evaluation can find wrong before it begins. */
 static moe_status moei_evaluate_check(const moe_net *net, const moe_data *data, int criterion,
                                       const moe_evaluation *result, moe_error *error) {
     moe_status status;
@@ -9543,8 +9540,8 @@ static int moei_fits_name(const char *pattern, const char *name) {
     return moei_fits_pattern(pattern, name) || (*rest == '.' && moei_fits_pattern(pattern, rest + 1));
 }
 
-/* The rows of a pattern that ends in [e] or [a:b]: 1. 0: it has no such end, -1: neither is behind
-   its [. */
+/* The rows of a pattern that ends in [e] or [a:b]: 1. 0: it has no [; -1: what follows the [ is
+   neither. */
 static int moei_pattern_rows(const char *pattern, uint64_t *from, uint64_t *to) {
     *from = *to = 0;
     while (*pattern != '\0' && *pattern != '[') pattern++;
@@ -9642,7 +9639,6 @@ static moe_status moei_batch_layout(const moe_trainer *trainer, moei_layout *l, 
     return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
 }
 
-/* The size of one moment, and the number of moments. */
 static size_t moei_net_numbers(const moe_net *net) { return moe_net_parameter_count(net, NULL); }
 static size_t moei_moments(const moe_trainer *t) { return t->config.optimizer == MOE_OPTIMIZER_ADAMW ? 2 : 1; }
 
@@ -9686,8 +9682,8 @@ static void moei_trainer_rate(moe_trainer *t) {
     t->rate = c->rate * (c->final_rate + (MOEI_R(1.0) - c->final_rate) * left);
 }
 
-/* Starts the learning rate, and gives the trainer's steps to routers with a schedule but no steps
-   of their own. */
+/* Sets the first learning rate, and gives the trainer's steps to routers with a schedule but no
+   steps of their own. */
 static void moei_trainer_plan(moe_trainer *t) {
     const int steps = t->total_steps < (uint64_t)MOE_MAX_WIDTH ? (int)t->total_steps : (int)MOE_MAX_WIDTH;
     size_t i;
@@ -9700,7 +9696,7 @@ static void moei_trainer_plan(moe_trainer *t) {
     }
 }
 
-/* Everything that a trainer's configuration can get wrong; *c with defaults filled in. */
+/* Checks a trainer's configuration; *c gets it with defaults filled in. */
 static moe_status moei_trainer_config(const moe_trainer *trainer, const moe_net *net, const moe_train_config *config,
                                       int fit, moe_train_config *c, moe_error *error) {
     moe_status status;
@@ -9769,9 +9765,9 @@ static int moei_is_trained(const moe_tensor *t) {
 
 /* Consecutive rows of one tensor that learn alike. */
 typedef struct moei_rows {
-    size_t tensor, row;     /* its index; the row after these */
-    size_t first, count;    /* their numbers in the tensor */
-    const moe_real *factors, *next; /* theirs, those of the row after them */
+    size_t tensor, row;     /* its index; the row after the last of these */
+    size_t first, count;    /* their elements in the tensor */
+    const moe_real *factors, *next; /* of these rows; of the row after them */
 } moei_rows;
 
 static moei_rows moei_rows_begin(const moe_trainer *trainer) {
@@ -9846,8 +9842,8 @@ static moe_status moei_trainer_meet(const moe_trainer *t, const moe_data *batch,
     return status;
 }
 
-/* Forward, loss and backward on one batch, added to the gradients since the last step. What fails,
-   fails in all processes. */
+/* Forward, loss and backward on one batch, added to the gradients since the last step. A failure in
+   one process is a failure in all. */
 static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, const moe_call *call,
                                          const moei_brought *brought, moe_net_pass *pass, moe_step *step,
                                          moe_error *error) {
@@ -9984,7 +9980,7 @@ static void moei_sgd(size_t n, moe_real scale, moe_real rate, moe_real decay, mo
     }
 }
 
-/* Moves all trained tensors against scale times their gradients. */
+/* Updates all trained tensors; their gradients are multiplied by scale. */
 static void moei_trainer_move(moe_trainer *trainer, moe_real scale) {
     const moe_train_config *c = &trainer->config;
     moe_real *first = trainer->memory, *second = first + moei_net_numbers(trainer->net);
@@ -10026,7 +10022,7 @@ static moe_status moei_trainer_check(const moe_trainer *trainer, const moe_data 
     return moei_routers_check(trainer->net, batch, moei_batch_sequences(batch, batch->n), 1, error);
 }
 
-/* The call of a batch that is checked. */
+/* The call of a checked batch. */
 static moe_status moei_trainer_call(moe_trainer *t, const moe_data *data, moe_call *call, moe_error *error) {
     moei_layout l = moei_layout_begin(t->work);
     moei_batch batch;
@@ -10102,7 +10098,6 @@ moe_status moe_trainer_accumulate(moe_trainer *trainer, const moe_data *batch, m
     return status;
 }
 
-/* Whether a step can be taken. */
 static moe_status moei_update_check(const moe_trainer *trainer, moe_error *error) {
     if (trainer->n_accumulated < 1) return moei_error(error, MOE_ERR_STATE, "no batch since the last update");
     if (!moe_is_finite(trainer->rate))
@@ -10139,8 +10134,8 @@ moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_ste
 
 /* ==== >>code_files ============================================================================ */
 
-/* The format of the configuration, which is JSON, that this version writes: of 0.2. It reads 1,
-   that of 0.1, too: there fields that have no effect are reset, not refused. */
+/* The format of the configuration, which is JSON, that this version writes: of 0.2. It also reads
+   1, that of 0.1, in which fields without effect are reset, not refused. */
 enum { MOEI_CONFIG_FORMAT = 2 };
 
 /* The metadata key of the checksums: of each tensor the CRC-32 (that of zlib) of its bytes in the
@@ -10173,7 +10168,7 @@ static moe_net moei_layer_list(const moe_layer *layer, moe_tensor tensors[MOE_LA
 
 #ifndef MOE_NO_TRAIN
 
-/* The growing text; after a failure all else is ignored. */
+/* The text under construction; after a failure nothing more is added. */
 typedef struct moei_config_text {
     moe_buffer buffer;
     moe_status status;
@@ -10183,7 +10178,7 @@ static void moei_config_put(moei_config_text *c, const char *s) {
     if (c->status == MOE_OK) c->status = moei_buffer_write(&c->buffer, s, moei_strlen(s));
 }
 
-/* "name":value for every field that is not 0, or for all; comma: members stand before. */
+/* "name":value for every field that is not 0, or for all; comma: others precede them. */
 static void moei_config_put_fields(moei_config_text *c, const moe_field *fields, const void *config, int all,
                                    int comma) {
     char value[64];
@@ -10251,7 +10246,7 @@ static const char *const moei_moment_names[] = {"trainer.first", "trainer.second
 /* Whether this process writes the file. */
 static int moei_writes(const struct moe_transport *t) { return t == NULL || moei_group(t)->lead; }
 
-/* A file in the making. */
+/* A file being written. */
 typedef struct moei_writing {
     const moe_net *net;         /* or one that holds a layer's tensors */
     const moe_trainer *trainer; /* its moments follow the network's tensors, or NULL */
@@ -10265,8 +10260,8 @@ typedef struct moei_writing {
     size_t size;
 } moei_writing;
 
-/* A tensor of the network, or its moments: data [count] of what this process holds. After a failure
-   that all know of nothing happens. */
+/* A tensor of the network, or its moments: data [count] is what this process holds. Does nothing
+   after a failure that all processes know of. */
 static moe_status moei_put_tensor(moei_writing *w, moe_status status, const moe_tensor *tensor, const moe_real *data,
                                   moe_error *error) {
     size_t experts = moei_parted(w->net, tensor);
@@ -10349,8 +10344,8 @@ static moe_status moei_crc_write(void *ctx, const void *from, size_t size) {
     return MOE_OK;
 }
 
-/* The checksums stand before the data, and a stream does not go back: so all tensors are put twice,
-   first into their checksums. */
+/* The checksums precede the data, and a stream cannot seek, so all tensors are put twice, first
+   into their checksums. */
 static moe_status moei_writing_sums(moei_writing *w, moe_error *error) {
     moe_stream *stream = w->stream, to;
     moei_crc crc;
@@ -10459,8 +10454,8 @@ static moe_status moei_save(void *ctx, moe_stream *stream) {
     return s->write(s->object, stream, s->error);
 }
 
-/* moe_file_replace in the first process, while the others send it their tensors. write votes before
-   it ends; if no file can be made, that vote is here. */
+/* moe_file_replace in the first process, while the others send it their tensors. write takes part
+   in a vote before it ends; if no file can be created, that vote is taken here. */
 static moe_status moei_save_on(const struct moe_transport *t, const char *path,
                                moe_status (*write)(const void *object, moe_stream *stream, moe_error *error),
                                const void *object, moe_error *error) {
@@ -10611,7 +10606,7 @@ static moe_status moei_config_kind(moei_json *j, const char *place, int *kind) {
     return status;
 }
 
-/* In a file, act counts for nothing beside kinds of experts that do not have it. */
+/* In a file, act is ignored with kinds of experts that have none. */
 static void moei_config_act(moe_layer_config *config) {
     if (!(moei_experts[config->expert].has & MOEI_HAS_ACT)) config->act = 0;
 }
@@ -10861,10 +10856,10 @@ typedef struct moei_contents {
     moe_status (*read)(struct moei_contents *c, size_t at, void *to, size_t size, moe_error *error);
     void *disk;          /* the FILE */
     const char *path;    /* its name */
-    /* [size] what was read of it: each tensor's part, in the order of the walk */
+    /* [size] what was read of the file: each tensor's part, in the order of the walk */
     unsigned char *data;
     size_t size, at;
-    uint64_t mark;       /* of what all processes read */
+    uint64_t mark;       /* hash of what all processes read */
     moei_span sums;      /* the checksums; p NULL: there are none */
     uint32_t damage;     /* of the checksums of parts, see moei_sum_part */
     moe_allocator allocator;
@@ -10880,7 +10875,7 @@ static moe_status moei_contents_sums(moei_contents *c, moe_error *error) {
     return MOE_OK;
 }
 
-/* The checksum of tensor `index`, of which there are some. */
+/* The checksum of tensor `index`, in a file that has checksums. */
 static moe_status moei_sum_wanted(const moei_contents *c, const char *name, size_t index, uint32_t *wanted,
                                   moe_error *error) {
     int i, digit = 0;
@@ -10933,10 +10928,10 @@ static moe_status moei_contents_memory(moei_contents *c, const void *bytes, size
 #ifndef MOE_NO_STDIO
 
 #ifndef MOEI_SEEK_MOST
-#define MOEI_SEEK_MOST LONG_MAX /* the furthest that one seek goes */
+#define MOEI_SEEK_MOST LONG_MAX /* the longest single seek */
 #endif
 
-/* Long seeks are several: long may have 32 bits where files have more. */
+/* Seeks in several steps if necessary: long may have 32 bits where files are larger. */
 MOEI_TOOL int moei_disk_seek(FILE *f, uint64_t to) {
     uint64_t step = to < (uint64_t)MOEI_SEEK_MOST ? to : (uint64_t)MOEI_SEEK_MOST;
     if (fseek(f, (long)step, SEEK_SET) != 0) return 0;
@@ -11001,12 +10996,12 @@ static void moei_contents_close(moei_contents *c) {
 
 #endif
 
-/* What is done with the part of each tensor that this process needs: the bytes of a file on the
-   disk are counted, then read, and then, as those in memory, become values. Checksums are compared:
-   in memory those of all tensors, on the disk those of what is read, by all processes together. */
+/* What a walk does with the part of each tensor that this process needs. The bytes of a file on
+   disk are counted, then read, then converted; those in memory are only converted. Checksums are
+   compared: in memory of all tensors, on disk of what is read, by all processes together. */
 enum { MOEI_WALK_COUNT = 0, MOEI_WALK_READ, MOEI_WALK_VALUES, MOEI_WALK_CHECK };
 
-/* Of what was just read of a tensor: all of it, or a part. */
+/* Checks what was just read of a tensor, all of it or a part, against its checksum. */
 static moe_status moei_sum_of(moei_contents *c, const moe_net *net, const moe_tensor *t, const moe_file_tensor *found,
                               size_t before, size_t bytes, moe_error *error) {
     const unsigned char *data = c->data + c->at;
@@ -11015,13 +11010,13 @@ static moe_status moei_sum_of(moei_contents *c, const moe_net *net, const moe_te
     return moei_sum_part(c, t->name, index, data, bytes, before, found->bytes - before - bytes, error);
 }
 
-/* t: a tensor of the network, whose values are found from number `first` on in a tensor whose bytes
-   begin at `begin` of the data. */
+/* t: a tensor of the network, whose values begin with element `first` of the tensor *found, whose
+   bytes begin at `begin` of the data. */
 static moe_status moei_walk_part(moei_contents *c, int walk, const moe_net *net, const moe_tensor *t,
                                  const moe_file_tensor *found, size_t begin, size_t first, moe_real *to,
                                  moe_error *error) {
     moe_file_tensor part = *found;
-    /* as much is in the file */
+    /* moei_file_match found as much in the file */
     size_t each = moei_dtypes[found->dtype].size, bytes = t->count * each;
     moe_status status = MOE_OK;
     if (walk == MOEI_WALK_CHECK)
@@ -11104,7 +11099,7 @@ static moe_status moei_net_open(moe_net *made, const moe_file *file, const moei_
     return status == MOE_OK ? moei_net_register(made, error) : status;
 }
 
-/* Reads what object is, a moe_layer or a moe_net; status is the result of opening the file. */
+/* Reads object, a moe_layer or a moe_net; status is the result of opening the file. */
 static moe_status moei_object_read(int is_layer, void *object, moei_contents *c, moe_status status,
                                    const moei_net_options *o, moe_error *error) {
     moe_tensor tensors[MOE_LAYER_PARAMETER_COUNT];
@@ -11196,7 +11191,7 @@ typedef struct moei_training {
 #define MOEI_CHECKPOINT_KEY "moe.trainer"
 enum { MOEI_CHECKPOINT_FORMAT = 1, MOEI_CHECKPOINT_TEXT = 800 };
 
-/* The text is that of all rows, "name number", with a space between. */
+/* The text is "name number" of all rows, separated by spaces. */
 typedef struct moei_checkpoint_row {
     const char *name;
     size_t offset; /* of an uint64_t in moei_checkpoint */
@@ -11400,7 +11395,7 @@ static moe_status moei_checkpoint_same_net(const moe_net *net, const moe_file *f
     return status;
 }
 
-/* Exactly the trainer's moments must be there. */
+/* Checks that the file has exactly the trainer's moments. */
 static moe_status moei_checkpoint_moments(const moe_trainer *trainer, moe_file *file, moe_error *error) {
     char have[80];
     moe_file_tensor found;
@@ -11600,7 +11595,6 @@ static moe_status moei_fit_files_check(const moe_train_config *c, moe_error *err
     return MOE_OK;
 }
 
-/* Everything that samples can get wrong, before the first step. */
 static moe_status moei_fit_check(const moei_fit *f, moe_error *error) {
     const moe_net *net = f->trainer.net;
     const moe_data *train = f->train;
@@ -11682,7 +11676,7 @@ static moe_status moei_fit_begin(moei_fit *f, moe_net *net, const moe_train_conf
     return MOE_OK;
 }
 
-/* Fisher and Yates. */
+/* A Fisher-Yates shuffle. */
 static void moei_fit_shuffle(moei_fit *f) {
     size_t i, j, kept;
     for (i = f->units; i > 1; i--) {
@@ -11829,7 +11823,7 @@ static moe_status moei_fit_keep(moei_fit *f, int stopped, moe_error *error) {
 
 #endif
 
-/* The first samples of an epoch's order that were seen before training stopped. */
+/* Restores the steps, samples and sums of the epoch from before training stopped. */
 static void moei_fit_seen(moei_fit *f) {
     const uint64_t *position = f->trainer.position;
     double sums[2];
@@ -11920,10 +11914,10 @@ moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *test, co
 
 #endif /* MOE_NO_TRAIN */
 
-/* ==== float models: a net as constants, one token at a time ======================================
+/* ==== float models: a network as constants, one token at a time ==================================
 
    A network's struct can be a constant: kernels NULL mean plain C, and inference does not write to
-   it. The printer writes configurations by the tables of their fields, in the order of their
+   it. The exporter prints configurations by the tables of their fields, in the order of their
    offsets, and refuses a table with a gap. */
 
 /* The scratch memory of a float model. Models of sequences begin with the number of tokens so far
@@ -11936,8 +11930,9 @@ typedef struct moei_float_room {
     size_t state_size;    /* bytes at the start of scratch that persist between calls */
 } moei_float_room;
 
-/* Lays out the start of scratch memory for sequences of up to length tokens, 0 for a net that is
-   none; scratch NULL counts bytes into l->used. How much the rest must hold, a pass finds out. */
+/* Lays out the start of scratch memory for sequences of up to length tokens, 0 for a network
+   without sequences; scratch NULL counts bytes into l->used. The pass checks the size of the
+   rest. */
 MOEI_TOOL moe_status moei_float_layout(const moe_net *net, size_t length, moei_layout *l, moei_float_room *room) {
     memset(room, 0, sizeof *room);
     if (length > 0) {
@@ -12032,14 +12027,15 @@ static int16_t *moei_int_vector(const moei_int_run *run, uint32_t at) { return r
 
 static int32_t *moei_int_wide(const moei_int_run *run, uint32_t at) { return (int32_t *)(void *)(run->vectors + at); }
 
-/* n > 0 sums, rounded up to 4. */
+/* Sets n > 0 sums, and up to the next multiple of 4, to value. */
 static void moei_int_fill(int32_t *sum, unsigned n, int32_t value) {
     const int32_t *end = sum + n;
     do sum[0] = sum[1] = sum[2] = sum[3] = value;
     while ((sum += 4) < end);
 }
 
-/* The sums of an int4 product's input, in other; index = 1: those of an earlier product. */
+/* The sums of an int4 product's input, in other; index = 1: an earlier product has computed
+   them. */
 MOEI_INLINE const int16_t *moei_int_sums(const moei_int_op *op, const moei_int_run *run) {
     int16_t *sums = moei_int_vector(run, op->other);
     if (op->index == 0) moei_int4_sums(op->shape.k, moei_int_vector(run, op->in), sums);
@@ -12660,7 +12656,6 @@ MOEI_INLINE moe_status moei_int_end(moei_int_run *run, void *output, size_t size
     return MOE_OK;
 }
 
-/* The run function of integer models. */
 moe_status moei_int_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output,
                               void *scratch) {
     moei_int_run run;
