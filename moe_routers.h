@@ -186,13 +186,13 @@
 
    Gradients flow through weights, gates, scores and losses. Selection is a constant.
 
-   Padding (mask 0) is routed nowhere and counts nowhere. Its row may hold anything, NaN included:
-   it reaches no result and no gradient.
+   Padding (mask 0) is neither routed nor counted. Its row may hold anything, NaN included: it
+   reaches no result and no gradient.
 
    Losses are computed in training calls, factors included: routing.loss[MOE_LOSS_BALANCE], ...
-   moe_route_backward adds their gradients unasked. With even load and even gates the balance loss
-   equals its factor alpha. With K = 1 the weights sum and softmax are always 1:
-   moe_router_check_training refuses to train such a router in vain.
+   moe_route_backward adds their gradients. With even load and even gates the balance loss equals
+   its factor alpha. With K = 1 the weights sum and softmax are always 1: moe_router_check_training
+   refuses to train such a router.
 
    Determinism is bitwise for the same kernels. If moe_router_traits says MOE_TRAIT_CAUSAL without
    MOE_TRAIT_NEEDS_BATCH, a token's logits, gate, choices and weights do not depend on the other
@@ -208,12 +208,12 @@
    tokens from past_u and past_gate. What needs a batch only in training (sinkhorn, balanced, drop
    rules) decodes.
 
-   Pointers. Every moe_error and every table of kernels (plain C) may be NULL; what else may be NULL
-   is said with the function or field. Other NULL pointers give MOE_ERR_ARGUMENT where a function
-   returns moe_status, but moe_router_parameter and functions that return something else do not
-   check.
+   Pointers. Every moe_error and every table of kernels (plain C) may be NULL; the comments of
+   functions and fields say what else may be NULL. Other NULL pointers give MOE_ERR_ARGUMENT where a
+   function returns moe_status, but moe_router_parameter and functions that return something else do
+   not check.
 
-   Threads. Functions keep nothing. Calls with different workspaces may run at the same time; a
+   Threads. Functions keep no state. Calls with different workspaces may run at the same time; a
    moe_rng belongs to one call at a time.
 */
 #ifndef MOE_ROUTERS_H
@@ -510,14 +510,14 @@ enum {
 /* When sample draws. Outside training the random numbers follow from sample_seed and the bits of
    the token's logits: no generator is needed, and a token alone draws as in its sequence. */
 #define MOE_SAMPLE_ATS(X) X(MOE_SAMPLE_TRAINING, "training") X(MOE_SAMPLE_ALWAYS, "always")
-/* Which tokens take the same draws: those of the first real one of the sequence or call. */
+/* Which tokens share draws, those of the first real one of the sequence or call. */
 #define MOE_SAMPLE_SCOPES(X) \
     X(MOE_SAMPLE_TOKEN, "token") \
     X(MOE_SAMPLE_SEQUENCE, "sequence") \
     X(MOE_SAMPLE_CALL, "call") /* of a training call; outside training as token */
 /* What expert_dropout draws for: every token, or all tokens of the call together. */
 #define MOE_DROPOUT_SCOPES(X) X(MOE_DROPOUT_SCOPE_TOKEN, "token") X(MOE_DROPOUT_SCOPE_CALL, "call")
-/* What a group of experts is worth: its best p + b, or the sum of its two best. */
+/* How a group of experts is scored: by its best p + b, or the sum of its two best. */
 #define MOE_GROUPS(X) X(MOE_GROUP_MAX, "max") X(MOE_GROUP_TOP2_SUM, "top2_sum")
 /* Over which of the chosen experts the weights sum, softmax and p_norm normalize; the others keep
    w = p. */
@@ -691,7 +691,7 @@ enum { MOE_TRAITS(MOEI_VALUE_BIT) MOEI_TRAITS_END };
 #define MOEI_TABLE_VALUES(rows, x, y, n) enum { rows(MOEI_VALUE##n) MOE_##x##_COUNT };
 #define MOEI_TABLE_VALUES_S(x, y, n) MOEI_TABLE_VALUES(MOE_##x##S, x, y, n)
 MOEI_TABLES(MOEI_TABLE_VALUES_S, MOEI_TABLE_VALUES)
-/* Beside stages, what a mask of >>options may leave out (MOE_KEEP_EXTRAS): limits on the tokens of
+/* Besides stages, what a mask of >>options may leave out (MOE_KEEP_EXTRAS): limits on the tokens of
    an expert; what changes with steps; calls with training = 1; swiglu experts with swiglu_alpha,
    swiglu_limit or swiglu_offset; calls with a batch. */
 enum {
@@ -794,7 +794,7 @@ enum { MOE_MAX_EXPERTS = sizeof(int) > 2 ? 65536 : 32767, MOE_MAX_WIDTH = sizeof
     CHOICE(sample_scope, SAMPLE_SCOPE, sample_scope, "which tokens share a draw") \
     INT(sample_seed, 0, 1, MOE_MAX_WIDTH, "seed of the draws outside training") \
     /* Csordas, Irie, Schmidhuber 2023, Approximating two-layer feedforward networks for efficient \
-       transformers. p, weights and losses know nothing of it; fewer than K experts or none may be \
+       transformers. p, weights and losses ignore it; fewer than K experts or none may be \
        left */ \
     REAL(expert_dropout, 0, 1e-6, 0.999999, "in training an expert cannot be selected, with this probability") \
     CHOICE(expert_dropout_scope, DROPOUT_SCOPE, dropout_scope, "what expert_dropout draws for") \
@@ -892,8 +892,8 @@ enum { MOE_MAX_EXPERTS = sizeof(int) > 2 ? 65536 : 32767, MOE_MAX_WIDTH = sizeof
    all, weights p / sum p. */
 typedef struct moe_router_config {
     MOE_ROUTER_FIELDS(MOEI_MEMBER_INT, MOEI_MEMBER_FLAG, MOEI_MEMBER_CHOICE, MOEI_MEMBER_REAL)
-    /* private: 1 + the index of the preset that it began as; MOEI_OF_A_FILE: read from one. What a
-       preset or file has set and a later setting has left without effect is reset, not refused */
+    /* private: 1 + the index of the preset that it began as; MOEI_OF_A_FILE: read from one. A
+       setting of either that a later one has left without effect is reset, not refused */
     int preset;
 } moe_router_config;
 enum { MOEI_OF_A_FILE = -1 };
@@ -903,9 +903,9 @@ MOE_API const moe_field *moe_router_fields(void);
 
 /* Checks a configuration and writes it to *out (may be NULL; may be config itself) with every
    default filled in. MOE_ERR_CONFIG: error names the field, or the two fields that clash, and the
-   value; a field that has no effect beside another one clashes with it (but K = 1 and K = E may
-   make values alike). MOE_ERR_UNSUPPORTED: a MOE_KEEP_ mask has left it out. On failure *out is
-   untouched. */
+   value; a field that another one leaves without effect clashes with it (values that only K = 1 or
+   K = E makes alike do not). MOE_ERR_UNSUPPORTED: a MOE_KEEP_ mask has left it out. On failure *out
+   is untouched. */
 MOE_API moe_status moe_router_check(const moe_router_config *config, moe_router_config *out, moe_error *error);
 
 #ifndef MOE_NO_TRAIN
@@ -962,12 +962,12 @@ enum {
     MOE_PARAM_NO_DECAY = 4  /* biases and gains: weight decay skips them */
 };
 
-/* All parameters: rows (index, name in files, condition, shape and start). A configuration c has
-   those whose condition holds. E = n_experts, d = d_model, K = top_k, h = router_hidden, m =
-   ceil(log2 E). MATRIX(rows, columns, kind) starts normal with standard deviation 1/sqrt(columns);
-   VECTOR(n, kind, value) starts at value and is not decayed; TABLE(rows, columns, kind, value,
-   init_std) starts normal around value; ARRAY(n, kind, columns) starts as a MATRIX of that many
-   columns. */
+/* All parameters: rows (index, name in files, condition, shape and initialization). A configuration
+   c has those whose condition holds. E = n_experts, d = d_model, K = top_k, h = router_hidden, m =
+   ceil(log2 E). MATRIX(rows, columns, kind) is initialized normal with standard deviation
+   1/sqrt(columns); VECTOR(n, kind, value) starts at value and is not decayed; TABLE(rows, columns,
+   kind, value, init_std) starts normal around value; ARRAY(n, kind, columns) starts as a MATRIX of
+   that many columns. */
 #define MOE_ROUTER_PARAMETERS(X, MATRIX, VECTOR, TABLE, ARRAY) \
     /* width: cosine_dim or d; kind: frozen for the score random */ \
     X(MOE_ROUTER_WEIGHT, "router.weight", has_weight, MATRIX(E, width, kind)) \
@@ -1084,7 +1084,7 @@ typedef struct moe_batch {
 } moe_batch;
 
 /* The tokens of one call. {0} plus n_tokens and x is enough for most routers. All arrays are the
-   caller's and only read, but rng, error and the gradients. */
+   caller's and only read, except rng, error and the gradients. */
 typedef struct moe_call {
     size_t n_tokens;            /* N, padding included; 0 is allowed */
     const moe_real *x;          /* [N,d] */
@@ -1097,9 +1097,9 @@ typedef struct moe_call {
     /* [n_sequences+1] ascending offsets from 0 to N, or NULL: one sequence */
     const int32_t *sequences;
     size_t n_sequences;
-    /* forced routing: [N,max_choices] expert indices, -1 = none, no expert twice for one token, in
-       place of what select would choose; NULL: select chooses. max_choices is K, or E where a token
-       may take more than K */
+    /* forced routing: [N,max_choices] expert indices, -1 = none, no expert twice for one token,
+       instead of what select would choose; NULL: select chooses. max_choices is K, or E where a
+       token may take more than K */
     const int32_t *given;
     const int32_t *token_ids;   /* [N], select hash and student_dim: less than table_size */
     /* [N,E] n of noisy_topk, else the whole additive noise; NULL: drawn from rng */
@@ -1184,7 +1184,7 @@ typedef struct moe_dispatch_plan {
 /* All decisions of one call, stage by stage. The arrays are in the workspace given to moe_route;
    rows of padding in logits, gate and probabilities are unspecified. */
 typedef struct moe_routing {
-    /* N: tokens of the call, or of the batch (moe_call.batch) if with global routing */
+    /* N: tokens of the call or, with global routing, of the batch (moe_call.batch) */
     size_t n_tokens, n_experts;
     size_t first;            /* row of the call's first token in the arrays; 0 without a batch */
     size_t n_real;           /* tokens that are not padding */
@@ -1233,9 +1233,9 @@ struct moe_router;
    stage, loss and metric. Set them in moe_router.custom, which is layer.router.custom in a layer
    and net.modules[i].layer.router.custom in a network, before the first call. A file holds no
    functions: set them again after moe_layer_load or moe_net_load. A call without a function that it
-   needs is MOE_ERR_ARGUMENT, and the error names the field (and the module). Any other status than
-   MOE_OK that a function returns ends the call with it. Unless custom_batch = 1, row t of a result
-   must depend on row t of the inputs alone.
+   needs is MOE_ERR_ARGUMENT, and the error names the field (and the module). A call ends with any
+   status other than MOE_OK that a function returns. Unless custom_batch = 1, row t of a result must
+   depend on row t of the inputs alone.
    A score with trained parameters sets custom_parameters = n in the configuration. The router then
    has the parameter "router.custom" [n], which layers and networks treat like any other: they
    allocate it, start it normal with standard deviation 1/sqrt(d), count, train, decay and save it.
@@ -1301,9 +1301,8 @@ MOE_API moe_status moe_route(const moe_router *router, const moe_call *call, voi
 /* The backward pass from routing->d_weight_in and d_weight_out and all losses. Adds to d_tensors[i]
    (NULL entries are skipped), to dx [N,d], the gradient of x or of router_x if that was given
    (NULL: not wanted), and to d_activations [E,N,activation_width] (NULL unless the score reads
-   activations). call is
-   that of moe_route, with training = 1. MOE_ERR_STATE: it was not a
-   training call; MOE_ERR_ARGUMENT: NULL; or what a custom score returns. */
+   activations). call is that of moe_route, with training = 1. MOE_ERR_STATE: it was not a training
+   call; MOE_ERR_ARGUMENT: NULL; or what a custom score returns. */
 MOE_API moe_status moe_route_backward(const moe_router *router, const moe_call *call, moe_routing *routing,
                                       moe_real *const *d_tensors, moe_real *dx, moe_real *d_activations);
 #endif
@@ -1322,8 +1321,7 @@ MOE_API moe_status moe_routing_choices(const moe_routing *routing, size_t k, int
    to (the same as router->tensors[i]; others may be NULL). A router without the trait stateful is
    left as it is.
      observe  after each training call: counts the load, adds the cutoffs of expert_threshold, moves
-              the running tables, sets C_min.
-              routing and call are those of moe_route.
+              the running tables, sets C_min; routing and call are those of moe_route.
      advance  once per step of the optimizer: selection bias, cutoffs, L1 factor, step number; then
               the counts start anew.
    MOE_ERR_ARGUMENT: NULL, or a state tensor is missing; MOE_ERR_STATE: call->training is 0. */
@@ -1350,7 +1348,7 @@ typedef struct moe_metrics {
     double n_routed;           /* real tokens with at least one expert */
     double n_assignments;            /* assignments: sum of |S_t|, before capacity */
     double n_real_assignments;       /* those of real experts */
-    double n_predicted, n_agreed; /* pairs that a predictor judged; where it agrees with the choice */
+    double n_predicted, n_agreed; /* pairs that a predictor judged; those where it agrees with the choice */
     double n_dropped;          /* assignments that capacity dropped */
     double entropy;            /* sum_t H(p_t) */
     double entropy_normalized; /* sum_t H(p_t / sum p_t) */
@@ -1479,14 +1477,14 @@ typedef struct moe_instability_report {
 /* Fills *report from first[n] and second[n], the tokens' experts at two layers of e1 and e2
    experts, as from moe_routing_choices (-1: none, shared with nobody). scratch: (e1 + 1) (e2 + 1)
    doubles of the caller's. All are 0 for fewer than two tokens. MOE_ERR_ARGUMENT: NULL, an expert
-   out of range, or a scratch that cannot exist. */
+   out of range, or a scratch size that overflows. */
 MOE_API moe_status moe_instability(size_t n, const int32_t *first, size_t e1, const int32_t *second, size_t e2,
                                    const unsigned char *mask, double *scratch, moe_instability_report *report);
 
 /* *information = I(row;column) = H(row) + H(column) - H(row,column) of a table of counts
    [rows,columns] divided by their sum; never below 0, 0 for an empty table. MOE_ERR_ARGUMENT: NULL
    (table may be NULL if it has no cell), or a count is below 0; MOE_ERR_NONFINITE: a count or their
-   sum is not finite; MOE_ERR_OVERFLOW: the table cannot exist. */
+   sum is not finite; MOE_ERR_OVERFLOW: the table's size. */
 MOE_API moe_status moe_mutual_information(size_t rows, size_t columns, const double *table, double *information);
 
 /* *cosine = mean over the pairs s != t of real tokens of cos(x_s, x_t), x [n,d], in O(n d): with
@@ -1494,11 +1492,11 @@ MOE_API moe_status moe_mutual_information(size_t rows, size_t columns, const dou
    sum_t |v_t|^2, divided by M (M - 1): an identity, not an estimate. -1/(M-1) .. 1; 0 for M < 2. A
    token that is all 0 has cosine 0 with every other. scratch: [d] doubles of the caller's.
    MOE_ERR_ARGUMENT: NULL (x may be NULL for n d = 0, scratch for d = 0); MOE_ERR_NONFINITE: a real
-   token is not finite; MOE_ERR_OVERFLOW: x cannot exist. */
+   token is not finite; MOE_ERR_OVERFLOW: the size of x. */
 MOE_API moe_status moe_token_cosine(size_t n, size_t d, const moe_real *x, const unsigned char *mask, double *scratch,
                                     double *cosine);
 
-/* Who causes errors, as fractions of the samples, and how many experts are useless. */
+/* What causes errors, as fractions of the samples, and how many experts are trivial. */
 typedef struct moe_error_shares {
     size_t n_samples;    /* those that are real and have a label */
     double error;        /* the model is wrong */
@@ -1515,7 +1513,7 @@ typedef struct moe_error_shares {
    counted). trivial[n_experts] (may be NULL) receives 1 for a trivial expert, else 0; -1 leaves a
    sample out for that expert, and an expert without any answer is not trivial. All are 0 without
    samples. MOE_ERR_ARGUMENT: NULL (arrays may be NULL for n = 0, predicted for n_experts = 0);
-   MOE_ERR_OVERFLOW: predicted cannot exist. */
+   MOE_ERR_OVERFLOW: the size of predicted. */
 MOE_API moe_status moe_gate_errors(size_t n, size_t n_experts, const int32_t *predicted, const int32_t *answers,
                                    const int32_t *labels, const unsigned char *mask, unsigned char *trivial,
                                    moe_error_shares *shares);
@@ -1537,9 +1535,9 @@ MOE_API moe_status moe_gate_errors(size_t n, size_t n_experts, const int32_t *pr
      moei_int_gate_sqrt_softplus                   2^-(8 + z_bits/2) sqrt(ln 2), z_bits even and at
                                                    most 14
      moei_int_gate_logits, moei_int_gate_relu       1/256 of that of z: a bias may be finer than z
-     moei_int_gate_predicted                       the same, of the predictor's z [E] behind z
+     moei_int_gate_predicted                       the same, of the predictor's z [E] after z
    Selection is by z, or by p + bias; the lower index wins ties. Weights are int16 in units of 2^-15
-   (1 is stored as 32767), times a power of two that the exporter gives. Against float arithmetic on
+   (1 is stored as 32767), times a power of two that the exporter sets. Against float arithmetic on
    the same z a weight is off by less than 2^-13 (sqrt_softplus: while z_bits is 8 or more). Choices
    by z are exact; by p they differ only where two keys (a sum, a threshold) lie within 2^-13
    (sqrt_softplus: 4 units of p, logits and relu: 2 units) of each other. */
@@ -1554,7 +1552,7 @@ typedef void moei_int_gate(const moei_int_router *r, size_t n, const int16_t *z,
     const moei_int_router *r, const int16_t *z, int32_t *p, size_t count, const int16_t *experts, int16_t *weights
 typedef size_t moei_int_select(MOEI_INT_SELECT_ARGUMENTS);
 typedef void moei_int_weight(MOEI_INT_WEIGHT_ARGUMENTS);
-/* Initialized in this order. base: where the offsets count from. */
+/* Initialized in this order. base: the address that offsets are relative to. */
 struct moei_int_router {
     moei_int_gate *gate;     /* p of all experts for select. NULL: select reads no p */
     moei_int_select *select; /* fills experts in order of choice, returns how many */
@@ -1654,7 +1652,7 @@ extern "C" {
 #ifndef MOE_NO_FLOAT
 /* ==== >>code_fields =========================================================================== */
 
-enum { MOEI_NAME_ROOM = 32 }; /* of the longest field name and its 0 */
+enum { MOEI_NAME_ROOM = 32 }; /* for the longest field name and its terminator */
 
 const moe_field *moe_field_find(const moe_field *fields, const char *name) {
     if (fields == NULL || name == NULL) return NULL;
@@ -1941,7 +1939,7 @@ static void moei_default_real(moe_real *field, moe_real value) {
     if (!(*field < MOEI_R(0.0)) && !(*field > MOEI_R(0.0))) *field = value;
 }
 
-/* Whether there is a selection before another one. */
+/* Whether switch_from selects before select does. */
 MOEI_TOOL int moei_switches(const moe_router_config *c) {
     return c->switch_at > 0 || c->switch_share > MOEI_R(0.0);
 }
@@ -1978,17 +1976,18 @@ static void moei_router_defaults(moe_router_config *c) {
     if (c->k_end < 0) c->k_end = c->n_experts;
 }
 
-/* Whether something follows schedule_steps. */
+/* Whether anything depends on schedule_steps. */
 MOEI_TOOL int moei_has_schedule(const moe_router_config *c) {
     return c->k_end != 0 || c->tau_schedule != MOE_TAU_NONE || c->switch_share > MOEI_R(0.0);
 }
 
-/* Whether it may select in a call: outside training expert_threshold always does. */
+/* Whether switch_from may select in a call: outside training expert_threshold selects from the
+   first step on. */
 static int moei_switches_in(const moe_router_config *c, int training) {
     return moei_switches(c) && (training || c->select != MOE_SELECT_EXPERT_THRESHOLD);
 }
 
-/* The step from which select selects. */
+/* The step from which select applies. */
 static moe_real moei_switch_step(const moe_router_config *c) {
     if (c->switch_at > 0) return (moe_real)c->switch_at;
     if (c->schedule_steps == 0) return MOEI_INFINITY;
@@ -1997,7 +1996,7 @@ static moe_real moei_switch_step(const moe_router_config *c) {
 
 static const moe_field *moei_router_field(int field) { return &moei_router_fields[field]; }
 
-/* The default of a field; two rows say it in brackets. */
+/* The default of a field; that of two is not in their rows. */
 static moe_real moei_default_of(const moe_router_config *c, const moe_field *field) {
     if (field == moei_router_field(MOEI_FIELD_noise_sigma)) return MOEI_R(1.0) / (moe_real)c->n_experts;
     if (field == moei_router_field(MOEI_FIELD_ac_mix)) return MOEI_R(1.0);
@@ -2205,7 +2204,7 @@ static moe_status moei_stage_clashes(const moe_router_config *c, moe_error *erro
 /* R, the number of experts with matrices. */
 #define MOEI_REAL_EXPERTS(c) ((c)->n_experts - (c)->n_zero - (c)->n_copy - (c)->n_constant)
 
-/* The field with the number of the first experts without matrices. */
+/* The first field that sets a number of experts without matrices. */
 static int moei_first_without(const moe_router_config *c) {
     return c->n_zero > 0 ? MOEI_FIELD_n_zero : c->n_copy > 0 ? MOEI_FIELD_n_copy : MOEI_FIELD_n_constant;
 }
@@ -2262,13 +2261,13 @@ static void moei_field_reset(const moe_field *field, moe_router_config *c) {
     const moe_real standard = field == moei_router_field(MOEI_FIELD_ac_mix)                 ? MOEI_R(0.0)
                               : field == moei_router_field(MOEI_FIELD_capacity_factor_eval) ? c->capacity_factor
                                                                                             : moei_default_of(c, field);
-    /* which it was the default of */
+    /* its default was the reset value */
     if (field == moei_router_field(MOEI_FIELD_capacity_factor)) c->capacity_factor_eval = MOEI_R(0.0);
     if (field->kind == MOE_FIELD_REAL) *moei_field_real(field, c) = standard;
     else *moei_field_int(field, c) = (int)standard;
 }
 
-/* Whether what the rule needs is there; a selection may come first. */
+/* Whether what the rule needs is set; switch_from counts, too. */
 static int moei_is_used(const moe_router_config *c, const moei_rule *rule) {
     if (moei_is_among(c, moei_router_field(rule->needs), rule->values)) return 1;
     return rule->needs == MOEI_FIELD_select && moei_switches(c) && (rule->values >> c->switch_from & 1u) != 0;
@@ -2314,7 +2313,7 @@ static int moei_noise_is_read(const moe_router_config *c) {
     return !(blind >> c->select & 1u) || !counts || moei_switches(c) MOE_LOSSES(MOEI_ANY_LOSS);
 }
 
-/* Whether there is a capacity factor, and it is not one of the selection's own. */
+/* Whether there is a capacity factor that is not the selection's own. */
 static int moei_factor_drops(const moe_router_config *c) {
     return (c->capacity_factor > MOEI_R(0.0) || c->capacity_factor_eval > MOEI_R(0.0)) &&
            !(moei_select_flags[c->select] & MOEI_SELECT_OWN_FACTOR);
@@ -2346,8 +2345,7 @@ static moei_limits moei_limits_of(const moe_router_config *c) {
     return l;
 }
 
-/* Whether a drop rule may drop something: not where every weight that it looks at keeps its
-   choice. */
+/* Whether a drop rule may drop anything: not if every weight that it reads keeps its choice. */
 static int moei_rule_drops(const moe_router_config *c) {
     const int most = c->drop_rule == MOE_DROP_RULE_GSHARD ? 2 : 5, k = c->top_k > c->k_end ? c->top_k : c->k_end;
     const int first = moei_switches(c) ? c->switch_from : c->select;
@@ -2371,7 +2369,7 @@ static int moei_all_one(const moe_router_config *c) {
            !(c->compete_rate > MOEI_R(0.0));
 }
 
-/* Fields of dropping and others whose effect depends on several. */
+/* Checks fields of dropping, and others whose effect depends on several fields. */
 static moe_status moei_idle_limits(moe_router_config *c, moei_reset *reset, moe_error *error) {
     const moei_limits l = moei_limits_of(c);
     const int plain = c->select != MOE_SELECT_EXPERT_CHOICE && c->select != MOE_SELECT_EXPERT_THRESHOLD;
@@ -2414,7 +2412,7 @@ static moe_status moei_idle_limits(moe_router_config *c, moei_reset *reset, moe_
     return status;
 }
 
-/* Settings without effect. */
+/* Refuses or resets settings without effect. */
 static moe_status moei_idle_fields(moe_router_config *c, moe_error *error) {
     static const moei_rule rules[] = {
         MOEI_FOR2(sparsemixer_sample, sparsemixer_eps, weight, MOEI_BIT(MOE_WEIGHT_SPARSEMIXER)),
@@ -2674,7 +2672,7 @@ const char *moe_trait_name(unsigned trait) {
     }
 }
 
-/* What prevents a router from decoding: a field and what would not; NULL, NULL if nothing does. The
+/* What prevents a router from decoding: a field, and what would work; NULL, NULL: nothing does. The
    trait is always needs_batch. */
 typedef struct moei_obstacle {
     const char *field, *remedy;
@@ -2695,7 +2693,7 @@ static int moei_may_drop(const moe_router_config *c, int k) {
     if (c->drop_capacity > 0) return 1;
     if (c->predictor && !moei_switches(c)) return 0; /* the factor is that of expert_choice */
     if (moei_factor_drops(c) && c->capacity_factor_eval > MOEI_R(0.0)) {
-        const moe_real most = moei_even_share(c, c->zero_tau < MOEI_R(1.0)); /* of the larger share */
+        const moe_real most = moei_even_share(c, c->zero_tau < MOEI_R(1.0)); /* the larger share's */
         return c->capacity_factor_eval * (moe_real)k < most * MOEI_R(0.999999);
     }
     return c->capacity_bound != MOE_BOUND_NONE;
@@ -3186,8 +3184,8 @@ enum {
     MOEI_REFINE_STEP = 24
 };
 
-/* Whether loss_distill reads the caller's teacher: a student has this router, and experts that
-   compete are one. */
+/* Whether loss_distill reads the caller's teacher: a student's teacher is this router, and
+   competing experts are the teacher. */
 MOEI_TOOL int moei_wants_teacher(const moe_router_config *c) {
     return c->loss_distill > MOEI_R(0.0) && !c->student && !(c->compete_rate > MOEI_R(0.0));
 }
@@ -3611,7 +3609,7 @@ static void moei_affine(const moe_kernels *k, size_t n, size_t m, size_t inner, 
     for (t = 0; t < n && bias != NULL; t++) moe_axpy(k, m, MOEI_R(1.0), bias, out + t * m);
 }
 
-/* An array of a batch, starting at a row; or NULL. */
+/* An array of a batch from a row on, or NULL. */
 static moe_real *moei_from_row(moe_real *rows, size_t row) { return rows != NULL ? rows + row : NULL; }
 
 #ifndef MOE_NO_TRAIN
@@ -3671,7 +3669,7 @@ static moe_status moei_expect_finite(const moei_pass *s, const moe_real *rows, s
     return moei_error(s->call->error, MOE_ERR_NONFINITE, "%s of a token is infinite or NaN", what);
 }
 
-/* ---- the configuration at the present step ---- */
+/* ---- the configuration of the current step ---- */
 
 /* The field that tau_schedule names. */
 static moe_real *moei_scheduled_tau(moe_router_config *c) {
@@ -3693,7 +3691,7 @@ static void moei_freeze(moei_pass *s) {
     if (c->student) c->select = MOE_SELECT_TOP_K;
 }
 
-/* The experts compete: they are the score, and the linear score is that of a student. */
+/* Lets the experts compete: the score is theirs, and the linear router is the student. */
 static void moei_compete(moei_pass *s) {
     moe_router_config *c = &s->effective;
     const int softplus = c->compete == MOE_COMPETE_SOFTPLUS;
@@ -3707,7 +3705,7 @@ static void moei_compete(moei_pass *s) {
     c->weight_p = MOEI_R(1.0);
 }
 
-/* The selection of the present step. */
+/* The selection of the current step. */
 static int moei_select_now(const moe_router *router, int training) {
     const moe_router_config *c = &router->config;
     const moe_real *step = router->tensors[MOE_ROUTER_STEP];
@@ -3739,7 +3737,7 @@ static void moei_schedule(moei_pass *s) {
     else c->loss_distill = MOEI_R(0.0);
 }
 
-/* ---- checks: what a call can get wrong, before anything is computed ---- */
+/* ---- checks of a call, before anything is computed ---- */
 
 /* Whether a training call of this router draws random numbers. */
 static int moei_needs_rng(const moe_router_config *c, const moe_call *call) {
@@ -4407,7 +4405,6 @@ static void moei_score_competition(moei_pass *s) {
         }
 }
 
-/* The smooth step. */
 static moe_real moei_smooth_step(moe_real v) {
     if (v <= MOEI_R(-0.5)) return MOEI_R(0.0);
     if (v >= MOEI_R(0.5)) return MOEI_R(1.0);
@@ -4461,7 +4458,7 @@ static void moei_score_dselect(moei_pass *s) {
     }
 }
 
-/* The status of a function of the caller's. */
+/* The status of a caller's function, with a message. */
 static moe_status moei_custom_status(const moei_pass *s, const char *name, moe_status status) {
     if (status == MOE_OK) return MOE_OK;
     return moei_error(s->call->error, status, "router.custom.%s: %s", name, moe_status_text(status));
@@ -5327,7 +5324,7 @@ static void moei_exclude(const moei_pass *s) {
     }
 }
 
-/* score [N,E] with -inf for what is excluded, in room or, if nothing is, where it was. */
+/* score [N,E] with -inf for what is excluded; score itself if nothing is. */
 static const moe_real *moei_selectable(const moei_pass *s, const moe_real *score) {
     size_t i;
     if (!MOEI_EXCLUDES(s)) return score;
@@ -5481,7 +5478,7 @@ static moe_status moei_select_given(moei_pass *s) {
     return MOE_OK;
 }
 
-/* What a group of experts is worth: its best p + b, or the sum of its two best. */
+/* The score of a group of experts, as MOE_GROUPS has it. */
 static moe_real moei_group_value(const moei_pass *s, const moe_real *score, size_t size) {
     int32_t best[2];
     size_t found = moei_top_k(s, size, score, s->c->group_score == MOE_GROUP_TOP2_SUM ? 2 : 1, best), i;
@@ -5916,7 +5913,8 @@ static void moei_flow_compare(const moei_flow *f, size_t a, int32_t token, size_
     }
 }
 
-/* Takes a token out of expert a's list, and finds the next cheapest for the moves it was. */
+/* Takes a token out of expert a's list, and finds the next cheapest tokens for the moves that it
+   was the cheapest for. */
 static void moei_flow_leave(const moei_flow *f, size_t a, int32_t token) {
     int32_t *mover = f->mover + a * f->experts;
     int32_t *link = f->first + a;
@@ -6587,7 +6585,6 @@ static void moei_drop_order(moei_pass *s) {
     for (t = moei_top_k(s, s->n, s->m.column, s->n, s->m.order); t < s->n; t++) s->m.order[t] = -1;
 }
 
-/* The capacity of expert e. */
 static size_t moei_capacity_of(const moei_pass *s, size_t e) {
     return e < s->r->real_experts ? s->r->capacity : s->r->capacity_zero;
 }
@@ -7139,7 +7136,6 @@ static moe_real moei_loss_similarity(moei_pass *s, moe_real factor, int backward
     return value;
 }
 
-/* The machine of a token and of an expert. */
 static size_t moei_token_machine(const moei_pass *s, size_t t) {
     return s->call->token_machine != NULL ? (size_t)s->call->token_machine[t] : 0;
 }
@@ -7370,7 +7366,7 @@ static moe_real moei_loss_selector_reach(moei_pass *s, moe_real factor, int back
     return moei_selector_loss(s, factor, 1);
 }
 
-/* Of a pair: ln(1 + e^v), less v if it was chosen. */
+/* Per pair: ln(1 + e^v), less v if it was chosen. */
 static moe_real moei_loss_predictor(moei_pass *s, moe_real factor, int backward) {
     const moe_real share = factor / (moe_real)s->r->n_real;
     moe_real sum = MOEI_R(0.0);
@@ -7470,7 +7466,6 @@ static moe_status moei_route_assignments(moei_pass *s, moei_pass *own, moe_real 
     return MOE_OK;
 }
 
-/* The pipeline. */
 static moe_status moei_route_stages(moei_pass *s) {
     moe_real delta = MOEI_R(0.0);
     moe_status status;
@@ -7565,8 +7560,8 @@ static void moei_routing_advance(moe_routing *r, size_t first) {
 
 #define MOEI_ARRAY_ADVANCE(type, name, when, rows, columns, per_token) \
     if ((per_token) > 0 && m->name != NULL) m->name += first * (per_token);
-/* Makes the pass of the own tokens from that of the batch: the same arrays, starting at their rows.
-   own_r becomes its routing. */
+/* Makes the pass of the process's own tokens from that of the batch: the same arrays, starting at
+   their rows. own_r becomes its routing. */
 static void moei_own_pass(const moei_pass *s, const moe_call *call, moe_routing *own_r, moei_pass *own) {
     const size_t experts = s->experts, first = call->batch->first;
     const size_t choices = s->r->max_choices;
@@ -8098,7 +8093,7 @@ static moe_status moei_metrics_check(const moe_metrics *m, const moe_routing *r,
     return real == r->n_real ? MOE_OK : MOE_ERR_ARGUMENT;
 }
 
-/* One token's gate values and logits; m->row sums the call's gate values. */
+/* Adds one token's gate values and logits; m->row sums the call's gate values. */
 static void moei_metrics_add_gate(moe_metrics *m, const moe_real *z, const moe_real *p) {
     double x_ln_x = 0.0, mass = 0.0;
     size_t e;
@@ -8114,7 +8109,7 @@ static void moei_metrics_add_gate(moe_metrics *m, const moe_real *z, const moe_r
     if (mass > 0.0) m->entropy_normalized += MOEI_D(log)(mass) - x_ln_x / mass; /* H(p / mass) */
 }
 
-/* One token's choices; label -1: it has no class. */
+/* Adds one token's choices; label -1: it has no class. */
 static void moei_metrics_add_choices(moe_metrics *m, size_t real_experts, const int32_t *choices, size_t count,
                                      int32_t label) {
     size_t i;
@@ -8134,7 +8129,7 @@ static void moei_metrics_add_choices(moe_metrics *m, size_t real_experts, const 
     for (i = 0; i < count; i++) m->classes[(size_t)choices[i] * m->n_classes + (size_t)label] += 1.0;
 }
 
-/* Of the pairs of a token: those chosen and predicted, and those neither. */
+/* Counts a token's pairs that are both chosen and predicted, or neither. */
 static void moei_metrics_add_predicted(moe_metrics *m, const moe_routing *r, size_t t) {
     const moe_real *v = r->predicted + t * m->n_experts;
     const int32_t *choices = r->choices + t * r->max_choices;
@@ -8554,7 +8549,7 @@ void moei_int_gate_softmax(const moei_int_router *r, size_t n, const int16_t *z,
     for (i = 0; i < n; i++) p[i] = (int32_t)(((uint32_t)p[i] >> 8) * share >> (down + 3));
 }
 
-/* The factor 2^largest that all shares omit, as an exponent; 0 if it is at least 1. */
+/* The exponent of the factor 2^largest that all shares omit; 0 if that factor is at least 1. */
 static int32_t moei_ir_common(size_t n, const int16_t *z) {
     const int32_t largest = moei_ir_largest(n, z);
     return largest < 0 ? largest : 0;
@@ -8686,7 +8681,7 @@ size_t moei_int_select_grouped(MOEI_INT_SELECT_ARGUMENTS) {
     return moei_int_top_k(n, p, r->top_k, experts);
 }
 
-/* What is not among the best of its group is excluded, then the others are sorted. */
+/* Excludes what is not among the best of its group, then sorts the others. */
 size_t moei_int_select_each(MOEI_INT_SELECT_ARGUMENTS) {
     const size_t n = r->n_experts, size = n / r->groups;
     const size_t each = r->top_k / r->groups;
