@@ -143,7 +143,7 @@
 #error "moe: MOE_NO_LIBM needs MOE_NO_TRAIN and MOE_REAL float"
 #endif
 
-/* Stands in front of every public function: static with MOE_STATIC, else extern. */
+/* Precedes every public function: static with MOE_STATIC, else extern. */
 #if defined(MOE_STATIC)
 #ifndef MOE_IMPLEMENTATION
 #define MOE_IMPLEMENTATION
@@ -880,11 +880,11 @@ typedef struct moei_int_op {
        its block */
     uint32_t at;
     uint32_t in, other, out; /* its vectors: int16 from the start of the vectors */
-    /* mixture: how many summands of an expert and of the shared ones are rounded down; the sum
+    /* mixture: how many terms of an expert and of the shared experts are rounded down; the sum
        starts at half of them */
     int16_t factor, factor2;
-    /* mixture, attention: its number in the model; row: of the token or of its position; norm: 1
-       centers */
+    /* mixture, attention: its number in the model; row: 0 by token, 1 by position; norm: 1
+       subtracts the mean */
     uint16_t index;
 } moei_int_op;
 
@@ -897,7 +897,7 @@ typedef struct moei_int_run {
     unsigned char *state;
     int32_t token;             /* id, where the model reads ids */
     uint32_t place; /* the token's position in its sequence */
-    int16_t weight;            /* of the present expert: 32767 stands for 1 */
+    int16_t weight;            /* of the current expert: 32767 stands for 1 */
 #ifndef MOE_NO_FLOAT
     moe_real share;            /* the same of float models */
 #endif
@@ -2345,8 +2345,8 @@ void moe_layer_norm_backward(size_t n, const moe_real *x, const moe_real *gain, 
 
 /* ==== top-k =================================================================================== */
 
-/* Small k: insertion sort. A new element moves up only past smaller scores, so of equal scores the
-   lower index stays in front. */
+/* Small k: insertion sort. A new element moves only past smaller scores, so of equal scores the
+   lower index stays first. */
 static size_t moei_top_k_by_insertion(size_t n, const moe_real *score, size_t k, int32_t *index) {
     size_t i, taken = 0;
     for (i = 0; i < n; i++) {
@@ -2377,8 +2377,7 @@ static void moei_heap_sift_down(size_t n, const moe_real *score, int32_t *heap, 
     heap[at] = item;
 }
 
-/* Large k: a heap with its last element in front, which is then emptied from the back: O(n log
-   k). */
+/* Large k: a heap whose root sorts last, then emptied from the back: O(n log k). */
 static size_t moei_top_k_by_heap(size_t n, const moe_real *score, size_t k, int32_t *index) {
     size_t i, taken = 0, left;
     for (i = 0; i < n && taken < k; i++)
@@ -2474,7 +2473,7 @@ static moei_unpacked_fn moei_unpacked_c;
 #define MOEI_QUANT_ENTRIES(set, widen) {NULL}, NULL, moei_widen_##widen, moei_half_##widen, NULL
 #endif
 
-/* A separate array: the linker keeps all texts of an array of texts when one is used. */
+/* A separate array: the linker keeps all strings of an array if one of them is used. */
 static const char moei_name_c[] = "c";
 
 /* One row per kernel, in the order of moe_kernels: the kernel that each instruction set uses.
@@ -2516,8 +2515,8 @@ static const char moei_name_c[] = "c";
 
 static const moe_kernels moei_kernels_c = MOEI_KERNEL_SET(moei_name_c, MOE_KERNELS_C, c, MOEI_ROW_C, c, c);
 
-/* The product of all forms for an instruction set: its moei_block_ takes block_m rows at a time and
-   packs so many panels on the stack, aligned to a cache line. */
+/* The product in all orientations for an instruction set: its moei_block_ takes block_m rows at a
+   time and packs `panels` panels on the stack, aligned to a cache line. */
 #define MOEI_MATMUL(isa, target, block_m, panels) \
     target static void moei_matmul_##isa(int op, size_t m, size_t n, size_t k, const float *a, size_t lda, \
                                          const float *b, size_t ldb, float *c, size_t ldc, int accumulate) { \
@@ -2545,9 +2544,8 @@ MOEI_TOOL size_t moei_cached_steps(size_t cached, size_t rows, size_t k) {
     return k < chunk ? k : chunk;
 }
 
-/* The product with packed panels for an instruction set: its moei_columns_ computes block_m rows
-   over the first of the columns that are left, as many as it takes at once, and returns how
-   many. */
+/* The product with packed panels for an instruction set: its moei_columns_ computes up to block_m
+   rows of the first remaining columns and returns how many columns it took. */
 #define MOEI_PANELS(isa, target, block_m, cached) \
     target static void moei_panels_##isa(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, \
                                          const float *b, size_t panel, float *c, size_t ldc, int accumulate) { \
@@ -2567,7 +2565,7 @@ MOEI_TOOL size_t moei_cached_steps(size_t cached, size_t rows, size_t k) {
         } \
     }
 
-/* An entry of a table that the instruction set's product of all forms computes. */
+/* An entry of a table, computed by MOEI_MATMUL's product. */
 #define MOEI_MATMUL_ENTRY(name, isa, op) \
     static void moei_##name##_##isa(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, \
                                     size_t ldb, float *c, size_t ldc, int accumulate) { \
@@ -3115,7 +3113,7 @@ static void moei_nt_few_avx2(size_t m, size_t n, size_t k, const float *a, size_
         moei_nt_row_avx2(n - j, k, a + i * lda, b + j * ldb, ldb, c + i * ldc + j, accumulate);
 }
 
-/* The last rows are few; a product that packs computes the others. */
+/* If one to four rows are left over, they are computed without packing. */
 #define MOEI_NT_ENTRY(isa) \
     static void moei_nt_##isa(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, \
                               float *c, size_t ldc, int accumulate) { \
@@ -4357,7 +4355,7 @@ static int moei_shape_row(int type, size_t inner, moei_row_shape *s) {
     if (!moei_is_quantized(type) || inner > (size_t)-1 / 2 - MOEI_GROUP) return 0;
     s->codes = s->scales = groups * MOEI_GROUP;
     s->starts = s->scales + scales * sizeof(moe_real);
-    /* there may be unused bytes after the row, but no second even line */
+    /* an odd number of lines, with room to spare */
     lines = (s->starts + starts * 4) / MOEI_LINE + 1;
     s->size = (lines + (lines % 2 == 0)) * MOEI_LINE;
     return 1;
@@ -4374,8 +4372,8 @@ typedef moei_bits moei_max_magnitude_fn(size_t n, const moe_real *x);
 /* code_i = x_i * factor rounded to nearest even; returns the sum of the codes. */
 typedef int32_t moei_codes_fn(size_t n, const moe_real *x, moe_real factor, signed char *code);
 
-/* The scale of a group and its inverse factor: 127 / largest would overflow if the largest is too
-   small. */
+/* Returns the scale of a group, and its inverse in *factor: both 0 if that could overflow. If
+   largest is not finite: NaN and 0. */
 static moe_real moei_row_scale(moei_bits largest, moe_real *factor) {
     const moei_bits least = (moei_bits)7 << MOEI_MANTISSA, nan = MOEI_INFINITY_BITS | MOEI_INFINITY_BITS >> 1;
     const moei_bits bits = largest < MOEI_INFINITY_BITS ? largest : nan;
@@ -4625,7 +4623,7 @@ static void moei_quant_tiles(int type, size_t wide, size_t most, moei_tile_fn *t
     }
 }
 
-/* The same for codes. Panels that are added to begin with C in place of zeros. */
+/* The same for codes. Panels that are added to start from C instead of zeros. */
 static void moei_code_tiles(size_t wide, size_t most, moei_tile_fn *tile, const moei_code_panels *p) {
     float spare[MOEI_PANEL], part[12 * 2 * MOEI_PANEL];
     moei_quant_tile t;
@@ -6713,10 +6711,10 @@ void moe_matmul_quantized(const moe_kernels *k, int type, size_t m, size_t n, si
 }
 #endif
 
-/* Rows of activations for external weights of any type. A row is two: x as codes, then what is left
-   of it as codes, so that together they have 15 bits. Each holds codes, scales and initial sums as
-   a row for MOE_TYPE_Q8_BLOCK, then the sums for minima, then the same three for groups of 16. A
-   sum is the scale times minus the sum of the codes. */
+/* Rows of activations for external weights of any type. Each row is two: codes of x, then codes of
+   the remainder; together they have 15 bits. Each holds codes, scales and initial sums as a row for
+   MOE_TYPE_Q8_BLOCK, then the sums for minima, then the same three for groups of 16. A sum is the
+   scale times minus the sum of the codes. */
 typedef struct moei_external_row {
     size_t scales[2], starts[2], sums[2], size; /* offsets, for groups of 32 and of 16 */
 } moei_external_row;
@@ -6770,7 +6768,7 @@ enum {
     MOEI_EXTERNAL_M = 36       /* rows that share unpacked panels */
 };
 
-/* Writes the codes, and what belongs to them, of a group of 32. */
+/* Writes the codes of a group of 32, with scales, initial sums and sums. */
 static void moei_external_group(const moei_external_row *r, size_t group, const signed char *code, moe_real scale,
                                 unsigned char *row) {
     int32_t start[3], first = 0, second = 0;
@@ -6783,7 +6781,7 @@ static void moei_external_group(const moei_external_row *r, size_t group, const 
     start[0] = -128 * (first + second);
     start[1] = -128 * first;
     start[2] = -128 * second;
-    for (i = 0; i < 3; i++) { /* of 32, and of the two 16 */
+    for (i = 0; i < 3; i++) { /* of the 32, and of both halves */
         const size_t which = i > 0, at = i > 0 ? 2 * group + i - 1 : group;
         const moe_real sum = scale * (moe_real)start[i] * MOEI_R(0.0078125);
         memcpy(row + r->scales[which] + at * sizeof scale, &scale, sizeof scale);
@@ -6879,7 +6877,8 @@ static void moei_external_panels(const moe_kernels *k, const moe_external *w, si
     }
 }
 
-/* Rows first .. first + n - 1 of W, two panels at a time, or without panels for one row. */
+/* Rows first .. first + n - 1 of W, two panels at a time; one row without panels, if the type
+   can. */
 MOEI_TOOL void moei_external_product(const moe_kernels *k, const moe_external *w, size_t first, size_t m, size_t n,
                                      size_t inner, const unsigned char *rows, moe_real *c, size_t ldc) {
     enum { WIDE = 2 * MOEI_PANEL };
@@ -6902,7 +6901,7 @@ MOEI_TOOL void moei_external_product(const moe_kernels *k, const moe_external *w
 
 enum { MOEI_EXTERNAL_ROWS = MOEI_PANEL, MOEI_EXTERNAL_COLUMNS = 256 };
 
-/* A few rows at a time are unpacked, for one block of the order of summation. */
+/* Unpacks a few rows of one block of k at a time. */
 static void moei_external_exact(const moe_kernels *k, const moe_external *w, size_t first, size_t m, size_t n,
                                 size_t inner, const moe_real *x, size_t ldx, moe_real *c, size_t ldc) {
     moe_real rows[(int)MOEI_EXTERNAL_ROWS * MOEI_EXTERNAL_COLUMNS];
@@ -7119,7 +7118,7 @@ enum { MOEI_PACK_ALIGN = 64 };
 /* Matrices that are packed one after the other. */
 typedef struct moei_packing {
     const moe_kernels *k;
-    int type, writes;  /* writes: what is packed, else only where it lies */
+    int type, writes;  /* writes 0: only addresses are set */
     unsigned char *at; /* NULL: bytes are counted */
     size_t used;
     moe_error *error;
@@ -7373,7 +7372,7 @@ typedef struct moei_json {
     int any_dtype; /* 1: one that is unknown reads as MOE_DTYPE_COUNT */
 } moei_json;
 
-/* A copy of a span that is safe to print: ASCII, terminated, cut with dots. Returns out. */
+/* A copy of a span that is safe to print: ASCII, terminated, truncated with dots. Returns out. */
 MOEI_TOOL const char *moei_span_text(moei_span s, char out[52]) {
     size_t i;
     for (i = 0; s.p < s.end && i < 48; i++, s.p++) out[i] = (char)(*s.p >= 0x20 && *s.p < 0x7f ? *s.p : '?');
@@ -7578,7 +7577,7 @@ MOEI_TOOL moei_span moei_config_word(moei_json *j) {
     return s;
 }
 
-/* A value of any kind, of which nothing is wanted. */
+/* Skips a value of any kind. */
 MOEI_TOOL moe_status moei_config_skip(moei_json *j) {
     char open[MOEI_CONFIG_DEPTH];
     moei_span s;
@@ -7624,7 +7623,7 @@ typedef struct moei_sample {
     int32_t *order; /* [n] the tokens that are kept, unless all are */
 } moei_sample;
 
-/* The probability of a token but for a common factor: 1 for the best. */
+/* The probability of a token up to a common factor: 1 for the best. */
 static moe_real moei_sample_weight(const moei_sample *s, size_t token) {
     return MOEI_F(exp)((s->logits[token] - s->logits[s->best]) / s->temperature);
 }
@@ -7679,18 +7678,17 @@ MOEI_TOOL int32_t moei_sample_draw(const moei_sample *s, moe_rng *rng, moe_real 
 }
 
 /* ==== attention ===============================================================================
-   In blocks of queries; the backward pass makes A again. */
+   In blocks of queries; the backward pass recomputes A. */
 
-/* Queries of a block; keys that are unpacked at once and summed before others, see
-   moe_matmul_fn. */
+/* Queries of a block; keys that are unpacked at once and summed as one block, see moe_matmul_fn. */
 enum { MOEI_ATTENTION_ROWS = 64, MOEI_KEYS = 256 };
-/* What sums over a window begin at a multiple of; the most tokens that a cache for a window takes
-   at once. */
+/* Sums over a window begin at a multiple of STEP; a window's cache takes at most PIECE tokens at
+   once. */
 enum { MOEI_WINDOW_STEP = 64, MOEI_WINDOW_PIECE = 256 };
 
 /* The heads of an attention as scores and sums see them: those of MLA read the latent vectors. */
 typedef struct moei_heads {
-    size_t heads, kv, group; /* of queries; of keys; heads that share one of keys */
+    size_t heads, kv, group; /* of queries; of keys; heads of queries per head of keys */
     size_t w, u;             /* widths of a head of keys and of values */
     /* widths of rows; MLA: values are the first u numbers of keys */
     size_t q, k, v, mixed;
@@ -7751,13 +7749,13 @@ static size_t moei_row_head(const moei_queries *b, size_t i) { return b->beside 
 /* The distance between the rows of a block in an array [N,heads width]. */
 static size_t moei_row_step(const moei_queries *b, size_t width) { return b->beside ? width : b->s.heads * width; }
 
-/* Row i of a block there. */
+/* Row i of a block in such an array. */
 static moe_real *moei_row(const moei_queries *b, moe_real *rows, size_t width, size_t i) {
     return rows + (moei_row_token(b, i) * b->s.heads + moei_row_head(b, i)) * width;
 }
 
-/* The first key, counted from that of its sequence, that a query at a position sees; or
-   (rounded) from where its sums begin, with zeros: the same for the queries of a block. */
+/* The first key of its sequence that a query at a position sees or, rounded, the one that its sums
+   begin at: the same for all queries of a block. */
 MOEI_TOOL size_t moei_first_key(size_t window, size_t chunk, size_t position, int rounded) {
     size_t first = window > 0 && position >= window ? position + 1 - window : 0;
     size_t of_chunk = chunk > 0 ? position - position % chunk : 0;
@@ -7774,7 +7772,7 @@ static size_t moei_block_skipped(const moei_attend *t, const moei_queries *b, si
     return b->begin + moei_first_key(t->window, t->chunk, moei_row_position(t, b, i), 0) - b->from;
 }
 
-/* 0 for padding. */
+/* seen; 0 for padding. */
 static size_t moei_block_seen(const moei_attend *t, const moei_queries *b, size_t i) {
     if (!moei_attends(t, moei_row_token(b, i))) return 0;
     return t->full ? b->span : t->past + moei_row_token(b, i) + 1 - b->from;
@@ -7824,7 +7822,7 @@ MOEI_TOOL void moei_kept_store(int type, size_t width, const moe_real *x, unsign
     }
 }
 
-/* out [count,moei_kept_width] = count of them. */
+/* out [count,moei_kept_width] = count of these, unpacked. */
 static void moei_kept_load(const moe_kernels *k, int type, size_t width, size_t count, const unsigned char *cells,
                            moe_real *out) {
     size_t blocks = count * (moei_kept_width(width) / 32), i, j;
@@ -7858,8 +7856,8 @@ static void moei_rows_move(void *rows, size_t from, size_t count, size_t bytes) 
     if (rows != NULL) memmove(rows, (unsigned char *)rows + from * bytes, count * bytes);
 }
 
-/* Moves a window's keys and values so that tokens [position, position + count) have room; 0 if
-   those that they see are not there. */
+/* Moves a window's keys and values so that tokens [position, position + count) have room; 0 if keys
+   that they see are no longer there. */
 MOEI_TOOL int moei_keys_slide(moei_attend *t, size_t position, size_t count) {
     size_t needed = moei_first_key(t->window, t->chunk, position, 1), kept = position - needed, by, h;
     if (t->first > needed || position - t->first > t->capacity) return 0;
@@ -7937,7 +7935,7 @@ static void moei_block_weights(const moei_attend *t, const moei_queries *b, moe_
         skipped = moei_block_skipped(t, b, i);
         if (t->cap > MOEI_R(0.0)) moei_scores_cap(t, seen, a, slopes != NULL ? slopes + i * ld : NULL);
         for (j = 0; j < skipped && j < seen; j++) a[j] = -MOEI_INFINITY;
-        /* without past ones: a key is a token of the call */
+        /* with a mask there is no past: a key is a token of the call */
         for (; j < seen && t->mask != NULL; j++)
             if (!moei_attends(t, b->from + j)) a[j] = -MOEI_INFINITY;
         if (sinks && seen > 0) a[seen] = t->sinks[moei_row_head(b, i)] * temperature;
@@ -8036,7 +8034,7 @@ typedef struct moei_row_kind {
     size_t rotated, pairs; /* where the rotated dimensions of a head begin, and half of them */
     int neighbours;
     int normed;   /* 1: before, 2: after the rotation */
-    size_t norms; /* as how many parts: 1, or the heads */
+    size_t norms; /* in how many parts: 1, or the heads */
     moe_real eps, clamp;
     double growth;
     size_t floor;
@@ -8062,7 +8060,7 @@ MOEI_TOOL void moei_row_clamp(moe_real most, size_t n, moe_real *row) {
     for (i = 0; i < n && most > MOEI_R(0.0); i++) row[i] = row[i] > most ? most : row[i] < -most ? -most : row[i];
 }
 
-/* The factor of a query by its position. */
+/* Multiplies a query by the factor of its position. */
 static void moei_row_grow(const moei_row_kind *kind, size_t position, moe_real *row) {
     size_t steps = kind->floor > 0 ? (position + 1) / kind->floor : 0, i;
     moe_real factor;
@@ -8071,7 +8069,7 @@ static void moei_row_grow(const moei_row_kind *kind, size_t position, moe_real *
     for (i = 0; i < kind->heads * kind->width; i++) row[i] *= factor;
 }
 
-/* A row after its product. */
+/* Finishes a row after its product. */
 MOEI_TOOL void moei_row_finish(const moei_row_kind *kind, const moe_real *rotation, size_t position, moe_real *row) {
     if (kind->normed == 1) moei_row_norm(kind, row);
     moei_row_clamp(kind->clamp, kind->heads * kind->width, row);
@@ -8098,8 +8096,8 @@ static void moei_row_norm_backward(const moei_row_kind *kind, const moe_real *x,
                            kind->room);
 }
 
-/* The backward pass of moei_row_finish: d becomes the gradient of raw, which is made into what each
-   step read. */
+/* The backward pass of moei_row_finish: d becomes the gradient of raw, from which what each step
+   read is recomputed. */
 MOEI_TOOL void moei_row_finish_backward(const moei_row_kind *kind, const moe_real *rotation, size_t position,
                                         const moe_real *raw, moe_real *d) {
     size_t n = kind->heads * kind->width, i;
@@ -8192,7 +8190,7 @@ MOEI_TOOL void moei_convolve_backward(const moei_convolve *v, size_t n, const mo
 #endif /* MOE_NO_FLOAT */
 
 /* ==== integers ===================================================================================
-   Constants are read through these three; 16-bit and 32-bit values are aligned to 2 and 4. */
+   These three read constants; 16-bit and 32-bit values are aligned to 2 and 4. */
 
 #if defined(MOEI_FLASH_AVR)
 MOEI_INLINE unsigned moei_flash_8(const unsigned char *at) {
@@ -8319,13 +8317,13 @@ static size_t moei_int8_size(size_t n, size_t k) {
     return size == 0 ? 0 : size - n % 2 * (pair / 2 - 2);
 }
 
-/* Which output of its pair j is: 0, 1, or 2 for a last one alone; */
+/* The side of output j in its pair: 0, 1, or 2 for a last output alone. */
 MOEI_TOOL unsigned moei_int8_side(size_t n, size_t j) { return j % 2 == 0 && j + 1 == n ? 2 : j % 2; }
-/* its factor; */
+/* The offset of its factor in the pair. */
 MOEI_TOOL size_t moei_int8_factor_at(unsigned side) { return side == 2 ? 4 : 8 + 2 * side; }
-/* its byte of input p; */
+/* The byte of input p among the weights of a last output alone. */
 MOEI_TOOL size_t moei_int8_place(size_t p) { return (p + 1) & 2 ? p ^ 3 : p; }
-/* its weight of input p. */
+/* The weight of input p. */
 MOEI_TOOL int moei_int8_weight(const unsigned char *pair, unsigned side, size_t p) {
     const unsigned char *at = side == 2 ? pair + 8 + moei_int8_place(p) : pair + MOEI_INT_HEADER + 2 * p;
     const int a = (signed char)moei_flash_8(at);
@@ -8838,7 +8836,8 @@ typedef struct moei_int4_work {
 #define MOEI_STEPS \
     "2:\t.rept 4\nldm.n r0!,{r2,r3,r5,r7}\nldm r1!,{r9,r11,r12,lr}\n" MOEI_WORD(r9, r2) MOEI_WORD(r11, r3) \
     MOEI_WORD(r12, r5) MOEI_WORD(lr, r7) ".endr\n"
-/* Four inputs first, if they are no whole step; then into the steps, which have 118 bytes each. */
+/* Four inputs first, if k is no whole number of steps; then the steps, which have 118 bytes
+   each. */
 #define MOEI_SOME \
     "tst r3,#4\nbeq 3f\nldm r0!,{r2,r5}\nldm r1!,{r9,r11}\n" MOEI_WORD(r9, r2) MOEI_WORD(r11, r5) \
     "3:\tlsr r3,r3,#3\nrsb r3,r3,#4\nmov r2,#118\nmul r3,r3,r2\nadr.w r2,2b\nadd r2,r3\nadd r2,#1\nbx r2\n"
