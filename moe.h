@@ -445,7 +445,7 @@ MOE_API moe_status moe_file_read(const char *path, moe_buffer *buffer, moe_error
    POSIX systems the folder is made durable too. If that fails, the new file is already at path, and
    error says so. Of other systems only Windows writes through to the disk.)
    The names path.tmp0 to path.tmp99 belong to this function: files that killed processes left there
-   are recognized (nobody holds their lock; on Windows: nobody has them open) and removed.
+   are recognized (no process holds their lock; on Windows: none has them open) and removed.
    POSIX systems: only regular files are replaced, others are refused; the new file gets the
    permissions (read, write, execute) of the old one, and its owner and group where the system
    allows it; without the group, the group gets no permission that others lack. A new file has
@@ -2533,7 +2533,7 @@ static moei_names moei_names_of(const moe_file *file, int metadata) {
     return w;
 }
 
-/* Skips to after the next byte c; 0 if there is none. */
+/* Skips past the next byte c; 0 if there is none. */
 static int moei_names_seek(moei_names *w, int c) {
     while (w->at < w->end)
         if (w->bytes[w->at++] == c) return 1;
@@ -3105,7 +3105,7 @@ MOEI_TOOL int moei_array_reserve(const moe_allocator *a, void *list, size_t elem
     stbds_array_header *h;
     void *elements;
     size_t old_size = 0, size, grown;
-    /* a pointer of whatever type: its bytes, not an object of type void * */
+    /* the pointer may have any type, so its bytes are copied */
     memcpy(&elements, list, sizeof elements);
     h = moei_array_header(elements);
     if (h != NULL) {
@@ -3179,7 +3179,7 @@ static void moei_header_put_size(moei_header *h, size_t value) {
     moei_header_put(h, digits, t.length);
 }
 
-/* A quoted string. */
+/* Appends a quoted string. */
 static void moei_header_put_string(moei_header *h, const char *s) {
     const char *run = s; /* bytes that need no escape are copied in runs */
     moei_header_put(h, "\"", 1);
@@ -3294,8 +3294,7 @@ static moe_status moei_header_unique(const moei_header *h, const moei_names *whe
                       moei_span_text(name, shown), problem);
 }
 
-/* The object's last brace, spaces up to a multiple of 8, and the length in the first eight
-   bytes. */
+/* Ends the object with a brace and spaces up to a multiple of 8, and sets the length before it. */
 static moe_status moei_header_end(moei_header *h, moe_error *error) {
     size_t length;
     int i;
@@ -3354,7 +3353,7 @@ static moe_status moei_write_reals(moe_stream *stream, const moe_real *x, size_t
     return MOE_OK;
 }
 
-/* The source of a file's tensor values, where the tensors do not hold all of them. */
+/* The source of a file's tensor values if the tensors do not hold all of them. */
 typedef struct moei_values {
     void *ctx;
     /* called after the header is built; status: whether that succeeded */
@@ -4018,7 +4017,7 @@ void moe_layer_free(moe_layer *layer) {
     memset(layer, 0, sizeof *layer);
 }
 
-/* All of a tensor but its name and values. */
+/* Sets all of a tensor but its name and values. */
 static void moei_tensor_shape(const moe_parameter *slot, moe_tensor *out) {
     int i;
     memset(out, 0, sizeof *out);
@@ -4212,7 +4211,7 @@ static size_t moei_stride(const moe_layer *layer, size_t width) {
 /* Constant 0 in builds without shaped gates. */
 #define MOEI_SHAPED(run) (MOEI_KEPT(EXTRAS, MOE_EXTRA_SHAPED) && (run)->shaped)
 
-/* The score reads this activation of all experts. */
+/* Sets the activation that the score reads of all experts. */
 static void moei_run_scores(moei_expert_run *run, int activation) {
     run->scored = activation;
     run->for_score = moei_ancestors(run->kind, activation);
@@ -4294,7 +4293,7 @@ static void moei_packed_product(const moei_expert_run *run, const moei_step *ste
     size_t whole = moei_panels(count) * MOEI_PANEL;
     const unsigned char *b = (const unsigned char *)layer->packed[step->weight];
     moe_real *out = run->activation[step->to] + j;
-    /* cannot be: moe_layer_pack checked it */
+    /* cannot fail: moe_layer_pack checked it */
     if (moe_panel_size(layer->packed_type, width, &panel) != MOE_OK) return;
     b += (run->expert * moei_panels(run->width[step->to]) + j / MOEI_PANEL) * panel;
     if (j + whole <= ld) count = whole;
@@ -4531,8 +4530,8 @@ static int moei_is_read_after(const moei_expert *kind, int activation, int stage
     return 0;
 }
 
-/* Columns of the gradient of one activation, as the products of a stage that read it make it, and
-   on these columns the elementwise step that made the activation. */
+/* Columns of the gradient of one activation, computed from the products of a stage that read it,
+   then on these columns the backward pass of the elementwise step that computed the activation. */
 static void moei_read_backward(const moei_expert_run *run, int activation, int stage, unsigned mask, size_t from,
                                size_t to) {
     const moei_expert *kind = run->kind;
@@ -4786,7 +4785,7 @@ typedef struct moei_task {
     int phase, n_tasks;
     moe_real *y, *dx;
     const struct moei_returned *returned;
-    /* what the runs of all experts share; moei_run_experts makes each run from it */
+    /* what the runs of all experts share; moei_run_experts derives each run from it */
     moei_expert_run run;
 } moei_task;
 
@@ -5635,7 +5634,7 @@ moe_status moe_layer_backward_experts(const moe_layer *layer, const moe_real *d_
     return moei_layer_backward(layer, &back, dx, d_router_x, pass);
 }
 
-/* A parameter of a trainable layer, to be changed. */
+/* A trainable layer's parameter as writable memory. */
 static moe_real *moei_layer_memory(const moe_layer *layer, int place) {
     moe_real *memory;
     memcpy(&memory, &layer->tensors[place], sizeof memory);
@@ -5994,7 +5993,7 @@ static const moe_field moei_feed_forward_fields[] = {MOEI_EXPERT_ROWS MOEI_FIELD
 static const char *const moei_module_names[] = {MOEI_MODULE_KINDS(MOEI_MODULE_NAME) NULL};
 static const moe_field *const moei_module_fields[] = {MOEI_MODULE_KINDS(MOEI_MODULE_FIELDS)};
 
-/* What moei_module_fields describes. */
+/* The struct whose fields moei_module_fields lists. */
 MOEI_TOOL void *moei_module_settings(const moe_module *m) {
     if (m->kind == MOE_MODULE_MIXTURE || m->kind == MOE_MODULE_FEED_FORWARD) return (void *)&m->layer.config;
     return m->kind == MOE_MODULE_ATTENTION ? (void *)&m->attention : (void *)m;
@@ -6211,7 +6210,7 @@ static moe_status moei_previous_check(const moe_net *net, const moe_router_confi
     return MOE_OK;
 }
 
-/* Checks that router_residual finds as many logits in the MoE layer before, if there is one. */
+/* Checks that the previous MoE layer, if any, has as many logits as router_residual reads. */
 static moe_status moei_residual_check(const moe_net *net, const moe_router_config *c, moe_error *error) {
     size_t at = moei_previous_mixture(net, net->n_modules);
     const moe_router_config *previous;
@@ -6531,7 +6530,6 @@ static size_t moei_l1_owner(const moe_net *net, size_t i) {
     return first;
 }
 
-/* The number of the network's tensors, and its parameter count. */
 static moe_status moei_net_count(const moe_net *net, size_t *tensors, size_t *numbers, moe_error *error) {
     moe_parameter slot;
     size_t i;
@@ -6617,7 +6615,7 @@ static moe_tensor moei_whole_tensor(const moe_net *net, const moe_tensor *t) {
     return whole;
 }
 
-/* Where the values of this rank begin in it. */
+/* Where this rank's values begin in the whole tensor. */
 static size_t moei_whole_first(const moe_net *net, const moe_tensor *t) {
     size_t experts = moei_parted(net, t), first = 0, count;
     if (experts > 0) moei_own_part(net->transport, experts, &first, &count);
@@ -7472,7 +7470,6 @@ static moe_status moei_activation_forward(const moei_run *r) {
     return MOE_OK;
 }
 
-/* [1e-5] */
 static moe_real moei_eps_of(moe_real eps) { return eps > MOEI_R(0.0) ? eps : MOEI_R(1e-5); }
 
 static moe_status moei_layer_norm_forward(const moei_run *r) {
@@ -7703,7 +7700,7 @@ static void moei_mla_queries(const moei_run *r) {
     }
 }
 
-/* The rows of `query`. */
+/* Computes the queries. */
 static void moei_queries_make(const moei_run *r) {
     const moe_attention_config *c = &r->m->attention;
     moei_heads s = r->p->t.s;
@@ -7721,7 +7718,7 @@ static void moei_queries_make(const moei_run *r) {
     if (c->kv_lora > 0) moei_mla_queries(r);
 }
 
-/* Keys and values of tokens [at, at + count) into rows k and v. */
+/* Computes the keys and values of tokens [at, at + count) into rows k and v. */
 static void moei_keys_make(const moei_run *r, size_t at, size_t count, moe_real *k, moe_real *v) {
     const moe_attention_config *c = &r->m->attention;
     moei_heads s = r->p->t.s;
@@ -7759,7 +7756,7 @@ static void moei_attention_outputs(const moei_run *r, size_t at, size_t count, c
     }
 }
 
-/* y of the mixed rows; of latent ones after V_h of each head. */
+/* Computes y from the mixed rows; latent ones first go through each head's V_h. */
 static void moei_attention_output(const moei_run *r) {
     const moe_attention_config *c = &r->m->attention;
     moei_heads s = r->p->t.s;
@@ -7840,8 +7837,8 @@ static moei_convolve moei_convolve_of(const moei_run *r, size_t from, const moe_
     return v;
 }
 
-/* Decoding: *now is the state before the call, *next gets that after it, in the place of an older
-   one, so a call that fails changes nothing. */
+/* Decoding: *now is the state before the call, *next gets the one after it, in place of an older
+   one, so a failed call changes nothing. */
 static moe_status moei_convolution_states(const moei_run *r, const moe_real **now, moe_real **next) {
     size_t size = (size_t)(r->m->length - 1) * r->d_in, past = r->pass->past;
     size_t i = 0;
@@ -7897,7 +7894,7 @@ static moe_status moei_feed_forward_forward(const moei_run *r) {
 static void moei_mixture_previous(const moei_run *r, moe_call *call) {
     size_t at = moei_previous_mixture(r->net, r->i), width = r->p->n_previous, t, j;
     const moe_routing *before = &r->pass->modules[at].layer->routing;
-    /* with global routing it is of the tokens of all ranks */
+    /* with global routing it covers all ranks' tokens */
     size_t first = before->first;
     int soft = before->plan.rows > 0;
     for (t = 0; t < r->n; t++)
@@ -8347,7 +8344,6 @@ static moe_status moei_module_is_set(const moe_net *net, size_t i, moe_error *er
     return MOE_OK;
 }
 
-/* Checks what one module requires of a call. */
 static moe_status moei_module_call_check(const moe_net *net, const moe_call *call, size_t i, size_t past) {
     const moe_module *m = &net->modules[i];
     if (!MOEI_KEPT(MODULES, m->kind) || (m->kind == MOE_MODULE_ACTIVATION && !MOEI_KEPT(ACTS, m->act)))
@@ -8475,7 +8471,7 @@ static moe_status moei_net_run(const moe_net *net, const moe_call *call, const m
     return alone ? moei_vote(net->transport, status, call->error) : status;
 }
 
-/* A pass whose call is checked, laid out in work. */
+/* Lays out a pass in work and runs it; the call has been checked. */
 static moe_status moei_net_pass(const moe_net *net, const moe_call *call, const moei_tokens *share, void *work,
                                 moe_net_pass *pass) {
     moei_layout l = moei_layout_begin(work);
@@ -8786,7 +8782,7 @@ moe_status moe_sample(const moe_sampling *how, size_t n, const moe_real *logits,
 
 #ifndef MOE_NO_TRAIN
 
-/* The gradients to which later modules add. */
+/* Zeroes the gradients that later modules add to. */
 static void moei_module_zero(const moe_module *m, const struct moe_module_pass *p, size_t n) {
     size_t rows = (size_t)m->attention.heads * n;
     if (p->d_x != NULL) memset(p->d_x, 0, n * (size_t)m->d_in * sizeof(moe_real));
@@ -8891,8 +8887,8 @@ static size_t moei_count_labeled(size_t n, const int32_t *labels) {
     return count;
 }
 
-/* The sum of exp(y_j - max) over all j but best, the first largest one; they go to d as well, with
-   1 at best, where d is not NULL. */
+/* The sum of exp(y_j - max) over all j but best, the first largest one; they are stored in d (may
+   be NULL) too, with 1 at best. */
 static moe_real moei_exp_others(const moe_kernels *kernels, size_t n, const moe_real *y, size_t best, moe_real *d) {
     enum { PART = 64 };
     moe_real room[PART], sum = MOEI_R(0.0);
@@ -10116,7 +10112,7 @@ moe_status moe_trainer_update(moe_trainer *trainer, moe_step *step, moe_error *e
     status = moei_trainer_reduce(trainer, error);
     if (status == MOE_OK) status = moei_trainer_norm(trainer, trainer->n_accumulated, 1, &norm, error);
     if (status == MOE_OK) status = moei_trainer_apply(trainer, norm, error);
-    /* the gradients are sums by now */
+    /* the gradients have been summed over ranks */
     if (status != MOE_OK && trainer->net->transport != NULL) trainer->n_accumulated = 0;
     if (status == MOE_OK && step != NULL) step->gradient_norm = norm;
     return status;
@@ -10146,7 +10142,7 @@ enum { MOEI_CONFIG_FORMAT = 2 };
 /* Fields that say how a model runs, not what it is: never in files. */
 static int moei_is_saved(const moe_field *field) { return moei_strcmp(field->name, "kernels") != 0; }
 
-/* The tensors of a layer as those of a network without modules; *module becomes that layer. */
+/* A layer's tensors as those of a network without modules; *module becomes that layer. */
 static moe_net moei_layer_list(const moe_layer *layer, moe_tensor tensors[MOE_LAYER_PARAMETER_COUNT],
                                moe_module *module) {
     moe_net list;
@@ -10276,7 +10272,7 @@ static moe_status moei_put_tensor(moei_writing *w, moe_status status, const moe_
     return status == MOE_OK ? status : moei_error(error, status, "the stream failed: %s", moe_status_text(status));
 }
 
-/* Tensor i of the file. */
+/* Writes tensor i of the file. */
 static moe_status moei_put_values(void *ctx, moe_status status, size_t i, moe_error *error) {
     moei_writing *w = (moei_writing *)ctx;
     const moe_net *net = w->net;
@@ -10713,7 +10709,6 @@ static moe_status moei_config_layer(moei_json *j, moe_layer_config *config) {
     return status;
 }
 
-/* The length of a file's configuration. */
 static moe_status moei_config_length(const moe_file *file, size_t *length, moe_error *error) {
     return moe_file_metadata(file, MOEI_CONFIG_KEY, NULL, 0, length) != MOE_ERR_NOT_FOUND
                ? MOE_OK
@@ -10903,7 +10898,7 @@ static moe_status moei_sum_check(const moei_contents *c, const char *name, size_
                       ")", name);
 }
 
-/* The same of a part with `before` bytes in front and `after` behind it. The ^ of c->damage over
+/* The same for a part with `before` bytes before it and `after` after it. The ^ of c->damage over
    the processes that have the parts is 0 if no tensor is damaged. */
 static moe_status moei_sum_part(moei_contents *c, const char *name, size_t index, const unsigned char *bytes,
                                 size_t size, size_t before, size_t after, moe_error *error) {
@@ -10973,7 +10968,7 @@ MOEI_TOOL int moei_disk_size(FILE *f, uint64_t *size) {
     return has >= 0;
 }
 
-/* The whole file if there is one process. */
+/* Opens a file; a single process reads all of it. */
 static moe_status moei_contents_file(moei_contents *c, const char *path, const struct moe_transport *t,
                                      const moe_allocator *allocator, moe_error *error) {
     const struct moei_hooks *hooks;
@@ -11044,7 +11039,7 @@ static moe_status moei_walk_part(moei_contents *c, int walk, const moe_net *net,
     return status;
 }
 
-/* The tensors of the network, after match. */
+/* Walks the network's tensors, after moei_file_match. */
 static moe_status moei_contents_walk(moei_contents *c, int walk, const moe_net *net, moe_error *error) {
     moe_file_tensor found;
     moe_status status = MOE_OK;
@@ -11060,7 +11055,7 @@ static moe_status moei_contents_walk(moei_contents *c, int walk, const moe_net *
     return status;
 }
 
-/* Memory for what has been counted. */
+/* Allocates what has been counted. */
 static moe_status moei_contents_take(moei_contents *c, moe_error *error) {
     c->data = (unsigned char *)moei_alloc(&c->allocator, c->size, 1);
     c->mark = moei_hash(0, c->bytes.data, c->bytes.size);
@@ -11176,7 +11171,6 @@ moe_status moe_layer_load(moe_layer *layer, const char *path, int trainable, int
 
 #ifndef MOE_NO_TRAIN
 
-/* The metadata of a checkpoint. */
 typedef struct moei_checkpoint {
     uint64_t format, optimizer, steps, rng, rate, position[4], batch, accumulate, seed;
     uint64_t n, length; /* the samples of moe_fit; 0: of a trainer alone */
@@ -11256,7 +11250,7 @@ static void moei_checkpoint_put(const moei_checkpoint *c, char out[MOEI_CHECKPOI
     }
 }
 
-/* The configuration of the network as text, terminated; moe_buffer_free. */
+/* The network's configuration as text, terminated; free it with moe_buffer_free. */
 static moe_status moei_checkpoint_config(const moe_net *net, moei_config_text *text, moe_error *error) {
     moe_status status;
     memset(text, 0, sizeof *text);
@@ -11434,7 +11428,7 @@ static moe_status moei_checkpoint_check(const moe_trainer *trainer, moe_file *fi
     return status == MOE_OK ? moei_checkpoint_moments(trainer, file, error) : status;
 }
 
-/* The network's tensors and then the moments: of each tensor what this process holds. */
+/* Walks the network's tensors, then the moments: of each what this process holds. */
 static moe_status moei_checkpoint_walk(const moe_trainer *trainer, moei_contents *c, int walk, moe_error *error) {
     const moe_net *net = trainer->net;
     moe_file_tensor found;
@@ -11616,7 +11610,7 @@ static moe_status moei_fit_check(const moei_fit *f, moe_error *error) {
     return status == MOE_OK && f->test != NULL ? moei_data_check(net, f->test, criterion, error) : status;
 }
 
-/* Steps of an epoch and of all; two generators, so that the order of the samples can be made again
+/* Steps of an epoch and of all; two generators, so that the order of the samples can be repeated
    without the random stages of routers. */
 static void moei_fit_count(moei_fit *f) {
     moe_trainer *t = &f->trainer;
@@ -12067,7 +12061,7 @@ MOEI_INT_PRODUCT(int4, MOEI_INT4_IN)
    other: int16 [2 (k rounded up to 4) + 2 (n rounded up to 4)]. |v_j| < 2^30. */
 enum { MOEI_INT_UPPER = 127 * 256, MOEI_INT_GUARD = 6 };
 
-/* upper and, k4 behind it, lower; returns e. */
+/* upper and, k4 after it, lower; returns e. */
 static int moei_int_halves(unsigned k, const int16_t *x, int16_t *upper, unsigned k4) {
     int32_t most = 0;
     int e = 0;
@@ -12083,7 +12077,7 @@ static int moei_int_halves(unsigned k, const int16_t *x, int16_t *upper, unsigne
     return e;
 }
 
-/* v + more in scratch memory. */
+/* The v_j + more, in scratch memory. */
 static int32_t *moei_int_wide_product(const moei_int_op *op, moei_int_run *run, int16_t weight, int32_t more) {
     const unsigned n = op->shape.n, k4 = (op->shape.k + 3u) & ~3u;
     const unsigned char *data = run->base + op->at, *bias = data + moei_int8_size(n, op->shape.k);
@@ -12134,7 +12128,7 @@ void moei_int_op_rescale(const moei_int_op *op, moei_int_run *run) {
 
 /* ---- sequences and norms ---- */
 
-/* out_p = clamp(((((w_p << 15) * factor) >> 16) + round) >> shift) for n numbers, zeros behind
+/* out_p = clamp(((((w_p << 15) * factor) >> 16) + round) >> shift) for n numbers, zeros after
    them, where w_p and factor are those of output r of an int8 product with k outputs and n inputs
    (moe_kernels.h), so that a tied module may have the same. r is the token
    (index = 0) or its position (1). A row out of range is MOE_ERR_ARGUMENT. */
@@ -12174,7 +12168,7 @@ static int16_t moei_int_inverse_root(uint64_t d, int *e) {
    a number in units of its spread is 2^factor v_p / sqrt(d): with m, e and quotient r as in
    moei_int_inverse_root (2^factor |v_p| < sqrt(n d), so nothing overflows)
      t_p = ((v_p * 2^(7 + factor - e)) * r) >> 16, in units of 2^-21; a negative power shifts down
-     out_p = clamp((((t_p sign_p * |gain_p|) >> 16) + bias_p + round) >> shift), zeros behind n;
+     out_p = clamp((((t_p sign_p * |gain_p|) >> 16) + bias_p + round) >> shift), zeros after n;
      sign_p that of the gain
    Constants: eps uint32 low, uint32 high; gain int16 [n rounded up to 2]; layer norm: bias int32
    [n]. n <= 32767, d < 2^62, factor, which gives a small eps its digits, within 0..8. */
@@ -12242,7 +12236,7 @@ void moei_int_op_rotate(const moei_int_op *op, moei_int_run *run) {
     moei_int_put_zeros(n, y);
 }
 
-/* *a = sum_i u_i x_i and *b the same of the numbers `apart` from x; those of x are `step` apart.
+/* *a = sum_i u_i x_i and *b the same for the numbers `apart` from x; those of x are `step` apart.
    Both loops of attention, two results at a time; n > 0. */
 static MOEI_INT_CALLED void moei_int_dots(unsigned n, const int16_t *u, const signed char *x, unsigned step,
                                           unsigned apart, int32_t *a, int32_t *b) {
@@ -12318,7 +12312,7 @@ static void moei_int_mix(const moei_int_head *h) {
      r = ((factor2 << 15) >> less) / (total >> down), rounded down, with the least `down` for which
        total >> down < 2^16
      out_p = clamp((((sum_j w_j value_jp >> down) * r >> 16) + round) >> (shift - less))
-       round is that of shift - less; zeros behind the heads
+       round is that of shift - less; zeros after the heads
    The maker sees to |s_j| < 2^30; factor2 <= 32766; 7 <= shift; n <= 65535, so that total <= 2^24
    and less <= 7. */
 void moei_int_op_attention(const moei_int_op *op, moei_int_run *run) {
@@ -12469,7 +12463,7 @@ static int moei_int_lighter(const int16_t *weights, int count, int last) {
 /* out = clamp((in * c + round) >> shift). The factor2 heaviest choices of mixture number `index`,
    whose choices are in other, have shares a_j = floor(w_j * 32767 / sum w), or 32767 for a single
    one, and c = sum_j (a_j * row_j + 2^14) >> 15 with the rows int16 [n rounded up to 4] at `at`,
-   one per expert. c = factor where nobody was chosen, or the weights of several are all 0. */
+   one per expert. c = factor where none was chosen, or the weights of several are all 0. */
 void moei_int_op_cluster(const moei_int_op *op, moei_int_run *run) {
     const int16_t *choices = moei_int_vector(run, op->other), *experts = choices + 1, *weights;
     const int16_t *x = moei_int_vector(run, op->in);
@@ -12494,8 +12488,8 @@ void moei_int_op_cluster(const moei_int_op *op, moei_int_run *run) {
 }
 
 /* out_e = clamp((t + round) >> shift) with t = (measure * factor) >> 16, for each expert e of
-   mixture number `index`: the next shape.k operations make `in` [shape.n] from the first `at` bytes
-   of its block, measure makes one number of it. */
+   mixture number `index`: the next shape.k operations compute `in` [shape.n] from the first `at`
+   bytes of its block, measure reduces it to one number. */
 static void moei_int_each(const moei_int_op *op, moei_int_run *run,
                           int32_t (*measure)(const moei_int_op *op, const int16_t *v, const int16_t *other)) {
     const moei_int_mixture *m = run->model->mixtures + op->index;
@@ -12506,7 +12500,7 @@ static void moei_int_each(const moei_int_op *op, moei_int_run *run,
     for (e = 0; e < m->router.n_experts; e++) {
         run->base = moei_int_block(m, run, e, op->at);
         moei_int_ops(run, (uint32_t)(op - run->model->ops) + 1, op->shape.k);
-        if (run->status != MOE_OK) break; /* nothing has made `in` */
+        if (run->status != MOE_OK) break; /* `in` was not computed */
         z[e] = moei_int_clamp(
             &op->shape,
             (moei_int_scale(measure(op, moei_int_vector(run, op->in), moei_int_vector(run, op->other)), op->factor) +
@@ -12604,7 +12598,7 @@ void moei_int_op_add_rest(const moei_int_op *op, moei_int_run *run) {
         sum[q] += moei_int_scale(((int32_t)x[q] * op->factor + round) >> op->shape.shift, (int16_t)rest);
 }
 
-/* The input as a vector. */
+/* Widens the input to a vector. */
 static void moei_int_enter(int16_t *x, const signed char *input, size_t n) {
     const signed char *end = input + n;
 #if defined(MOEI_INT_DSP) && defined(__ARM_FEATURE_UNALIGNED)
@@ -12621,7 +12615,6 @@ static void moei_int_enter(int16_t *x, const signed char *input, size_t n) {
     for (; n % 4 != 0; n++) *x++ = 0;
 }
 
-/* A run before its input. */
 MOEI_INLINE moe_status moei_int_begin(const moe_model *model, const moe_loader *loader, const void *input,
                                       void *scratch, moei_int_run *run) {
     unsigned char *memory = moei_int_scratch(scratch);
@@ -12639,7 +12632,7 @@ MOEI_INLINE moe_status moei_int_begin(const moe_model *model, const moe_loader *
     return run->place >= model->length ? MOE_ERR_STATE : MOE_OK;
 }
 
-/* Its operations and its output, numbers of size bytes. */
+/* Runs the operations and copies the output, numbers of size bytes. */
 MOEI_INLINE moe_status moei_int_end(moei_int_run *run, void *output, size_t size) {
     const moe_model *model = run->model;
     const int16_t *from;

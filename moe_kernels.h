@@ -840,11 +840,11 @@ MOE_API moe_real moe_rng_normal(moe_rng *rng);
 /* Everything here is exact: the same results on every machine. >> on a negative number rounds down
    (an arithmetic shift, as in every supported compiler), clamp(v) limits v to a shape's low and
    high, round = 1 << (shift - 1), or 0 for shift = 0.
-     vector   int16_t[width rounded up to 4], aligned to 4 bytes, zeros behind its width;
+     vector   int16_t[width rounded up to 4], aligned to 4 bytes, zeros after its width;
               value = code * scale; the caller keeps the scale
      narrow   codes within +-127: the input of a product;  wide: within +-32767
    Constants are bytes, little-endian on every machine, aligned to 4 bytes and declared with
-   MOE_FLASH behind the name:
+   MOE_FLASH after the name:
        static const unsigned char weights[140] MOE_FLASH = {...};
    which keeps them in program memory on AVR (in its first 64 KiB). Unaligned vectors and constants
    fault on some Arm processors. All calls are thread-safe: they write only to their arguments, and
@@ -2812,8 +2812,8 @@ MOEI_AVX2 MOEI_INLINE void moei_wide_tile_avx2(int rows, int panels, size_t k, c
 #undef MOEI_STORE_ROW
 }
 
-/* How many of the n columns are computed at once for up to three rows: 64, 32, or 0 if fewer are
-   left or there are more rows. */
+/* How many of the n columns are computed at once for up to three rows: 64, 32, or 0 if fewer remain
+   or there are more rows. */
 static size_t moei_wide_columns_avx2(size_t m, size_t n) {
     return m == 1 && n >= 64 ? 64 : m <= 3 && n >= 32 ? 32 : 0;
 }
@@ -5596,8 +5596,8 @@ MOEI_INLINE moei_v4 moei_v4_at_least(moei_v4 x, float limit) { return moei_v4_ma
 
 MOEI_INLINE moei_v4 moei_v4_at_most(moei_v4 x, float limit) { return moei_v4_min(x, moei_v4_splat(limit)); }
 
-/* Rows of a tile of 16 columns, rows of a tile of 8 columns, sums that fit in registers beside the
-   operands. */
+/* Rows of a tile of 16 columns, rows of a tile of 8 columns, sums that fit in registers along with
+   the operands. */
 #if defined(__aarch64__)
 enum { MOEI_TILE_V4 = 6, MOEI_TILE_HALF_V4 = 6, MOEI_SUMS_V4 = 24 };
 #else
@@ -5795,7 +5795,7 @@ MOEI_INLINE void moei_wide_tile_v4(int rows, int panels, size_t k, const float *
 #undef MOEI_ALL
 }
 
-/* How many of the n columns are computed at once for few rows: 64, 32, or 0 if fewer are left or
+/* How many of the n columns are computed at once for few rows: 64, 32, or 0 if fewer remain or
    there are more rows. */
 static size_t moei_wide_columns_v4(size_t m, size_t n) {
     if (m == 1 && n >= 64 && MOEI_SUMS_V4 >= 16) return 64;
@@ -8247,9 +8247,9 @@ MOEI_TOOL size_t moei_int8_size(size_t n, size_t k);
 MOEI_TOOL size_t moei_int4_size(size_t n, size_t k);
 /* With sum_j = bias_j + sum_p w_jp block_jp x_p and t_j = (sum_j * factor_j) >> 16 (all bits of the
    product), x narrow [k]:
-     product       y_j = clamp((t_j + round) >> shift), zeros behind n
+     product       y_j = clamp((t_j + round) >> shift), zeros after n
      product_add   y_j += (t_j * weight) >> 16, 32767 being a weight of 1; y [n rounded up to 4],
-                   any value behind n; the caller ensures |y_j| < 2^31; low, high and shift are
+                   any value after n; the caller ensures |y_j| < 2^31; low, high and shift are
                    ignored
      int4_sums     sums [ceil(k/32)] = -8 times the sum of each block of x, which int4 products need
    y overlaps neither x, sums nor data. n = 0 or k = 0 is allowed. */
@@ -8262,7 +8262,7 @@ MOEI_TOOL void moei_int4_product(const moei_int_shape *shape, const unsigned cha
 MOEI_TOOL void moei_int4_product_add(const moei_int_shape *shape, const unsigned char *data, const int16_t *x,
                                      const int16_t *sums, int16_t weight, int32_t *y);
 
-/* The following functions process vectors of n, each with zeros behind n in y; y may be x, a or
+/* The following functions process vectors of n, each with zeros after n in y; y may be x, a or
    b. */
 
 /* y_j = clamp(sum_j >> shift), sum [n rounded up to 4]; |sum_j| <= 2^30. y does not overlap sum. */
@@ -8836,8 +8836,7 @@ typedef struct moei_int4_work {
 #define MOEI_STEPS \
     "2:\t.rept 4\nldm.n r0!,{r2,r3,r5,r7}\nldm r1!,{r9,r11,r12,lr}\n" MOEI_WORD(r9, r2) MOEI_WORD(r11, r3) \
     MOEI_WORD(r12, r5) MOEI_WORD(lr, r7) ".endr\n"
-/* Four inputs first, if k is no whole number of steps; then the steps, which have 118 bytes
-   each. */
+/* Four inputs first, if k is not a multiple of 8; then the steps, which have 118 bytes each. */
 #define MOEI_SOME \
     "tst r3,#4\nbeq 3f\nldm r0!,{r2,r5}\nldm r1!,{r9,r11}\n" MOEI_WORD(r9, r2) MOEI_WORD(r11, r5) \
     "3:\tlsr r3,r3,#3\nrsb r3,r3,#4\nmov r2,#118\nmul r3,r3,r2\nadr.w r2,2b\nadd r2,r3\nadd r2,#1\nbx r2\n"
@@ -8853,7 +8852,7 @@ MOEI_TOOL MOEI_INT_CALLED void moei_int4_loop(moei_int4_work *work, const unsign
     work->k = k;
     w = data;
     at = &work->ends.x;
-    /* on the stack: the sums of the outputs, the next of x, the inputs that are left */
+    /* on the stack: the sums of the outputs, the next of x, the number of inputs left */
     __asm__ volatile(
         ".syntax unified\npush {r0,r7}\nsub sp,#24\n"
         "0:\tldr r0,[sp,#24]\nldm r1!,{r7,r9,r11,r12}\nldm r0,{r0,r2,r3}\n"

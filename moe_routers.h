@@ -1307,7 +1307,7 @@ MOE_API moe_status moe_route_backward(const moe_router *router, const moe_call *
                                       moe_real *const *d_tensors, moe_real *dx, moe_real *d_activations);
 #endif
 
-/* choices[N,k] receives the first k choices of each token, best first, -1 behind the last and for
+/* choices[N,k] receives the first k choices of each token, best first, -1 after the last and for
    padding; keep_dropped 0 gives -1 also for those that capacity dropped. k = routing->max_choices:
    what call.given replays. k = 1: the first choices, which moe_fluctuation compares. A soft routing
    has no choices. MOE_ERR_ARGUMENT: NULL (choices may be NULL for N k = 0). */
@@ -1439,7 +1439,7 @@ typedef struct moe_report {
 MOE_API moe_status moe_metrics_size(size_t n_experts, size_t n_classes, size_t *bytes);
 
 /* Starts metrics at zero in memory[size] (any alignment; the caller's). Calling it again starts
-   anew. MOE_ERR_SPACE: size is below moe_metrics_size; MOE_ERR_ARGUMENT: metrics or memory NULL,
+   over. MOE_ERR_SPACE: size is below moe_metrics_size; MOE_ERR_ARGUMENT: metrics or memory NULL,
    and the errors of moe_metrics_size. */
 MOE_API moe_status moe_metrics_init(moe_metrics *metrics, size_t n_experts, size_t n_classes, void *memory,
                                     size_t size);
@@ -1475,9 +1475,9 @@ typedef struct moe_instability_report {
 } moe_instability_report;
 
 /* Fills *report from first[n] and second[n], the tokens' experts at two layers of e1 and e2
-   experts, as from moe_routing_choices (-1: none, shared with nobody). scratch: (e1 + 1) (e2 + 1)
-   doubles of the caller's. All are 0 for fewer than two tokens. MOE_ERR_ARGUMENT: NULL, an expert
-   out of range, or a scratch size that overflows. */
+   experts, as from moe_routing_choices (-1: none, never shared). scratch: (e1 + 1) (e2 + 1) doubles
+   of the caller's. All are 0 for fewer than two tokens. MOE_ERR_ARGUMENT: NULL, an expert out of
+   range, or a scratch size that overflows. */
 MOE_API moe_status moe_instability(size_t n, const int32_t *first, size_t e1, const int32_t *second, size_t e2,
                                    const unsigned char *mask, double *scratch, moe_instability_report *report);
 
@@ -3258,7 +3258,7 @@ MOEI_TOOL int moei_wants_teacher(const moe_router_config *c) {
     X(moe_real, d_block, training && refine, block, block_width, 0) \
     X(moe_real, d_unit, training && (c->soft_normalise || refine), n, d, 0) \
     X(moe_real, d_keys, training && (c->soft_normalise || refine), soft ? choices : n, d, 0) \
-    /* gathered by a batch with global routing; behind the sequences their end, their number, and \
+    /* gathered by a batch with global routing; after the sequences their end, their number, and \
        the mask of supplied arrays */ \
     X(unsigned char, batch_mask, global, all, 1, 0) \
     X(int32_t, batch_sequences, global, all + 3, 1, 0) \
@@ -3271,7 +3271,7 @@ MOEI_TOOL int moei_wants_teacher(const moe_router_config *c) {
        0) X(moe_real, batch_teacher, global && training && moei_wants_teacher(c), all, experts, \
        0) X(moe_real, batch_x, global && training && moei_loss_factor(c, MOE_LOSS_SIMILARITY) > 0, all, d, 0)
 
-/* The private arrays of a call, in the workspace behind the public ones. Every call has the first
+/* The private arrays of a call, in the workspace after the public ones. Every call has the first
    five. */
 #define MOEI_ARRAY_MEMBER(type, name, when, rows, columns, per_token) type *name;
 typedef struct moei_scratch {
@@ -3454,7 +3454,7 @@ static int moei_is_global(const moe_router *router, const moe_call *call) {
     return call->training || (router->parts & MOEI_PART_BATCH) != 0;
 }
 
-/* The private arrays of a routing that moe_route has made. */
+/* The private arrays of a routing that moe_route has filled in. */
 MOEI_TOOL void moei_scratch_of(const moe_router *router, const moe_call *call, const moe_routing *routing,
                                   moei_scratch *m) {
     moei_layout l = moei_layout_begin(routing->memory);
@@ -4054,7 +4054,7 @@ static void moei_cluster_dispersion(const moei_pass *s, const moe_real *h, const
 }
 
 /* The theorem's weights: lambda / (s + alpha), alpha > -min s such that their mean is 1, by
-   bisection of beta = alpha + min s; alpha itself would lose a small lambda beside a large s. */
+   bisection of beta = alpha + min s; alpha itself would lose a small lambda next to a large s. */
 static void moei_exact_weights(moe_real *m, size_t d, moe_real lambda) {
     moe_real least = m[0], low, high, beta, mean;
     size_t q;
@@ -6781,7 +6781,7 @@ static void moei_soft_dispatch(const moei_pass *s, size_t from, size_t to) {
 }
 
 /* Every real token of a sequence contributes to every slot of it; row = sequence * slots + slot.
-   The assignments of an expert are sorted by slot; they are made token after token, the order of D
+   The assignments of an expert are sorted by slot; they are created token by token, the order of D
    and C. */
 static void moei_soft_plan(moei_pass *s) {
     size_t total = moei_slot_total(s->c), slots = (size_t)s->c->slots;
@@ -7498,7 +7498,7 @@ static moe_call moei_batch_call(const moe_call *call, const moei_scratch *m) {
     return all;
 }
 
-/* Converts the flags of all tokens to offsets of non-empty sequences; behind them their number and
+/* Converts the flags of all tokens to offsets of non-empty sequences; after them their number and
    the mask of supplied arrays. Returns 0 if processes supply different arrays. */
 static int moei_sequences_of_flags(size_t total, unsigned char *flags, int32_t *sequences) {
     size_t t, n = 0;
@@ -7902,7 +7902,7 @@ static void moei_advance_bias(const moe_router_config *c, const moe_real *load, 
 }
 
 /* a <- rho a + (1 - rho) mean of the calls' C-th largest logits, unless learning is frozen; then
-   the sums start anew. */
+   the sums start over. */
 static void moei_advance_cutoffs(const moe_router_config *c, int frozen, moe_real *const *state) {
     moe_real *sum = state[MOE_ROUTER_CUTOFF_SUM], *count = state[MOE_ROUTER_CUTOFF_COUNT];
     moe_real *cutoff = state[MOE_ROUTER_CUTOFF], *updates = state[MOE_ROUTER_CUTOFF_UPDATES];
@@ -8657,7 +8657,7 @@ size_t moei_int_select_top_k(MOEI_INT_SELECT_ARGUMENTS) {
     return moei_ir_best(r, base, r->top_k, p, experts);
 }
 
-/* value, stored behind p + bias: the score of each group, then INT32_MAX for the groups that are
+/* value, stored after p + bias: the score of each group, then INT32_MAX for the groups that are
    kept. */
 size_t moei_int_select_grouped(MOEI_INT_SELECT_ARGUMENTS) {
     const size_t n = r->n_experts, size = n / r->groups;
@@ -8873,10 +8873,10 @@ void moei_int_scale_weights(const moei_int_router *r, const unsigned char *base,
 /* ---- one token ---- */
 
 /* Routes one token: z [E] (NULL where no stage reads it: hash with equal weights), token its id
-   where tokens > 0, p [scratch] workspace (NULL where scratch is 0), experts [most] and
-   weights [most] in order of choice, *count how many there are, 0 possible. Pointers are not
-   checked. MOE_ERR_ARGUMENT: token outside of 0..tokens-1, nothing is written. Thread-safe for
-   different memory. */
+   where tokens > 0, p [scratch] workspace (NULL where scratch is 0), experts [most] and weights
+   [most] in order of choice, *count their number, which may be 0. Pointers are not checked.
+   MOE_ERR_ARGUMENT: token outside of 0..tokens-1, nothing is written. Thread-safe for different
+   memory. */
 MOEI_TOOL MOEI_INT_CALLED moe_status moei_int_route(const moei_int_router *r, const unsigned char *base,
                                                     int32_t token, const int16_t *z, int32_t *p, int16_t *experts,
                                                     int16_t *weights, size_t *count) {
