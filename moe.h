@@ -3508,9 +3508,9 @@ typedef struct moei_tokens {
 
 /* What layers, networks, trainers and files call where processes share experts. config.transport
    and net.transport point to a record that begins with a moe_batch of one row per process: first is
-   the number of this one, total how many there are, hooks this table. moe_ranks.h supplies it; a
-   program without a transport links none of it. All but check and size are collective. A function
-   that takes a status returns MOE_OK if all processes pass that, else its own failure or
+   this process's number, total their number, hooks this table. moe_ranks.h supplies it; a program
+   without a transport links none of it. All but check and size are collective. A function that
+   takes a status returns MOE_OK if every process passes MOE_OK, else the caller's failure or
    MOE_ERR_PEER. */
 struct moei_hooks {
     moe_status (*check)(const moe_layer_config *config, moe_error *error);
@@ -4441,7 +4441,7 @@ static moe_real *moei_gradient_block(const moei_expert_run *run, int index, size
     return values == NULL ? NULL : values + run->expert * size;
 }
 
-/* dW and dbias of one product: their rows j .. j + count. */
+/* Rows j .. j + count of dW and dbias of one product. */
 static void moei_weight_backward(const moei_expert_run *run, const moei_step *step, size_t j, size_t count) {
     const moe_kernels *k = run->layer->kernels;
     size_t to = run->width[step->to], from = run->width[step->from];
@@ -4763,8 +4763,8 @@ static int moei_task_count(const moe_parallel *team, const moei_expert_run *run,
 
 /* ==== expert runs of a call =================================================================== */
 
-/* Which experts run: all of them on all tokens, as far as the score reads them; the chosen ones on
-   their tokens; the shared one, or a matrix of d_latent, on all tokens. */
+/* Which experts run: all of them on all tokens, for what the score reads; the chosen ones on their
+   tokens; the shared one, or a matrix of d_latent, on all tokens. */
 enum { MOEI_RUN_SCORED = 0, MOEI_RUN_CHOSEN, MOEI_RUN_SHARED, MOEI_RUN_LATENT, MOEI_RUN_KINDS };
 
 /* A call runs phase by phase (moei_phases). This is what all tasks of a phase read. */
@@ -5057,7 +5057,7 @@ static void moei_products_backward(const moei_task *task, const moei_expert_run 
     moei_stage_backward(run, stage, task->mask, index, task->n_tasks);
 }
 
-/* The same, and after the first stage dx_t += w_in d_row. */
+/* As moei_products_backward; after the first stage also dx_t += w_in d_row. */
 static void moei_chosen_backward(const moei_task *task, const moei_expert_run *run, int stage, int index) {
     size_t d = run->width[MOEI_X], from, to, i;
     moei_stage_backward(run, stage, task->mask, index, task->n_tasks);
@@ -5333,7 +5333,7 @@ static void moei_add_input(const moe_layer *layer, const moe_layer_pass *p, moe_
             moe_axpy(layer->kernels, d, moei_input_weight(layer, p, t), p->x + t * d, y + t * d);
 }
 
-/* y_t += shared(x_t), times sigmoid(s . x_t) when there is such a gate; for padding too. */
+/* y_t += shared(x_t), times sigmoid(s . x_t) with shared_sigmoid; for padding too. */
 static void moei_shared_forward(const moe_layer *layer, moe_layer_pass *p, moe_real *y, const moe_parallel *team) {
     const moe_real *gate = layer->tensors[MOE_SHARED_SIGMOID];
     moei_expert_run run = moei_expert_run_begin(layer, MOEI_SHARED, 0);
@@ -5360,7 +5360,7 @@ static moe_status moei_layer_call_check(const moe_layer *layer, const moei_exper
         return moei_error(call->error, MOE_ERR_OVERFLOW, "call.n_tokens = %z: too many", call->n_tokens);
     if (call->n_tokens > 0 && call->x == NULL) return moei_error(call->error, MOE_ERR_ARGUMENT, "call.x is NULL");
     for (i = 0; i < MOE_LAYER_PARAMETER_COUNT; i++) set |= (uint64_t)(layer->tensors[i] != NULL) << i;
-    if (set == layer->present && !call->training) return MOE_OK; /* the common case, quickly */
+    if (set == layer->present && !call->training) return MOE_OK; /* the common case */
     for (i = 0; i < MOE_LAYER_PARAMETER_COUNT; i++) {
         if (layer->external[i] != NULL && call->training)
             return moei_error(call->error, MOE_ERR_UNSUPPORTED,
@@ -7006,7 +7006,7 @@ static int moei_is_rowwise(int kind) {
            kind == MOE_MODULE_RMS_NORM || kind == MOE_MODULE_TIED || kind == MOE_MODULE_SCALE;
 }
 
-/* How many tokens module i computes: with last_only, the last modules one of a call. */
+/* How many tokens module i computes: with last_only, the trailing modules compute one. */
 static size_t moei_module_tokens(const moe_net *net, size_t i, const moei_extent *e) {
     if (!net->last_only || !e->decoding || e->n < 2 || i == 0) return e->n;
     while (i < net->n_modules && moei_is_rowwise(net->modules[i].kind)) i++;
@@ -7157,8 +7157,8 @@ static moei_room moei_room_layout(const moe_net *net, const moe_module *m, const
     return room;
 }
 
-/* Whether modules of a pass may use each other's memory: in decoding, unless a router reads other
-   modules than the one before it. */
+/* Whether modules of a pass may use each other's memory: in decoding, unless a router reads modules
+   other than the one before it. */
 static int moei_shares(const moe_net *net, const moei_extent *e) {
     size_t i;
     for (i = 0; i < net->n_modules && e->decoding; i++) {
@@ -7661,7 +7661,7 @@ static void moei_rows_finish(const moei_run *r, int is_query, size_t at, size_t 
 
 /* ---- attention: keys and values, in the workspace or in a cache ---- */
 
-/* How many tokens a cache for `most` keeps of an attention. */
+/* The number of tokens whose keys and values a cache for `most` tokens keeps. */
 static size_t moei_cache_capacity(const moe_attention_config *c, size_t most) {
     size_t window = (size_t)c->window + MOEI_WINDOW_STEP + MOEI_WINDOW_PIECE;
     size_t chunk = (size_t)c->chunk + MOEI_WINDOW_PIECE;
@@ -7877,7 +7877,7 @@ static moe_status moei_convolution_forward(const moei_run *r) {
 
 /* ---- modules that are layers ----------------------------------------------------------------- */
 
-/* The call without the inputs of routers, nor the mask: padding is processed like any row. */
+/* The call has no inputs of routers and no mask: padding is processed like any row. */
 static moe_status moei_feed_forward_forward(const moei_run *r) {
     moe_call call;
     memset(&call, 0, sizeof call);
@@ -7912,7 +7912,7 @@ static void moei_mixture_previous(const moei_run *r, moe_call *call) {
     call->n_previous = width;
 }
 
-/* The logits of the mixture before, for router_residual, and where gradients of logits go. */
+/* The previous mixture's logits, for router_residual, and where gradients of logits go. */
 static void moei_mixture_residual(const moei_run *r, moe_call *call) {
     size_t at = moei_previous_mixture(r->net, r->i);
     call->previous_logits = NULL;
@@ -7923,7 +7923,7 @@ static void moei_mixture_residual(const moei_run *r, moe_call *call) {
     call->d_previous_logits = r->pass->modules[at].d_logits;
 }
 
-/* given and teacher of this layer: after those of the mixtures before it. */
+/* Advances given and teacher past those of the mixtures before this one. */
 static void moei_mixture_own(const moei_run *r, moe_call *call) {
     size_t j;
     for (j = 0; j < r->i; j++) {
@@ -8175,7 +8175,7 @@ static void moei_mla_queries_backward(const moei_run *r, const moei_room *room) 
     }
 }
 
-/* From the gradients of queries to those of x and of the parameters. */
+/* The backward pass from queries to x and the parameters. */
 static void moei_queries_backward(const moei_run *r, const moei_room *room) {
     const moe_attention_config *c = &r->m->attention;
     moei_heads s = r->p->t.s;
@@ -8194,7 +8194,7 @@ static void moei_queries_backward(const moei_run *r, const moei_room *room) {
     moei_project_backward(r, MOE_MODULE_QUERY_DOWN, 0, r->d_in, lora, r->p->x, room->d_down, r->dx);
 }
 
-/* The same of keys and values. */
+/* The same from keys and values. */
 static void moei_keys_backward(const moei_run *r, const moei_room *room) {
     const moe_attention_config *c = &r->m->attention;
     moei_heads s = r->p->t.s;
@@ -8624,8 +8624,8 @@ static void moei_cache_layout(const moe_net *net, size_t most, moei_layout *l, s
     }
 }
 
-/* moe_net_decode_size of a network that decodes, without messages: exported float models call it,
-   and the texts would triple their code. */
+/* moe_net_decode_size for a network that can decode, without messages: exported float models call
+   it, and messages would triple their code. */
 static moe_status moei_decode_size(const moe_net *net, size_t most, size_t n_tokens, size_t *bytes, size_t *work) {
     moei_extent e = moei_extent_decoding(n_tokens < most ? n_tokens : most, most);
     moei_layout l = moei_layout_begin(NULL);
@@ -9093,8 +9093,8 @@ static moe_status moei_data_check(const moe_net *net, const moe_data *data, int 
     return moei_reals_check("targets", data->targets, data->n, (size_t)net->d_out, error);
 }
 
-/* If samples are shuffled or split into batches, other inputs of routers would have to be split
-   too, and sequences need a known length. */
+/* Whether samples can be shuffled and split into batches: other inputs of routers would have to be
+   split too, and sequences need a known length. */
 static moe_status moei_samples_alone(const moe_net *net, const moe_data *data, moe_error *error) {
     size_t i;
     if (data->call != NULL)
@@ -9212,7 +9212,7 @@ static moei_tokens moei_tokens_split(const struct moe_transport *t, size_t n, si
     return s;
 }
 
-/* The most samples that a process gets of n. */
+/* The most of n samples that one process gets. */
 static size_t moei_part_most(const struct moe_transport *t, size_t n, size_t length) {
     size_t own;
     return t != NULL ? moei_tokens_split(t, n, length > 0 ? length : 1, &own).most : n;
@@ -9890,8 +9890,8 @@ static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, c
                             : moei_error(error, status, "the network's backward pass: %s", moe_status_text(status));
 }
 
-/* *sum += the squares of numbers first..first+n-1 of a tensor's gradient: in doubles where the
-   kernels' sum of them is not to be trusted. */
+/* *sum += the squares of numbers first..first+n-1 of a tensor's gradient: in double where the
+   kernels' sum is not reliable. */
 static moe_status moei_add_squares(const moe_kernels *kernels, const moe_tensor *t, size_t first, size_t n,
                                    double *sum) {
     const moe_real *g = t->gradient + first, fast = moe_dot(kernels, n, g, g);
@@ -9938,7 +9938,7 @@ static moe_status moei_trainer_squares(const moe_trainer *trainer, int parted, d
 }
 
 /* The norm of the mean of n batches' gradients, of all trained tensors together; whole: of all
-   processes, else of what is here. Beyond 1e19 (float) its square, which AdamW forms, would not be
+   processes, else of this one. Beyond 1e19 (float) its square, which AdamW forms, would not be
    finite. */
 static moe_status moei_trainer_norm(const moe_trainer *trainer, int n, int whole, moe_real *norm, moe_error *error) {
     double sum = 0.0, parts = 0.0, length;
@@ -9958,7 +9958,7 @@ static moe_status moei_trainer_reduce(const moe_trainer *trainer, moe_error *err
                                            : MOE_OK;
 }
 
-/* base to the power n, by squaring: the same bits wherever multiplication is. */
+/* base to the power n, by squaring: as reproducible as multiplication. */
 static moe_real moei_power(moe_real base, uint64_t n) {
     moe_real power = MOEI_R(1.0);
     for (; n > 0; n >>= 1, base *= base)
@@ -10038,9 +10038,9 @@ static moe_status moei_trainer_call(moe_trainer *t, const moe_data *data, moe_ca
                : moei_error(error, status, "the network's forward pass: %s", moei_why(&why, status));
 }
 
-/* The first half of a step; *norm is that of the mean gradient so far, with last = 1 of all
-   processes, whose gradients are then added up. The routers see the pass last, when nothing can
-   fail any more. */
+/* The first half of a step; *norm is that of the mean gradient so far; with last = 1 of all
+   processes, whose gradients are then summed. The routers see the pass last, when nothing can fail
+   any more. */
 static moe_status moei_trainer_add(moe_trainer *trainer, const moe_data *batch, int last, moe_step *made,
                                    moe_real *norm, moe_error *error) {
     moe_net_pass pass;
@@ -10139,7 +10139,7 @@ enum { MOEI_CONFIG_FORMAT = 2 };
    tensors. */
 #define MOEI_SUMS_KEY "moe.crc32"
 
-/* Fields that say how a model runs, not what it is: never in files. */
+/* Whether a field is saved: not one that says how a model runs. */
 static int moei_is_saved(const moe_field *field) { return moei_strcmp(field->name, "kernels") != 0; }
 
 /* A layer's tensors as those of a network without modules; *module becomes that layer. */
@@ -11189,7 +11189,7 @@ enum { MOEI_CHECKPOINT_FORMAT = 1, MOEI_CHECKPOINT_TEXT = 800 };
 typedef struct moei_checkpoint_row {
     const char *name;
     size_t offset; /* of an uint64_t in moei_checkpoint */
-    int of_fit;    /* moe_fit resumes only with the same */
+    int of_fit;    /* moe_fit resumes only if it is the same */
 } moei_checkpoint_row;
 
 #define MOEI_ROW(name, member, of_fit) {#name, offsetof(moei_checkpoint, member), of_fit}
@@ -11690,7 +11690,7 @@ static size_t moei_fit_size(const moei_fit *f, size_t from) {
     return left < batch ? left : batch;
 }
 
-/* This process's part of them. */
+/* This process's part of that batch. */
 static moe_data moei_fit_batch(moei_fit *f, size_t from) {
     const struct moe_transport *t = f->trainer.net->transport;
     size_t d = (size_t)f->trainer.net->d_in, o = (size_t)f->trainer.net->d_out, i;
@@ -11718,7 +11718,7 @@ static size_t moei_fit_counted(const moei_fit *f, size_t from, size_t n) {
     return counted;
 }
 
-/* A failure in the middle, with the epoch and step where it happened. */
+/* Reports a failure during training, with its epoch and step. */
 static moe_status moei_fit_failed(const moei_fit *f, const moe_error *why, moe_error *error) {
     return moei_error(error, why->code, "epoch %d, step %z: %s", f->progress.epoch, f->progress.step, why->message);
 }
@@ -11956,10 +11956,10 @@ MOEI_TOOL moe_status moei_float_size(const moe_net *net, size_t length, size_t *
     return status;
 }
 
-/* One token through a net: input [d_in], or with d_in = 0 one id, int32_t. The bits are those of
-   moe_net_forward, or moe_net_decode where length > 0. MOE_ERR_SPACE: scratch is too small;
-   MOE_ERR_STATE: the sequence is length long; else as those. On failure the sequence does not
-   advance. */
+/* Runs one token through a network: input [d_in], or with d_in = 0 one id, int32_t. The bits are
+   those of moe_net_forward, or moe_net_decode where length > 0. MOE_ERR_SPACE: scratch is too
+   small; MOE_ERR_STATE: the sequence is length long; else as those. On failure the sequence does
+   not advance. */
 MOEI_TOOL moe_status moei_float_infer(const moe_net *net, size_t length, const void *input, moe_real *output,
                                       void *scratch, size_t scratch_size) {
     moei_layout l = moei_layout_begin(scratch);
@@ -12077,7 +12077,7 @@ static int moei_int_halves(unsigned k, const int16_t *x, int16_t *upper, unsigne
     return e;
 }
 
-/* The v_j + more, in scratch memory. */
+/* Computes v_j + more, in scratch memory. */
 static int32_t *moei_int_wide_product(const moei_int_op *op, moei_int_run *run, int16_t weight, int32_t more) {
     const unsigned n = op->shape.n, k4 = (op->shape.k + 3u) & ~3u;
     const unsigned char *data = run->base + op->at, *bias = data + moei_int8_size(n, op->shape.k);

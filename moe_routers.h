@@ -3521,7 +3521,7 @@ typedef struct moei_pass {
     moe_router_config effective;
 } moei_pass;
 
-/* Whether noise is added to the logits: never, for the compiler, in builds without training. */
+/* Whether noise is added to the logits; a constant 0 in builds without training. */
 #define MOEI_IS_NOISY(s) (MOEI_KEPT(EXTRAS, MOE_EXTRA_TRAINING) && (s)->noisy)
 
 /* Flags that processes exchange per token: it is real, a sequence begins here, and the optional
@@ -3805,7 +3805,7 @@ static moe_status moei_tensors_check(const moe_router *router, const moe_call *c
     uint64_t set = 0;
     int i;
     for (i = 0; i < MOE_ROUTER_PARAMETER_COUNT; i++) set |= (uint64_t)(router->tensors[i] != NULL) << i;
-    if (set == present) return MOE_OK; /* the common case, quickly */
+    if (set == present) return MOE_OK; /* the common case */
     for (i = 0; i < MOE_ROUTER_PARAMETER_COUNT; i++) {
         if (moei_parameter_is_set(i, present, router->tensors[i])) continue;
         if (present >> i & 1u)
