@@ -14,6 +14,7 @@
 #include "../examples/extras/moe_import.h"
 #include "../examples/extras/moe_ranks.h"
 #include "../examples/extras/moe_report.h"
+#include "../examples/extras/moe_smooth.h"
 #include "../examples/extras/moe_upcycle.h"
 
 #include "../examples/extras/moe_layout.h" /* last: it describes the structs of what comes before it */
