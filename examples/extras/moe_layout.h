@@ -266,6 +266,8 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
     M(s, column_label) M(s, value_label) M(s, x) M(s, y) M(s, n_experts) M(s, decimals) M(s, reference) \
     M(s, reference_name)
 #define MOEI_OF_moe_history(M, s) M(s, n) M(s, at) M(s, values) M(s, seen) M(s, every)
+#define MOEI_OF_moe_smooth_config(M, s) M(s, alpha)
+#define MOEI_OF_moe_smooth_result(M, s) M(s, modules) M(s, channels) M(s, least) M(s, most)
 #define MOEI_STRUCTS_CORE(S) S(moe_error) S(moe_parallel) S(moe_adamw_step) S(moe_kernels) S(moe_external_type) \
     S(moe_external) S(moe_rng) S(moe_field) S(moe_router_config) S(moe_preset) S(moe_parameter) S(moe_batch) \
     S(moe_call) S(moe_assignment) S(moe_dispatch_plan) S(moe_routing) S(moe_custom) S(moe_router) S(moe_metrics) \
@@ -306,8 +308,13 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
 #else
 #define MOEI_STRUCTS_REPORT(S)
 #endif
+#ifdef MOE_SMOOTH_H
+#define MOEI_STRUCTS_SMOOTH(S) S(moe_smooth_config) S(moe_smooth_result)
+#else
+#define MOEI_STRUCTS_SMOOTH(S)
+#endif
 #define MOEI_STRUCTS(S) MOEI_STRUCTS_CORE(S) MOEI_STRUCTS_BLOCKS(S) MOEI_STRUCTS_CLASSIC(S) MOEI_STRUCTS_EXPORT(S) \
-    MOEI_STRUCTS_IMPORT(S) MOEI_STRUCTS_RANKS(S) MOEI_STRUCTS_REPORT(S)
+    MOEI_STRUCTS_IMPORT(S) MOEI_STRUCTS_RANKS(S) MOEI_STRUCTS_REPORT(S) MOEI_STRUCTS_SMOOTH(S)
 /* layouts: end */
 
 #define MOEI_LAYOUT_WORD(s, member) " " #member

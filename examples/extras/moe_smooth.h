@@ -59,11 +59,12 @@
    Call it on a trained network before moe_net_quantize, moe_layer_pack or moe_model_create. For
    channel j, with max |x_j| over the data and max |w_j| over all weights that read the channel,
      s_j = 2^round(log2(max |x_j|^alpha / max |w_j|^(1 - alpha)))
-   (Xiao et al. 2023, SmoothQuant, with s rounded to a power of two). A channel keeps s = 1 if one
-   of the maxima is 0, s is not 2^-16 to 2^16, or a weight would leave the normal range. alpha = 0.5 is
-   right where activations and weights have 8 bits. Weights of 4 bits bear less: try 0.25, and
-   measure: an outlier that the data makes of ordinary weights goes into a weight's row, which has a
-   scale too.
+   (Xiao et al. 2023, SmoothQuant: Accurate and efficient post-training quantization for large
+   language models; there s is no power of two). A channel keeps s = 1 if one of the maxima is 0, s
+   is not 2^-16 to 2^16, or a weight would leave the normal range.
+
+   alpha = 0.5 suits 8 bits for both sides. Weights of 4 bits bear less: try 0.25. Without outliers
+   smoothing gains little, and int4 can lose: compare (`sh examples/run quantize --smooth`).
 
    Channels that are scaled:
      hidden channels of experts   the rows of up (swiglu, glu, factorised, shared experts) or fc1
@@ -122,8 +123,7 @@ typedef struct moe_smooth_result {
    NULL: {0}; result may be NULL.
      MOE_ERR_ARGUMENT     NULL, n = 0, what moe_evaluate refuses; as moe_net_forward
      MOE_ERR_CONFIG       alpha
-     MOE_ERR_STATE        not built, packed, or tensors that are not the network's own (net.external,
-                          external)
+     MOE_ERR_STATE        not built, packed, or has tensors that are not its own (external)
      MOE_ERR_UNSUPPORTED  a transport
      MOE_ERR_NONFINITE    an activation; as moe_net_forward
      MOE_ERR_MEMORY, MOE_ERR_OVERFLOW
@@ -478,8 +478,8 @@ static int moei_smooth_norm(const moe_net *net, size_t i, moei_channels *c) {
     return c->n_readers > 0;
 }
 
-/* Scales all vectors. Of a module the hidden ones come first: the norm before it then finds the same
-   rows of up in a second call, whose s are 1. */
+/* Scales all vectors. Of a module the hidden ones come first: the norm before it then finds the
+   same rows of up in a second call, whose s are 1. */
 static void moei_smooth_net(moei_smoothing *s) {
     const moe_net *net = s->net;
     const moe_real *of_norm = s->most, *most = s->most;

@@ -2958,6 +2958,48 @@ static void test_packed_layers(void) {
     T(moe_layer_free)(&layer);
 }
 
+/* A special number as alpha, in the data and as a weight: what is scaled stays finite beside it. */
+static void test_smoothing(void) {
+    moe_smooth_config config;
+    moe_net net;
+    moe_data data;
+    moe_error error;
+    moe_real x[TOKENS * WIDTH], first[WIDTH * WIDTH], *weight, *gain;
+    size_t i;
+    int special;
+    memset(&config, 0, sizeof config);
+    memset(&data, 0, sizeof data);
+    CHECK(T(moe_net_init)(&net, WIDTH, 0, NULL) == MOE_OK && T(moe_net_rms_norm)(&net) == MOE_OK &&
+              T(moe_net_linear)(&net, WIDTH) == MOE_OK && T(moe_net_build)(&net, 0, 8, &error) == MOE_OK,
+          "net");
+    for (i = 0; i < TOKENS * WIDTH; i++) x[i] = moe_rng_normal(&rng);
+    data.n = TOKENS;
+    data.x = x;
+    gain = net.modules[0].tensors[MOE_MODULE_WEIGHT];
+    weight = net.modules[1].tensors[MOE_MODULE_WEIGHT];
+    memcpy(first, weight, sizeof first);
+    for (special = 0; special < SPECIALS; special++) {
+        const moe_real s = specials[special], kept = x[7];
+        moe_status status;
+        size_t bad = 0;
+        config.alpha = s;
+        status = T(moe_smooth)(&net, &data, &config, NULL, &error);
+        CHECKF(status == (s >= 0 && s <= 1 ? MOE_OK : MOE_ERR_CONFIG), "alpha %s", special_names[special]);
+        x[7] = s;
+        status = T(moe_smooth)(&net, &data, NULL, NULL, &error);
+        CHECKF(status == (moe_is_finite(s) ? MOE_OK : MOE_ERR_NONFINITE), "x %s", special_names[special]);
+        x[7] = kept;
+        weight[11] = s;
+        CHECKF(T(moe_smooth)(&net, &data, NULL, NULL, &error) == MOE_OK, "a weight of %s", special_names[special]);
+        for (i = 0; i < WIDTH * WIDTH; i++) bad += i != 11 && !moe_is_finite(weight[i]);
+        CHECKF(bad == 0 && all_finite(WIDTH, gain) && moe_is_finite(weight[11]) == moe_is_finite(s),
+               "%d numbers beside %s", (int)bad, special_names[special]);
+        for (i = 0; i < WIDTH; i++) gain[i] = 1;
+        memcpy(weight, first, sizeof first);
+    }
+    T(moe_net_free)(&net);
+}
+
 /* A network's attention and last module, packed. */
 static void test_packed_nets(void) {
     moe_net net;
@@ -3416,6 +3458,7 @@ static const row rows[] = {
     {"moe_layer_observe", ""},
     {"moe_layer_advance", ""},
     {"moe_layer_upcycle", "moments of what is replaced in doubles"},
+    {"moe_smooth", "alpha out of its range: MOE_ERR_CONFIG; MOE_ERR_NONFINITE; weights that are not finite stay"},
     {"moe_blocks_init", ""},
     {"moe_blocks_loader", ""},
     {"moe_blocks_pin", ""},
@@ -3617,6 +3660,7 @@ static void test_list(void) {
                                           "examples/extras/moe_layout.h",
                                           "examples/extras/moe_ranks.h",
                                           "examples/extras/moe_report.h",
+                                          "examples/extras/moe_smooth.h",
                                           "examples/extras/moe_upcycle.h"};
     static char names[400][64];
     const size_t n_rows = sizeof rows / sizeof rows[0];
@@ -3669,6 +3713,7 @@ int main(int argc, char **argv) {
     CASE(test_packed_layers());
     CASE(test_packed_nets());
     CASE(test_upcycling());
+    CASE(test_smoothing());
     CASE(test_ways_back());
     CASE(test_states());
     CASE(test_nets());

@@ -1266,6 +1266,10 @@ static moe_status run_evaluate(world *w, moe_error *error) {
     moe_data data = samples();
     return moe_evaluate(&w->net, &data, MOE_CRITERION_CROSS_ENTROPY, &w->seen, error);
 }
+static moe_status run_smooth(world *w, moe_error *error) {
+    moe_data data = samples();
+    return moe_smooth(&w->net, &data, NULL, NULL, error);
+}
 /* parameter: 1 with checkpoints; 2 resumes from the beginning; 3 is stopped, which alone writes
    one. After a failure all go on. */
 static moe_status run_fit(world *w, moe_error *error) {
@@ -1444,6 +1448,7 @@ static const row rows[] = {
     {"moe_trainer_load", FILES, NET | TRAINER, 0, PLAIN, DISK_TRAINER, 0, AROUND, BOTH(run_trainer_load)},
     {"moe_modular_init", OP_MEMORY, NET | TRAINER, MODULAR, MODULES, 0, 0, 0, TRAINING(run_modular)},
     {"moe_evaluate", OP_MEMORY, NET, 0, PLAIN, 0, 0, 0, TRAINING(run_evaluate)},
+    {"moe_smooth", OP_MEMORY, NET, 0, PLAIN, 0, 0, 0, TRAINING(run_smooth)},
     {"moe_fit", OP_MEMORY, NET, 0, PLAIN, 0, 0, 0, TRAINING(run_fit)},
     {"moe_fit", OP_MEMORY, NET, 0, PLAIN, DISK_NOTHING, 1, AROUND | LEARNS, BOTH(run_fit)},
     {"moe_fit", FILES, NET, 0, PLAIN, DISK_NOTHING, 1, AROUND | LEARNS, BOTH(run_fit)},
@@ -2493,7 +2498,8 @@ static void test_public(const char *folder) {
     static const char *const headers[] = {
         "moe_kernels.h", "moe_routers.h", "moe.h", "examples/extras/moe_blocks.h", "examples/extras/moe_check.h",
         "examples/extras/moe_classic.h", "examples/extras/moe_export.h", "examples/extras/moe_import.h",
-        "examples/extras/moe_ranks.h", "examples/extras/moe_report.h", "examples/extras/moe_upcycle.h"};
+        "examples/extras/moe_ranks.h", "examples/extras/moe_report.h", "examples/extras/moe_smooth.h",
+        "examples/extras/moe_upcycle.h"};
     enum { HEADERS = sizeof headers / sizeof *headers };
     char *texts[HEADERS];
     unsigned reached = 0;

@@ -22,7 +22,7 @@ enum { WIDTH = 16, ROWS = 40, LENGTH = 8, TOKENS = 10, OUT = 5 };
 enum { NORM = 3, MIXTURE = 4, SECOND_NORM = 6, SECOND = 7 }; /* modules */
 
 static moe_rng rng;
-static moe_real *inputs;         /* [ROWS,WIDTH] */
+static moe_real *inputs; /* [ROWS,WIDTH] */
 static int32_t tokens[ROWS];
 
 static moe_data rows_of(const moe_net *net) {
@@ -403,7 +403,7 @@ static void test_left_alone(void) {
     }
 }
 
-/* ---- s ---------------------------------------------------------------------------------------- */
+/* ---- s --------------------------------------------------------------------------------------- */
 
 static int exponent_of(double x, double w, double alpha) {
     return x > 0 && w > 0 ? (int)floor(log2(pow(x, alpha) / pow(w, 1 - alpha)) + 0.5) : 0;
@@ -447,7 +447,8 @@ static void test_formula(moe_real alpha) {
         const int k = exponent_of(most_x[j], most_w[j], a);
         CHECKF(near_to((double)gain[j], ldexp((double)before[j], -k), 0), "gain %d, 2^%d", (int)j, k);
         for (i = 0; i < OUT; i++)
-            CHECKF(near_to((double)w[i * WIDTH + j], ldexp((double)before[WIDTH + i * WIDTH + j], k), 0), "w %d", (int)j);
+            CHECKF(near_to((double)w[i * WIDTH + j], ldexp((double)before[WIDTH + i * WIDTH + j], k), 0), "w %d",
+                   (int)j);
         n += k != 0;
         if (k < least) least = k;
         if (k > most) most = k;
@@ -734,17 +735,25 @@ static double error_of(moe_net *net, int type) {
 }
 
 /* One channel in 32 is 64 times as large and its weights are 1/64 of what they were, as in trained
-   networks with outliers. */
+   networks with outliers. What that costs, for normal numbers of deviation 1, whose largest of 64
+   is about 2.4: a step of int8 is 2.4 / 127, an error of 0.0055 each of activations and weights,
+   together 0.0077. With outliers the step of activations is some 50 / 127, an error of 0.12; and
+   int8 rounds weights of 1/64 with an error of 0.35, which is 0.062 of a sum in which 1 of 32
+   addends has it. An exported int8 model loses the second alone, since it gives such activations 16
+   bits: 8 times the error of before. int4 has an error of 0.09 before; it drops weights of 1/64,
+   0.18 of the sum, and takes activations in 8 bits: 0.21. The bars are half of these factors or, of
+   int4, 2/3. What remains of the outliers are s that are off by up to the square root of 2, both
+   ways. */
 static void test_errors(void) {
     static const struct {
         const char *name;
         int type;
         double falls; /* by at least this factor */
-    } types[] = {{"int8 rows", MOE_TYPE_Q8, 1},
-                 {"int8 blocks", MOE_TYPE_Q8_BLOCK, 1},
-                 {"int4", MOE_TYPE_Q4, 1},
-                 {"int8 model", -MOE_WEIGHTS_INT8, 1},
-                 {"int4 model", -MOE_WEIGHTS_INT4, 1}};
+    } types[] = {{"int8 rows", MOE_TYPE_Q8, 17.0 / 2},
+                 {"int8 blocks", MOE_TYPE_Q8_BLOCK, 8.0 / 2},
+                 {"int4", MOE_TYPE_Q4, 2.3 * 2 / 3},
+                 {"int8 model", -MOE_WEIGHTS_INT8, 8.0 / 2},
+                 {"int4 model", -MOE_WEIGHTS_INT4, 2.3 * 2 / 3}};
     moe_data data = calibration_rows();
     moe_error error;
     size_t i;
@@ -761,21 +770,232 @@ static void test_errors(void) {
             planted = error_of(&net, types[i].type);
             CHECKF(moe_smooth(&net, &data, NULL, NULL, &error) == MOE_OK, "%s", error.message);
             smooth = error_of(&net, types[i].type);
-            printf("%s: %.4f planted %.4f smooth %.4f\n", types[i].name, plain, planted, smooth);
-            CHECKF(planted >= types[i].falls * smooth, "%s: %.4f, planted %.4f, smoothed %.4f", types[i].name, plain,
-                   planted, smooth);
+            CHECKF(planted >= types[i].falls * smooth && smooth <= 2 * plain,
+                   "%s: %.4f, with outliers %.4f, smoothed %.4f", types[i].name, plain, planted, smooth);
             moe_net_free(&net);
         }
 }
 
+/* Outliers that the weights do not make up for: s is 8, and activations and weights share the loss,
+   8 * sqrt(2) instead of 64: a factor of 5.6, of which half is asked. */
+static void test_gains(void) {
+    moe_data data = calibration_rows();
+    moe_error error;
+    int seed;
+    for (seed = 1; seed <= 3; seed++) {
+        double planted, smooth;
+        moe_real *gain;
+        size_t i;
+        moe_net net;
+        moe_net_init(&net, D, MOE_KERNELS_AUTO, NULL);
+        add_norm(&net, RMS_NORM);
+        moe_net_linear(&net, D);
+        CHECK_STATUS(moe_net_build(&net, 0, (uint64_t)seed, &error), MOE_OK);
+        gain = tensor(&net, 0, "weight").data;
+        for (i = 5; i < D; i += BLOCK) gain[i] = 64;
+        planted = quantization_error(&net, MOE_TYPE_Q8);
+        CHECKF(moe_smooth(&net, &data, NULL, NULL, &error) == MOE_OK, "%s", error.message);
+        smooth = quantization_error(&net, MOE_TYPE_Q8);
+        CHECKF(planted >= 2.8 * smooth, "with outliers %.5f, smoothed %.5f", planted, smooth);
+        moe_net_free(&net);
+    }
+}
+
+/* ---- failures -------------------------------------------------------------------------------- */
+
+/* The call fails with a message that has `words`, and changes nothing. */
+static void refuse(moe_net *net, const moe_data *data, const moe_smooth_config *config, moe_status wanted,
+                   const char *words, int line) {
+    moe_real *before = net != NULL ? tensors_of(net) : NULL, *after;
+    moe_smooth_result result, untouched;
+    moe_error error;
+    memset(&result, 9, sizeof result);
+    untouched = result;
+    memset(&error, 0, sizeof error);
+    CHECK_STATUS_AT(line, moe_smooth(net, data, config, &result, &error), wanted, words);
+    CHECK_AT(line, strstr(error.message, words) != NULL && error.code == wanted, error.message);
+    CHECK_AT(line, same_bits(&result, &untouched, sizeof result), "result");
+    CHECK_AT(line, moe_smooth(net, data, config, NULL, NULL) == wanted, "without an error");
+    if (net == NULL) return;
+    after = tensors_of(net);
+    CHECK_AT(line, same_reals(before, after, numbers_of(net)), "tensors");
+    free(before);
+    free(after);
+}
+#define REFUSE(net, data, config, wanted, words) refuse(net, data, config, wanted, words, __LINE__)
+
+static void test_data_errors(void) {
+    moe_smooth_config config;
+    moe_error error;
+    moe_net net, ids;
+    moe_data good, data;
+    moe_call call;
+    const moe_real kept = inputs[33];
+    if (block(&net, "", NULL, NULL, MOE_KERNELS_AUTO, NULL) != MOE_OK) return;
+    good = rows_of(&net);
+    memset(&config, 0, sizeof config);
+    memset(&call, 0, sizeof call);
+    REFUSE(NULL, &good, NULL, MOE_ERR_ARGUMENT, "net must not be NULL");
+    REFUSE(&net, NULL, NULL, MOE_ERR_ARGUMENT, "data must not be NULL");
+    config.alpha = (moe_real)-0.5;
+    REFUSE(&net, &good, &config, MOE_ERR_CONFIG, "alpha = -0.5");
+    config.alpha = (moe_real)1.5;
+    REFUSE(&net, &good, &config, MOE_ERR_CONFIG, "alpha = 1.5");
+    config.alpha = (moe_real)(HUGE_VAL - HUGE_VAL);
+    REFUSE(&net, &good, &config, MOE_ERR_CONFIG, "alpha");
+    data = good;
+    data.n = 0;
+    REFUSE(&net, &data, NULL, MOE_ERR_ARGUMENT, "n = 0");
+    data.n = ROWS - 1;
+    REFUSE(&net, &data, NULL, MOE_ERR_ARGUMENT, "n = 39: must be a multiple of length = 8");
+    data = good;
+    data.length = 0;
+    REFUSE(&net, &data, NULL, MOE_ERR_ARGUMENT, "length = 0: module 1");
+    data = good;
+    data.x = NULL;
+    REFUSE(&net, &data, NULL, MOE_ERR_ARGUMENT, "x must not be NULL");
+    data = good;
+    data.call = &call;
+    REFUSE(&net, &data, NULL, MOE_ERR_ARGUMENT, "call must be NULL");
+    inputs[33] = (moe_real)HUGE_VAL;
+    REFUSE(&net, &good, NULL, MOE_ERR_NONFINITE, "x[");
+    inputs[33] = kept;
+    moe_net_free(&net);
+
+    moe_net_init(&ids, 0, MOE_KERNELS_AUTO, NULL);
+    moe_net_embedding(&ids, TOKENS, WIDTH);
+    moe_net_positions(&ids, LENGTH);
+    add_norm(&ids, RMS_NORM);
+    moe_net_linear(&ids, OUT);
+    CHECK_STATUS(moe_net_build(&ids, 0, 1, &error), MOE_OK);
+    data = rows_of(&ids);
+    data.token_ids = NULL;
+    REFUSE(&ids, &data, NULL, MOE_ERR_ARGUMENT, "token_ids must not be NULL");
+    data = rows_of(&ids);
+    data.length = 2 * LENGTH;
+    data.n = 2 * LENGTH;
+    REFUSE(&ids, &data, NULL, MOE_ERR_ARGUMENT, "length = 16: module 1");
+    moe_net_free(&ids);
+}
+
+static void test_state_errors(void) {
+    static unsigned char memory[400000];
+    moe_external external;
+    moe_error error;
+    moe_net net;
+    moe_data data;
+    moe_real *w, kept;
+    size_t bytes, i;
+    moe_net_init(&net, WIDTH, MOE_KERNELS_AUTO, NULL);
+    add_norm(&net, RMS_NORM);
+    moe_net_linear(&net, OUT);
+    data = rows_of(&net);
+    REFUSE(&net, &data, NULL, MOE_ERR_STATE, "not built");
+    moe_net_free(&net);
+    if (block(&net, "", NULL, NULL, MOE_KERNELS_AUTO, NULL) != MOE_OK) return;
+    memset(&external, 0, sizeof external);
+    CHECK_STATUS(moe_net_pack_size(&net, MOE_TYPE_Q8, 0, &bytes, NULL), MOE_OK);
+    if (!CHECK(bytes <= sizeof memory)) return;
+    CHECK_STATUS(moe_net_pack(&net, MOE_TYPE_Q8, memory, bytes, &error), MOE_OK);
+    for (i = 0; i < net.n_modules; i++) net.modules[i].layer.is_packed = i == 1 || i == 4;
+    REFUSE(&net, &data, NULL, MOE_ERR_STATE, "module 1 (attention) is packed");
+    net.modules[1].layer.is_packed = 0;
+    REFUSE(&net, &data, NULL, MOE_ERR_STATE, "module 4 (mixture) is packed");
+    net.modules[4].layer.is_packed = 0;
+    net.external = 1;
+    REFUSE(&net, &data, NULL, MOE_ERR_STATE, "not the network's own");
+    net.external = 0;
+    net.modules[1].external = &external;
+    REFUSE(&net, &data, NULL, MOE_ERR_STATE, "module 1 (attention) has tensors");
+    net.modules[1].external = NULL;
+    net.modules[4].layer.external[MOE_ROUTER_WEIGHT] = &external;
+    REFUSE(&net, &data, NULL, MOE_ERR_STATE, "module 4 (mixture) has tensors");
+    net.modules[4].layer.external[MOE_ROUTER_WEIGHT] = NULL;
+    net.transport = (const struct moe_transport *)(const void *)&external;
+    REFUSE(&net, &data, NULL, MOE_ERR_UNSUPPORTED, "transport");
+    net.transport = NULL;
+    w = tensor(&net, 9, "weight").data; /* of the last norm */
+    kept = *w;
+    *w = (moe_real)HUGE_VAL;
+    REFUSE(&net, &data, NULL, MOE_ERR_NONFINITE, "data: ");
+    *w = kept;
+    w = tensor(&net, 3, "weight").data; /* in front of a mixture, which refuses it itself */
+    kept = *w;
+    *w = (moe_real)(HUGE_VAL - HUGE_VAL);
+    REFUSE(&net, &data, NULL, MOE_ERR_NONFINITE, "data: module 4 (mixture)");
+    *w = kept;
+    CHECK_STATUS(moe_smooth(&net, &data, NULL, NULL, &error), MOE_OK, "and now it works");
+    moe_net_free(&net);
+}
+
+/* Every allocation fails once; nothing is lost, nothing changes. */
+static void test_memory(void) {
+    test_heap heap;
+    moe_allocator allocator = test_allocator(&heap, 0);
+    moe_error error;
+    moe_net net;
+    moe_data data;
+    long before, blocks, k;
+    if (block(&net, "n_shared=1", NULL, NULL, MOE_KERNELS_AUTO, &allocator) != MOE_OK) return;
+    data = rows_of(&net);
+    blocks = heap.blocks;
+    for (k = 1; k < 10; k++) {
+        moe_real *old = tensors_of(&net), *now;
+        moe_status status;
+        before = heap.calls;
+        heap.fail_at = before + k;
+        status = moe_smooth(&net, &data, NULL, NULL, &error);
+        CHECK(heap.blocks == blocks && !heap.wrong_size, "memory is given back");
+        now = tensors_of(&net);
+        CHECK(same_reals(old, now, numbers_of(&net)) == (status != MOE_OK), "tensors");
+        free(old);
+        free(now);
+        if (status == MOE_OK) break;
+        CHECK(status == MOE_ERR_MEMORY && error.code == MOE_ERR_MEMORY, error.message);
+    }
+    CHECK(k == 3, "two allocations");
+    heap.fail_at = 0;
+    moe_net_free(&net);
+    CHECK(heap.blocks == 0, "freed");
+}
+
+/* Nothing to scale: no norms and experts, or only zeros. */
+static void test_nothing(void) {
+    moe_smooth_result result;
+    moe_real *zeros = reals(ROWS * WIDTH), *before, *after;
+    moe_error error;
+    moe_net net;
+    moe_data data;
+    moe_net_init(&net, WIDTH, MOE_KERNELS_AUTO, NULL);
+    moe_net_linear(&net, OUT);
+    CHECK_STATUS(moe_net_build(&net, 0, 1, &error), MOE_OK);
+    data = rows_of(&net);
+    data.length = 0;
+    memset(&result, 9, sizeof result);
+    CHECK_STATUS(moe_smooth(&net, &data, NULL, &result, &error), MOE_OK);
+    CHECK(result.modules == 0 && result.channels == 0 && result.least == 0 && result.most == 0);
+    moe_net_free(&net);
+    moe_net_init(&net, WIDTH, MOE_KERNELS_AUTO, NULL);
+    moe_net_rms_norm(&net);
+    moe_net_feed_forward(&net, NULL);
+    CHECK_STATUS(moe_net_build(&net, 0, 1, &error), MOE_OK);
+    before = tensors_of(&net);
+    data.x = zeros;
+    CHECK_STATUS(moe_smooth(&net, &data, NULL, &result, &error), MOE_OK);
+    after = tensors_of(&net);
+    CHECK(result.modules == 0 && result.channels == 0 && same_reals(before, after, numbers_of(&net)));
+    moe_net_free(&net);
+    free(before);
+    free(after);
+    free(zeros);
+}
+
 int main(void) {
+    int i;
     moe_rng_seed(&rng, 1);
     inputs = normals_of(&rng, ROWS * WIDTH, 1);
     wide_inputs = normals_of(&rng, CALIBRATION * D, 1);
-    {
-        int i;
-        for (i = 0; i < ROWS; i++) tokens[i] = (int32_t)moe_rng_below(&rng, TOKENS);
-    }
+    for (i = 0; i < ROWS; i++) tokens[i] = (int32_t)moe_rng_below(&rng, TOKENS);
     CASE(test_layers(MOE_KERNELS_C));
     CASE(test_layers(MOE_KERNELS_AUTO));
     CASE(test_presets());
@@ -789,6 +1009,11 @@ int main(void) {
     CASE(test_one_result(0));
     CASE(test_one_result(0.25));
     CASE(test_errors());
+    CASE(test_gains());
+    CASE(test_data_errors());
+    CASE(test_state_errors());
+    CASE(test_memory());
+    CASE(test_nothing());
     free(inputs);
     free(wide_inputs);
     return test_end();
