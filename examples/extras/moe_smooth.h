@@ -316,11 +316,11 @@ static double moei_smooth_log2(moe_real x) {
     return (double)exponent + log(fraction) / log(2.0);
 }
 
-/* Whether numbers of these magnitudes stay normal when they are multiplied by 2^k. */
+/* Whether numbers of these magnitudes, infinity and 0 if all are 0, stay normal times 2^k. */
 static int moei_smooth_fits(moe_real least, moe_real most, int k) {
     const double smallest = MOE_REAL_IS_DOUBLE ? DBL_MIN : (double)FLT_MIN;
     const double largest = MOE_REAL_IS_DOUBLE ? DBL_MAX : (double)FLT_MAX;
-    return !(most > MOEI_R(0.0)) || (ldexp((double)least, k) >= smallest && ldexp((double)most, k) <= largest);
+    return ldexp((double)least, k) >= smallest && ldexp((double)most, k) <= largest;
 }
 
 /* log2 of s for channel j. */

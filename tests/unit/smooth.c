@@ -533,7 +533,7 @@ static void test_range(void) {
         gain[j] = 1;
         for (i = 0; i < OUT; i++) w[i * WIDTH + j] = 1;
     }
-    w[1] = 1024;             /* s is about 2^-5 */
+    w[1] = 1024; /* s is about 2^-5 */
     w[2] = 1024;
     w[WIDTH + 2] = tiny * 4; /* which s would take out of the range */
     gain[3] = tiny;          /* s would be 2^-62 */
@@ -549,18 +549,44 @@ static void test_range(void) {
     moe_net_free(&net);
 }
 
+/* The same at the other end, where alpha = 1 makes s the largest x alone. */
+static void test_largest(void) {
+    const moe_real huge = MOE_REAL_IS_DOUBLE ? (moe_real)(DBL_MAX / 8) : (moe_real)(FLT_MAX / 8);
+    moe_smooth_config config;
+    moe_net net;
+    moe_error error;
+    moe_data data;
+    moe_real *gain, *w;
+    moe_net_init(&net, WIDTH, MOE_KERNELS_AUTO, NULL);
+    add_norm(&net, RMS_NORM);
+    moe_net_linear(&net, OUT);
+    CHECK_STATUS(moe_net_build(&net, 0, 3, &error), MOE_OK);
+    gain = tensor(&net, 0, "weight").data;
+    w = tensor(&net, 1, "weight").data;
+    gain[1] = gain[2] = 1024;
+    w[1] = huge;
+    memset(&config, 0, sizeof config);
+    config.alpha = 1;
+    data = rows_of(&net);
+    CHECK_STATUS(moe_smooth(&net, &data, &config, NULL, &error), MOE_OK);
+    CHECK(near_to((double)gain[1], 1024, 0) && same_bits(&w[1], &huge, sizeof huge), "it would overflow");
+    CHECK(gain[2] < 2, "scaled");
+    moe_net_free(&net);
+}
+
 /* ---- quantization ---------------------------------------------------------------------------- */
 
 /* The vectors of a network of quantized_net and all that writes and reads them, by name. */
 static const struct {
     const char *sources[2]; /* rows are channels */
-    int rows;               /* whether an expert's block of the readers has channels of its own */
-    const char *readers[8]; /* columns are channels */
+    int own;                /* 1: each expert has channels of its own */
+    const char *readers[8]; /* columns are channels; not all routers have both of theirs */
 } vectors[] = {
     {{"0.weight", "0.bias"}, 0, {"1.query", "1.key", "1.value"}},
     {{"3.weight", NULL},
      0,
-     {"4.experts.gate", "4.experts.up", "4.shared.gate", "4.shared.up", "4.shared.sigmoid", "4.router.weight"}},
+     {"4.experts.gate", "4.experts.up", "4.shared.gate", "4.shared.up", "4.shared.sigmoid", "4.router.weight",
+      "4.router.slots"}},
     {{"4.experts.up", "4.experts.up_bias"}, 1, {"4.experts.down"}},
     {{"4.shared.up", NULL}, 1, {"4.shared.down"}},
     {{"6.weight", "6.bias"}, 0, {"7.experts.fc1.weight"}},
@@ -580,15 +606,18 @@ static moe_data calibration_rows(void) {
     return data;
 }
 
-static void quantized_net(moe_net *net, int seed) {
+/* more: settings of its mixture. */
+static void quantized_net(moe_net *net, const char *more, int seed) {
     moe_layer_config c;
     moe_error error;
+    char settings[100];
+    sprintf(settings, "expert_bias=1 d_ff=64 n_shared=1 shared_sigmoid=1 %.40s", more);
     moe_net_init(net, D, MOE_KERNELS_AUTO, NULL);
     add_norm(net, LAYER_NORM);
     moe_net_attention(net, NULL);
     moe_net_residual(net, 2);
     add_norm(net, RMS_NORM);
-    if (layer_of("expert_bias=1 d_ff=64 n_shared=1 shared_sigmoid=1", &c) == MOE_OK) moe_net_mixture(net, &c);
+    if (layer_of(settings, &c) == MOE_OK) moe_net_mixture(net, &c);
     moe_net_residual(net, 2);
     add_norm(net, LAYER_NORM);
     if (layer_of("expert=mlp d_ff=64", &c) == MOE_OK) {
@@ -603,8 +632,8 @@ static void quantized_net(moe_net *net, int seed) {
     shake(net, 1);
 }
 
-/* Multiplies channel j of every vector by 2^k[j % n_k] and divides the weights that read it: the
-   float network stays as it is. */
+/* Multiplies channel j of every vector, counted over all experts, by 2^k[j % n_k] and divides the
+   weights that read it: the float network stays as it is. */
 static void plant(moe_net *net, const int *k, size_t n_k) {
     size_t v, i, j, r;
     for (v = 0; v < VECTORS; v++) {
@@ -614,19 +643,24 @@ static void plant(moe_net *net, const int *k, size_t n_k) {
             if (vectors[v].sources[i] == NULL) continue;
             if (!CHECK(moe_net_find(net, vectors[v].sources[i], &t) == MOE_OK, vectors[v].sources[i])) continue;
             width = strstr(t.name, "bias") != NULL || t.n_dims == 1 ? 1 : t.shape[t.n_dims - 1];
-            for (j = 0; j < t.count; j++) t.data[j] *= (moe_real)ldexp(1.0, k[j / width % D % n_k]);
+            for (j = 0; j < t.count; j++) t.data[j] *= (moe_real)ldexp(1.0, k[j / width % n_k]);
         }
         for (r = 0; r < 8 && vectors[v].readers[r] != NULL; r++) {
             moe_tensor t;
-            if (!CHECK(moe_net_find(net, vectors[v].readers[r], &t) == MOE_OK, vectors[v].readers[r])) continue;
-            for (j = 0; j < t.count; j++) t.data[j] *= (moe_real)ldexp(1.0, -k[j % D % n_k]);
+            size_t block; /* of an expert */
+            if (moe_net_find(net, vectors[v].readers[r], &t) != MOE_OK) {
+                CHECK(strstr(vectors[v].readers[r], "router") != NULL, vectors[v].readers[r]);
+                continue;
+            }
+            block = vectors[v].own ? t.shape[t.n_dims - 2] * D : t.count;
+            for (j = 0; j < t.count; j++) t.data[j] *= (moe_real)ldexp(1.0, -k[(j / block * D + j % D) % n_k]);
         }
     }
 }
 
 /* Smoothing has one result for all networks that differ by powers of two per channel. So a network
    with planted outliers becomes, number by number, what it becomes without them. */
-static void test_one_result(double alpha) {
+static void test_one_result(const char *settings, double alpha) {
     moe_data data = calibration_rows();
     moe_smooth_config config;
     moe_error error;
@@ -637,8 +671,8 @@ static void test_one_result(double alpha) {
         moe_real *plain, *planted;
         moe_net net, other;
         int k[7], i;
-        quantized_net(&net, seed);
-        quantized_net(&other, seed);
+        quantized_net(&net, settings, seed);
+        quantized_net(&other, settings, seed);
         for (i = 0; i < 7; i++) k[i] = (int)moe_rng_below(&rng, 17) - 8;
         plant(&other, k, 7);
         CHECKF(moe_smooth(&net, &data, &config, NULL, &error) == MOE_OK, "%s", error.message);
@@ -763,7 +797,7 @@ static void test_errors(void) {
             int k[BLOCK] = {0};
             double plain, planted, smooth;
             moe_net net;
-            quantized_net(&net, seed);
+            quantized_net(&net, "", seed);
             plain = error_of(&net, types[i].type);
             k[5] = 6;
             plant(&net, k, BLOCK);
@@ -918,6 +952,8 @@ static void test_state_errors(void) {
     kept = *w;
     *w = (moe_real)HUGE_VAL;
     REFUSE(&net, &data, NULL, MOE_ERR_NONFINITE, "data: ");
+    *w = (moe_real)(HUGE_VAL - HUGE_VAL);
+    REFUSE(&net, &data, NULL, MOE_ERR_NONFINITE, "data: ");
     *w = kept;
     w = tensor(&net, 3, "weight").data; /* in front of a mixture, which refuses it itself */
     kept = *w;
@@ -1006,8 +1042,11 @@ int main(void) {
     CASE(test_formula(1));
     CASE(test_hidden_formula());
     CASE(test_range());
-    CASE(test_one_result(0));
-    CASE(test_one_result(0.25));
+    CASE(test_largest());
+    CASE(test_one_result("", 0));
+    CASE(test_one_result("", 0.25));
+    CASE(test_one_result("score=competition", 0));
+    CASE(test_one_result("select=soft slots=2 soft_sequences=64", 0));
     CASE(test_errors());
     CASE(test_gains());
     CASE(test_data_errors());
