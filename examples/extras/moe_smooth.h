@@ -462,11 +462,12 @@ static unsigned moei_smooth_places(const moe_module *m) {
     return 1u << MOE_MODULE_LATENT | 1u << (m->attention.q_lora > 0 ? MOE_MODULE_QUERY_DOWN : MOE_MODULE_QUERY);
 }
 
-/* The channels of the output of norm i; 0: they cannot be scaled. */
+/* The channels of the output of norm i, which is not the last module; 0: they cannot be scaled.
+   Without readers nothing is. */
 static int moei_smooth_norm(const moe_net *net, size_t i, moei_channels *c) {
     const moe_module *norm = &net->modules[i], *m = norm + 1;
     int place;
-    if (i + 1 == net->n_modules || moei_last_reader(net, i) != i + 1) return 0;
+    if (moei_last_reader(net, i) != i + 1) return 0;
     memset(c, 0, sizeof *c);
     c->n = (size_t)norm->d_out;
     moei_smooth_source(c, norm->tensors[MOE_MODULE_WEIGHT], 1);
@@ -475,7 +476,7 @@ static int moei_smooth_norm(const moe_net *net, size_t i, moei_channels *c) {
     for (place = 0; place < MOE_MODULE_SLOTS; place++)
         if (moei_smooth_places(m) >> place & 1u)
             moei_smooth_reader(c, m->tensors[place], (size_t)moei_module_tensor_of(m, place).rows);
-    return c->n_readers > 0;
+    return 1;
 }
 
 /* Scales all vectors. Of a module the hidden ones come first: the norm before it then finds the
