@@ -12136,7 +12136,7 @@ void moei_int_op_row(const moei_int_op *op, moei_int_run *run) {
     const unsigned n = op->shape.n;
     const uint32_t r = op->index == 0 ? (uint32_t)run->token : run->place;
     const unsigned side = moei_int8_side(op->shape.k, r);
-    const unsigned char *pair = run->base + op->at + (size_t)(r / 2) * moei_int8_pair_size(n);
+    const unsigned char *pair = run->base + op->at;
     const int32_t round = moei_int_round(&op->shape);
     int16_t *y = moei_int_vector(run, op->out), factor;
     unsigned p;
@@ -12144,6 +12144,7 @@ void moei_int_op_row(const moei_int_op *op, moei_int_run *run) {
         run->status = MOE_ERR_ARGUMENT;
         return;
     }
+    pair += (size_t)(r / 2) * moei_int8_pair_size(n);
     factor = moei_flash_16(pair + moei_int8_factor_at(side));
     for (p = 0; p < n; p++) {
         const int32_t level = moei_int8_weight(pair, side, p);

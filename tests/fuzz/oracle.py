@@ -77,9 +77,10 @@ class Layer:
         return self.tensors[name][self.real]
 
     def close(self, *gaps):
-        """Notes how clear a decision is."""
+        """Notes how clear a decision is. NaN is not clear at all; inf says nothing."""
         for gap in gaps:
-            gap = np.asarray(gap)
+            gap = np.asarray(gap, np.float64)
+            gap = np.where(np.isnan(gap), 0.0, gap)
             gap = gap[np.isfinite(gap)]
             self.margin = min(self.margin, gap.min()) if gap.size else self.margin
 
@@ -87,6 +88,8 @@ class Layer:
         """The k largest of each row, as a mask, and how clear that is."""
         chosen = np.zeros(score.shape, bool)
         for t, row in enumerate(score):
+            if (np.isnan(row) | (row == np.inf)).any():  # numbers have left their type
+                self.close(0.0)
             order = descending(row)
             order = order[np.isfinite(row[order])]
             chosen[t, order[:k]] = True
@@ -515,9 +518,9 @@ class Layer:
             d0 = (1.0 / n) / (q @ d1)
             before, d1 = d1, (1.0 / experts) / (q.T @ d0)
             change = np.abs(d1 - before).mean()
+            self.close(abs(change / 1e-4 - 1.0))  # whether this step is the last
             if change < 1e-4:
                 break
-        self.close(abs(change / 1e-4 - 1.0))
         return d0[:, None] * q * d1
 
     def select_balanced(self, z):

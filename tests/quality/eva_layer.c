@@ -58,6 +58,9 @@ static moei_int_op ops[3];
 static moei_int_mixture mixture;
 static moe_model model;
 static int8_t input[D];
+#ifdef TOKENS
+static int32_t token;
+#endif
 
 static int32_t any(int low, int high) { return Frama_C_interval(low, high); }
 
@@ -150,15 +153,19 @@ static void adds(unsigned n, unsigned k) {
 }
 
 #ifdef ROUTER
-static moei_int_gate *const gates[] = {
-    moei_int_gate_logits,    moei_int_gate_relu,     moei_int_gate_softmax,  moei_int_gate_sigmoid,
-    moei_int_gate_predicted, moei_int_share_softmax, moei_int_share_sigmoid, NULL};
+enum { GATES = 10, OTHERS = 2 };
+static moei_int_gate *const gates[GATES] = {
+    moei_int_gate_sqrt_softplus, moei_int_share_sqrt_softplus, moei_int_gate_logits,   moei_int_gate_relu,
+    moei_int_gate_softmax,       moei_int_gate_sigmoid,        moei_int_gate_predicted, moei_int_share_softmax,
+    moei_int_share_sigmoid,      NULL};
 static moei_int_weight *const weights[] = {moei_int_weight_raw, moei_int_weight_sum, moei_int_weight_softmax,
                                            moei_int_weight_uniform, moei_int_weight_one};
 
-static void any_router(moei_int_router *r) {
-    r->gate = gates[any(0, 7)];
-    r->values = gates[any(0, 7)];
+/* part 0: no gate is sqrt_softplus, for which the check reads z_bits; 1: that of the selection is;
+   2: that of the weights. */
+static void any_router(moei_int_router *r, int part) {
+    r->gate = gates[part == 1 ? any(0, OTHERS - 1) : any(part == 0 ? OTHERS : 0, GATES - 1)];
+    r->values = gates[part == 2 ? any(0, OTHERS - 1) : any(part == 0 ? OTHERS : 0, GATES - 1)];
     r->scale = any(0, 1) ? moei_int_scale_weights : NULL;
     r->most = E;
     r->scratch = 2 * E;
@@ -168,6 +175,25 @@ static void any_router(moei_int_router *r) {
     r->z_bits = (uint8_t)any(0, 255);
     r->flags = (uint8_t)any(0, 255);
     r->threshold = any(-2147483647 - 1, 2147483647);
+}
+#endif
+
+#ifdef TOKENS
+enum { TABLE = CONSTANTS - TOKENS * E };
+
+/* A row of 4 codes makes the logits. The first `good` choices of up to TOKENS tokens are experts, the
+   next is none: the check must refuse it if there are more. */
+static void hash_of(moei_int_router *r, int tokens, int good) {
+    int i;
+    r->tokens = tokens > 0 ? tokens : any(-2147483647 - 1, 0);
+    r->table = TABLE;
+    for (i = 0; i < good; i++) constants[TABLE + i] = (unsigned char)any(0, E - 1);
+    if (good < tokens * r->top_k) constants[TABLE + good] = (unsigned char)any(E, 255);
+    model.d_in = 0;
+    mixture.score = mixture.n_score = 1;
+    op_of(&ops[1], moei_int_op_row, E, TOKENS);
+    ops[1].out = 0;
+    ops[1].at = 0;
 }
 #endif
 
@@ -214,10 +240,22 @@ int main(void) {
     ops[1].factor2 = (int16_t)(part ? any(2, E + 1) : any(-32768, 1));
 #elif defined ROUTER
     n = D;
-    any_router(&mixture.router);
+#ifdef ROOTS
+    any_router(&mixture.router, Frama_C_interval_split(0, 2));
+#else
+    any_router(&mixture.router, 0);
+#endif
+#ifdef GROUPS
+    part = Frama_C_interval_split(0, E + 1);
+    mixture.router.groups = (uint16_t)(part <= E ? part : any(E + 1, 65535));
+#endif
     mixture.router.select = ROUTER;
     part = Frama_C_interval_split(0, 4);
     mixture.router.weight = weights[part];
+#ifdef TOKENS
+    part = Frama_C_interval_split(0, TOKENS);
+    hash_of(&mixture.router, part, Frama_C_interval_split(0, part * (int)top_k));
+#endif
 #elif defined SCORE
     part = Frama_C_interval_split(0, 3); /* n up to 1, 2, 4 or 8 */
     n = (unsigned)any((1 << part) / 2 + 1, 1 << part);
@@ -237,5 +275,12 @@ int main(void) {
     ops[1].shape.shift = (uint8_t)(part ? any(16, 255) : any(0, 15));
 #endif
     if (moe_model_check(&model, NULL, scratch, sizeof scratch, NULL) != MOE_OK) return 1;
+#ifdef TOKENS
+    token = Frama_C_interval_split(-1, TOKENS);
+    if (token == -1) token = any(-2147483647 - 1, -1);
+    if (token == TOKENS) token = any(TOKENS, 2147483647);
+    return moe_infer(&model, NULL, &token, output, scratch, sizeof scratch);
+#else
     return moe_infer(&model, NULL, input, output, scratch, sizeof scratch);
+#endif
 }
