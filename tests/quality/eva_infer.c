@@ -15,10 +15,12 @@
    below 2^30), and FACTORS; cosines and sines are above -32768, the one value that the check
    refuses. The constants fill their array: reading one byte more is an alarm.
 
-   23 of the 25 operations are proved, here or in eva_layer.c, and mixture for the routers named
-   there; products and rotate where constants are read as words (little endian), not as bytes.
-   norm is not: that n sum x^2 - (sum x)^2 bounds each n x_p - sum x is a fact about all inputs
-   together, and Eva knows the range of each. */
+   All 25 operations but the layer norm are proved, here or in eva_layer.c, mixture for the routers
+   named there, row with TOKENS for any token; products and rotate where constants are read as words
+   (little endian), not as bytes. NORM is a root mean square norm, in parts by where the largest
+   input stands: it bounds the sum of squares from below. For a layer norm (index = 1) that is not
+   enough: that n sum x^2 - (sum x)^2 bounds each n x_p - sum x is a fact about all inputs together,
+   and Eva knows the range of each. */
 
 #define MOE_NO_FLOAT
 #define MOE_IMPLEMENTATION
@@ -40,6 +42,9 @@ static unsigned char *moei_int_scratch(void *scratch);
 
 #ifndef LENGTH
 #define LENGTH 0
+#endif
+#ifndef WIDEST
+#define WIDEST D
 #endif
 
 enum { D = 8, CELLS = 80, CONSTANTS = 320, MOST = (1 << 30) - (1 << 25), STATE = LENGTH > 0 ? 4 + 2 * LENGTH * D : 0 };
@@ -122,6 +127,9 @@ static void earlier_tokens(void) {
 }
 
 static int8_t input[D];
+#ifdef TOKENS
+static int32_t token;
+#endif
 
 static void inputs(void) {
     int i;
@@ -132,6 +140,29 @@ static void inputs(void) {
 #endif
 }
 
+#ifdef NORM
+/* No layer norm. Parts 0 to 2 have all factors; the check must refuse the others: factors below and
+   above, another index, constants of 2^61 or more (6: whose upper half is a negative number). */
+static void norm_of(int part) {
+    const int most = part == 5 ? 127 : part == 6 ? 255 : 31;
+    op.index = (uint16_t)(part == 7 ? any(2, 65535) : 0);
+    op.factor = (int16_t)(part < 3    ? any(3 * part, 3 * part + 2)
+                          : part == 3 ? any(-FACTORS, -1)
+                          : part == 4 ? any(9, FACTORS)
+                                      : any(0, 8));
+    constants[7] = (unsigned char)any(part == 5 ? 32 : part == 6 ? 128 : 0, most);
+}
+
+/* Code number `largest` is: 0, or within +-[1, 15] or +-[16, 127] by part. */
+static void input_of(int largest, int part) {
+    const int most = part == 0 ? 0 : part * part == 1 ? 15 : 127, least = part * part == 1 ? 1 : 16;
+    int i;
+    for (i = 0; i < D; i++) input[i] = (int8_t)any(-most, most);
+    if (part < 0) input[largest] = (int8_t)any(-most, -least);
+    if (part > 0) input[largest] = (int8_t)any(least, most);
+}
+#endif
+
 /* Inputs and constants come first: behind, they would be drawn in every case. */
 int main(void) {
     int16_t output[D];
@@ -140,7 +171,7 @@ int main(void) {
     model_of(D, D);
     op.VARY = (uint32_t)Frama_C_interval_split(0, CONSTANTS);
 #else
-    const unsigned n = (unsigned)Frama_C_interval_split(1, D);
+    const unsigned n = (unsigned)Frama_C_interval_split(1, WIDEST);
 #if defined GROUP || LENGTH > 0
     const unsigned k = (unsigned)Frama_C_interval_split(1, D);
     model_of(n, k);
@@ -159,6 +190,13 @@ int main(void) {
     model.length = HEADS;
     model.state_size = 4;
 #endif
+#ifdef TOKENS
+    model.d_in = 0;
+#endif
+#ifdef NORM
+    int part = Frama_C_interval_split(0, 7);
+    norm_of(part);
+#endif
 #ifdef UNIT
     unit_of(n, Frama_C_interval_split(0, 3), Frama_C_interval_split(0, 2));
 #endif
@@ -167,8 +205,19 @@ int main(void) {
 #if LENGTH > 0
     earlier_tokens();
 #endif
+#ifdef NORM
+    part = Frama_C_interval_split(-2, 2);
+    input_of(Frama_C_interval_split(0, (int)n - 1), part);
+#endif
 #ifdef HEADS
     scratch[0] = (uint32_t)any(0, HEADS);
 #endif
+#ifdef TOKENS
+    token = Frama_C_interval_split(-1, D);
+    if (token == -1) token = any(-2147483647 - 1, -1);
+    if (token == D) token = any(D, 2147483647);
+    return moe_infer(&model, NULL, &token, output, scratch, sizeof scratch);
+#else
     return moe_infer(&model, NULL, input, output, scratch, sizeof scratch);
+#endif
 }

@@ -10,13 +10,14 @@
                        read at 0, or at its end
      with AFTER        behind the layer, whose choices it reads, of which up to 5
      with SCORE        before the router: with one operation behind it, it makes the logits of every
-                       expert, with factor2 from -1 to 15
-     with ROUTER       it is the layer, all selections (but grouped and hash), gates and shares (but
-                       sqrt_softplus) and weights (but norm, over and sparsemixer) that any_router
-                       names, all numbers and no tables but `scales` at 0. moei_int_select_grouped
-                       and the weights norm and sparsemixer are left out because Eva loses that
-                       groups have two members, that a share is at most 1 and that the expert itself
-                       is part of its sum; the hash and sqrt_softplus were not tried.
+                       expert, of EXPERTS, with factor2 from -1 to 15
+     with ROUTER       it is the layer: that selection, all gates and shares (sqrt_softplus with
+                       ROOTS = 2), the weights in `weights` or WEIGHT, all numbers and no tables but
+                       `scales` at 0. GROUPS: in all numbers of groups. TOKENS, which is for the
+                       hash: for any token, also those that must be refused, and every table of up
+                       to TOKENS rows. The weights over and sparsemixer are left out: Eva loses how
+                       many choices a first loop has counted, and that an expert is part of its own
+                       sum.
    Bounds by hand are those of eva_infer.c. */
 
 #define MOE_NO_FLOAT
@@ -40,11 +41,12 @@ static unsigned char *moei_int_scratch(void *scratch);
 #endif
 
 #ifdef GROUP
-enum { E = 1 };
-#else
-enum { E = 4 };
+#define EXPERTS 1
+#elif !defined EXPERTS
+#define EXPERTS 4
 #endif
-enum { D = 8, CONSTANTS = 72, MOST = (1 << 30) - (1 << 25) };
+
+enum { E = EXPERTS, D = 8, CONSTANTS = 72, MOST = (1 << 30) - (1 << 25) };
 enum { OUT = 8, Z = 16, INNER = 24, P = 32, CHOICES = 58, SUM = 72 };
 #ifdef GROUP
 enum { BLOCK = 160, ROOM = SUM + 2 * D, CELLS = ROOM + 4 * D };
@@ -153,6 +155,10 @@ static void adds(unsigned n, unsigned k) {
 }
 
 #ifdef ROUTER
+#ifndef ROOTS
+#define ROOTS 0
+#endif
+
 enum { GATES = 10, OTHERS = 2 };
 static moei_int_gate *const gates[GATES] = {
     moei_int_gate_sqrt_softplus, moei_int_share_sqrt_softplus, moei_int_gate_logits,   moei_int_gate_relu,
@@ -181,8 +187,8 @@ static void any_router(moei_int_router *r, int part) {
 #ifdef TOKENS
 enum { TABLE = CONSTANTS - TOKENS * E };
 
-/* A row of 4 codes makes the logits. The first `good` choices of up to TOKENS tokens are experts, the
-   next is none: the check must refuse it if there are more. */
+/* A row of 4 codes makes the logits. The first `good` choices of up to TOKENS tokens are experts,
+   the next is none: the check must refuse it if there are more. */
 static void hash_of(moei_int_router *r, int tokens, int good) {
     int i;
     r->tokens = tokens > 0 ? tokens : any(-2147483647 - 1, 0);
@@ -240,18 +246,17 @@ int main(void) {
     ops[1].factor2 = (int16_t)(part ? any(2, E + 1) : any(-32768, 1));
 #elif defined ROUTER
     n = D;
-#ifdef ROOTS
-    any_router(&mixture.router, Frama_C_interval_split(0, 2));
-#else
-    any_router(&mixture.router, 0);
-#endif
+    any_router(&mixture.router, Frama_C_interval_split(0, ROOTS));
 #ifdef GROUPS
     part = Frama_C_interval_split(0, E + 1);
     mixture.router.groups = (uint16_t)(part <= E ? part : any(E + 1, 65535));
 #endif
     mixture.router.select = ROUTER;
-    part = Frama_C_interval_split(0, 4);
-    mixture.router.weight = weights[part];
+#ifdef WEIGHT
+    mixture.router.weight = WEIGHT;
+#else
+    mixture.router.weight = weights[Frama_C_interval_split(0, 4)];
+#endif
 #ifdef TOKENS
     part = Frama_C_interval_split(0, TOKENS);
     hash_of(&mixture.router, part, Frama_C_interval_split(0, part * (int)top_k));

@@ -44,14 +44,19 @@ plan() {
     echo 'eva_infer int4 32767 -DGROUP=4'
     echo 'eva_infer unit 32767 -DUNIT'
     echo 'eva_infer rotate 32767 -DHEADS=18'
+    echo 'eva_infer norm 32767 -DNORM -DWIDEST=4'
+    echo 'eva_infer row 32767 -DTOKENS'
     echo 'eva_layer accumulate -DSHARED'
     echo 'eva_layer add_rest -DSHARED'
-    for select in logits top_k top_p; do echo "eva_layer mixture -DROUTER=moei_int_select_$select"; done
+    for select in logits top_p 'top_k -DROOTS=2' 'hash -DTOKENS=1' 'grouped -DGROUPS' \
+        'top_k -DWEIGHT=moei_int_weight_norm'; do
+        echo "eva_layer mixture -DROUTER=moei_int_select_$select"
+    done
     echo 'eva_layer int8_add -DGROUP=2 -DTAKEN=1'
     echo 'eva_layer int16_add -DGROUP=2 -DTAKEN=1 -DWIDEST=2'
     echo 'eva_layer int4_add -DGROUP=4 -DTAKEN=1'
     echo 'eva_layer cluster -DAFTER -DVALUES=moei_int_gate_relu'
-    for op in norm_l1 norm_l2 norm_linf match; do echo "eva_layer $op -DSCORE -DTAKEN=1"; done
+    for op in norm_l1 'norm_l2 -DEXPERTS=2' norm_linf match; do echo "eva_layer $op -DSCORE -DTAKEN=1"; done
     echo 'thread_sanitizer threads gcc'
     echo 'thread_sanitizer parallel gcc'
     for program in golden layer; do echo "memory_sanitizer $program"; done
@@ -69,7 +74,8 @@ plan() {
     for header in moe_routers.h moe.h; do echo "clang_analyzer $header"; done
     echo 'eva_reader_sizes 0 32'
     for offset in in at; do echo "eva_infer curve 32767 -DVARY=$offset"; done
-    for select in each threshold; do echo "eva_layer mixture -DROUTER=moei_int_select_$select"; done
+    echo 'eva_infer norm 32767 -DNORM'
+    for select in each threshold 'hash -DTOKENS=2'; do echo "eva_layer mixture -DROUTER=moei_int_select_$select"; done
     echo 'eva_infer multiply 32767 -DVARY=other'
     echo 'eva_infer rescale 32767 -DVARY=out'
     echo 'thread_sanitizer threads clang'
@@ -286,24 +292,30 @@ eva_reader_sizes() { # from to
 entry=eva_infer
 eva_states_model=moei_int_select_logits:200,moei_int_next:0,moei_int_op_mixture:4,moei_int_route:0
 eva_states_model=$eva_states_model,moei_int_weight_raw:0,moei_int_scale_weights:0,moei_ir_clip:0
-eva_states_model=$eva_states_model,moei_int_l1:0,moei_int_linf:0,moei_int_sqrt:0
+eva_states_model=$eva_states_model,moei_int_l1:0,moei_int_linf:0,moei_int_sqrt:0,moei_int_op_norm:0,main:6000
 eva_split_model=moei_int_squares:0,moei_check_half_power:0:1
-# Eva does not see that a square is never negative, but where the sign is known: comments, put into
-# a copy of the header, keep the two cases apart.
+# Eva does not see that a square is never negative, but where the sign is known, nor what a shift
+# leaves, but where it knows which side of a bound a number is on: comments, put into copies of the
+# headers, keep the cases apart.
 eva_hints='/ moei_int_squares(unsigned n/,/^}/ {
-    s|const uint32_t square|/*@ split *x >= 0; */ &|; s|low += square.*|& /*@ merge *x >= 0; */|; }'
+    s|const uint32_t square|/*@ split *x >= 0; */ &|; s|low += square.*|& /*@ merge *x >= 0; */|; }
+/^void moei_int_op_norm(/,/^}/ {
+    s|const uint32_t square|/*@ split x[p] >= 0; */ &|; s|low += square|/*@ merge x[p] >= 0; */ &|; }
+/ moei_int_inverse_root(uint64_t d/,/^}/ s|for ([*]e = 0|/*@ dynamic_split d >= 0x100000000; */ &|
+/^void moei_int_weight_norm(/,/^}/ s|for (; sum != 0|/*@ dynamic_split sum >= 0x40000000; */ &|'
 eva_model() { # folder of moe_check.h, operation, factors within +- this, options...
     check=$1 op=$2 factors=$3
     shift 3
     split=$(sed '/^#ifndef MOE_NO_FLOAT/,/^#endif/d' "$check/moe_check.h" |
         sed -n 's/^\(static \)\{0,1\}moe_status \(moei\{0,1\}_[a-z0-9_]*\)(.*/\2:0/p' | sort -u | tr '\n' ',')
-    sed "$eva_hints" "$root/moe.h" >moe.h
-    [ "$(grep -c '/[*]@ [sm]' moe.h)" = 2 ] || { echo 'a line of the hints is gone'; return 1; }
+    for header in moe.h moe_routers.h; do sed "$eva_hints" "$root/$header" >"$header"; done
+    [ "$(cat moe.h moe_routers.h | grep -c '/[*]@ [dsm]')" = 6 ] || { echo 'a line of the hints is gone'; return 1; }
     options="-I$PWD -I$root -I$check -DOP=moei_int_op_$op -DFACTORS=$factors $*"
     run frama-c -cpp-extra-args="$options -ffreestanding -U__x86_64__ -U__i386__ -U__GNUC__" -eva \
         -eva-msg-key=-initial-state -eva-domains cvalue -eva-use-spec moei_int_scratch -eva-slevel 2000 \
         -eva-auto-loop-unroll 300 -eva-split-return-function "$split$eva_split_model" -eva-unroll-recursive-calls 4 \
-        -eva-min-loop-unroll 17 -eva-slevel-function "$eva_states_model" "$root/tests/quality/$entry.c" \
+        -warn-invalid-pointer -eva-min-loop-unroll 17 -eva-slevel-function "$eva_states_model" \
+        "$root/tests/quality/$entry.c" \
         >log 2>&1 || { tail -20 log; return 1; }
     grep -q '^\[eva\] done for function main' log && grep -q "at end of function moei_int_op_$op:" log ||
         { echo 'the analysis did not reach the operation'; return 1; }
