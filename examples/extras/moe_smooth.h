@@ -311,7 +311,7 @@ static void moei_smooth_extremes(const moe_real *w, size_t rows, size_t n, moe_r
 
 /* Exact for powers of two. */
 static double moei_smooth_log2(moe_real x) {
-    int exponent;
+    int exponent = 0; /* frexp may leave it if x is infinite */
     const double fraction = frexp((double)x, &exponent);
     return (double)exponent + log(fraction) / log(2.0);
 }
@@ -329,8 +329,9 @@ static int moei_smooth_exponent(const moei_smoothing *s, const moei_channels *c,
     int k, i;
     if (!(most_x > MOEI_R(0.0) && s->most_w[j] > MOEI_R(0.0))) return 0;
     wanted = s->alpha * moei_smooth_log2(most_x) - (1.0 - s->alpha) * moei_smooth_log2(s->most_w[j]);
-    k = (int)floor(wanted + 0.5);
-    if (k < -MOEI_SMOOTH_EXPONENT || k > MOEI_SMOOTH_EXPONENT) return 0;
+    wanted = floor(wanted + 0.5);
+    if (!(fabs(wanted) <= (double)MOEI_SMOOTH_EXPONENT)) return 0; /* a weight may be infinite */
+    k = (int)wanted;
     if (!moei_smooth_fits(s->least_w[j], s->most_w[j], k)) return 0;
     for (i = 0; i < c->n_sources; i++) {
         moe_real least = MOEI_INFINITY, most = MOEI_R(0.0);
