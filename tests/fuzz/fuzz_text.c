@@ -48,6 +48,7 @@ int fuzz_remove(const char *path);
 #define MOEI_BLOCKS_IMPLEMENTED
 #define MOEI_CHECK_IMPLEMENTED
 #define MOEI_UPCYCLE_IMPLEMENTED
+#define MOEI_SMOOTH_IMPLEMENTED
 
 #undef stdout
 #undef stderr

@@ -74,6 +74,7 @@ linked float checked quick
 linked float metrics
 linked float published
 linked double published hands
+linked float smooth
 linked float report
 inside float int_routers -DMOE_NO_SIMD quick
 inside float integers -DMOE_NO_SIMD
