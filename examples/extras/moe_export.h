@@ -4983,7 +4983,7 @@ static const moei_cost moei_costs[] = {
     {(moei_any_function)moei_int_op_accumulate, {35, 10, 0, 0}},
     {(moei_any_function)moei_int_op_add_rest, {76, 14, 0, 0}},
     {(moei_any_function)moei_int_op_cluster, {183, 37, 0, 0}},
-    {(moei_any_function)moei_int_op_row, {68, 31, 0, 0}},
+    {(moei_any_function)moei_int_op_row, {71, 32, 0, 0}},
     {(moei_any_function)moei_int_op_norm_l1, {62.21, 69.61, 0.01, 9}},
     {(moei_any_function)moei_int_op_norm_l2, {62.52, 311.63, 0.01, 6.75}},
     {(moei_any_function)moei_int_op_norm_linf, {62.27, 69.6, 0.01, 12}},

@@ -123,9 +123,9 @@ fuzz() { # target
     # Addresses that are drawn anew would be compared with others, and so change what is tried.
     fixed='setarch -R'
     $fixed true 2>"$scratch/$1.log" || fixed=
-    $fixed "$scratch/$1" -seed="${FUZZ_SEED:-1}" -entropic=0 -len_control=0 -max_len="$(longest "$1")" "$limit" -timeout=3600 \
-        -rss_limit_mb=2048 -print_final_stats=1 -artifact_prefix=build/ -seed_inputs=@"$scratch/$1.seeds" "$new" \
-        >"$scratch/$1.log" 2>&1 </dev/null
+    $fixed "$scratch/$1" -seed="${FUZZ_SEED:-1}" -entropic=0 -len_control=0 -max_len="$(longest "$1")" "$limit" \
+        -timeout=3600 -rss_limit_mb=2048 -print_final_stats=1 -artifact_prefix=build/ \
+        -seed_inputs=@"$scratch/$1.seeds" "$new" >"$scratch/$1.log" 2>&1 </dev/null
     status=$?
     runs=$(sed -n 's/^stat::number_of_executed_units: *//p' "$scratch/$1.log")
     reached=$(sed -n 's/.*cov: \([0-9]*\) ft: \([0-9]*\).*/\1 edges, \2 features/p' "$scratch/$1.log" | tail -n 1)
