@@ -2,8 +2,8 @@
 # Fuzzes what strangers bring: tests/fuzz/fuzz_file.c (files), tests/fuzz/fuzz_text.c (texts,
 # options and settings), tests/property/fuzz_config.c (configurations and data).
 #   sh tests/fuzz/fuzz.sh                  each with libFuzzer, from the seeds in tests/fuzz/corpus:
-#                                          a fixed number of inputs (runs_of below), which on any
-#                                          machine are the same; or FUZZ_SECONDS, if it is set
+#                                          a fixed number of inputs (runs_of below) of a fixed
+#                                          seed; or for FUZZ_SECONDS, if that is set
 #   sh tests/fuzz/fuzz.sh corpus           any compiler: the seeds, each taken as its name says, and
 #                                          3000 (FUZZ_MUTATIONS) mutations of them
 #   sh tests/fuzz/fuzz.sh afl [SECONDS]    each with AFL++ for so many seconds (600)
