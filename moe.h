@@ -612,9 +612,9 @@ typedef struct moe_layer_config {
        width has] */
     int d_ff;
     int d_low;                /* l, rows of reduce [(d_model + 2) / 3] */
-    /* m, width in which the experts work; -k: d_model / k, rounded up. The experts read h = W_in x
-       instead of x, and y = W_out (sum w f(h)) (NVIDIA 2025, Nemotron 3: LatentMoE). The router and
-       shared experts read x [0: none, the experts read x] */
+    /* m, width of the experts' latent space; -k: d_model / k, rounded up. The experts read
+       h = W_in x instead of x, and y = W_out (sum w f(h)) (NVIDIA 2025, Nemotron 3: LatentMoE). The
+       router and shared experts read x [0: none, the experts read x] */
     int d_latent;
     /* MOE_ACT_ of mlp and glu experts; 0: relu of mlp, silu of glu. relu of glu is
        MOE_ACT_NAMED_RELU, in texts "relu" as for mlp. swiglu and factorised always take silu */
@@ -976,7 +976,7 @@ typedef struct moe_attention_config {
     int rotary_neighbours; /* 1: pairs are (0,1), (2,3), ... [0: the halves, (0,n/2), ...] */
     int rotary_scaling;    /* MOE_ROTARY_ [none] */
     moe_real rotary_factor; /* factor of linear, yarn and llama3 [1] */
-    int rotary_length;      /* yarn and llama3: the context length of training; required there */
+    int rotary_length;      /* yarn and llama3: the context length of pretraining; required there */
     moe_real beta_fast, beta_slow;    /* yarn [32, 1] */
     int no_truncation;                /* yarn [0] */
     moe_real low_factor, high_factor; /* llama3 [1, 4] */
@@ -1400,7 +1400,7 @@ typedef struct moe_train_config {
     moe_real beta1, beta2;   /* adamw [0.9, 0.999] */
     moe_real epsilon;        /* adamw [1e-8] */
     moe_real decay;          /* weight decay [0] */
-    /* largest norm of the gradient of all tensors together [0: no clipping] */
+    /* maximum norm of the gradient of all tensors together [0: no clipping] */
     moe_real clip;
     uint64_t seed;           /* order of the samples and random stages of routers */
     /* may be NULL; a result other than 0 stops training */
@@ -2433,7 +2433,7 @@ static moe_status moei_file_offsets(moei_json *j, size_t at, const moe_file *fil
     if (!known) t->bytes = range[1] - range[0];
     if (range[1] - range[0] != t->bytes)
         return moei_json_refuse(j, at, MOE_ERR_FORMAT,
-                                "the shape needs %z bytes, data_offsets [%z, %z] hold another size", t->bytes, range[0],
+                                "the shape needs %z bytes, data_offsets [%z, %z] have another size", t->bytes, range[0],
                                 range[1]);
     if (!file->of_header) t->data = file->bytes + start + range[0];
     return MOE_OK;
@@ -3610,9 +3610,9 @@ static const moe_field moei_layer_fields[] = {
     MOEI_INT(MOEI_L, n_shared, 1, 4096, "number of shared experts"),
     MOEI_INT(MOEI_L, d_shared, 1, MOE_MAX_WIDTH, "width of one shared expert"),
     MOEI_CHOICE(MOEI_L, shared_act, MOE_ACT_NAMED_RELU + 1, moei_expert_act_names, "activation of shared experts"),
-    MOEI_FLAG(MOEI_L, add_input, "what the weights leave over is given to the input itself"),
+    MOEI_FLAG(MOEI_L, add_input, "the input is added with weight 1 - sum of w"),
     MOEI_FLAG(MOEI_L, shared_sigmoid, "the shared expert is gated by a sigmoid"),
-    MOEI_INT(MOEI_L, d_latent, -MOE_MAX_WIDTH, MOE_MAX_WIDTH, "width in which the experts work"),
+    MOEI_INT(MOEI_L, d_latent, -MOE_MAX_WIDTH, MOE_MAX_WIDTH, "width of the experts' latent space"),
     MOEI_CHOICE(MOEI_L, kernels, MOE_KERNELS_COUNT, moei_kernel_names, "instruction set"),
     MOEI_FIELDS_END};
 
@@ -3725,7 +3725,7 @@ static moe_status moei_layer_clashes(const moe_layer_config *c, moe_error *error
         return moei_error(error, MOE_ERR_CONFIG, "add_input = 1 is incompatible with %s",
                           moei_is_soft(&c->router) ? "select = soft" : "apply_to = input");
     if (c->n_shared > 0 && c->d_shared > MOE_MAX_WIDTH / c->n_shared)
-        return moei_error(error, MOE_ERR_CONFIG, "d_shared = %d: n_shared = %d of them are wider than %d", c->d_shared,
+        return moei_error(error, MOE_ERR_CONFIG, "d_shared = %d: with n_shared = %d the width exceeds %d", c->d_shared,
                           c->n_shared, (int)MOE_MAX_WIDTH);
     if (c->transport != NULL && (hooks = moei_hooks_of(c->transport, &status, error)) != NULL)
         return hooks->check(c, error);
@@ -5396,7 +5396,7 @@ moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_r
     if (status != MOE_OK) return status;
     moei_layer_layout(layer, &run, call->n_tokens, call->n_past, moei_keeps(call), &l, &p);
     if (l.overflow)
-        return moei_error(call->error, MOE_ERR_OVERFLOW, "call.n_tokens = %z: the workspace is beyond size_t",
+        return moei_error(call->error, MOE_ERR_OVERFLOW, "call.n_tokens = %z: the workspace exceeds size_t",
                           call->n_tokens);
     if (l.used > work_size)
         return moei_error(call->error, MOE_ERR_SPACE, "work_size = %z: the call takes %z bytes", work_size, l.used);
@@ -5623,7 +5623,7 @@ moe_status moe_layer_backward_experts(const moe_layer *layer, const moe_real *d_
     if (pass->ranks != NULL) unseen = "a transport";
     if (unseen != NULL)
         return moei_error(pass->call.error, MOE_ERR_UNSUPPORTED,
-                          "%s: a loss that reads the experts one by one does not see it", unseen);
+                          "%s: a loss on single experts does not include it", unseen);
     if (pass->call.n_tokens == 0) return MOE_OK;
     if (d_outputs == NULL || d_weights == NULL)
         return moei_error(pass->call.error, MOE_ERR_ARGUMENT, "%s is NULL",
@@ -5909,35 +5909,35 @@ static const char *const moei_rotary_names[] = {MOE_ROTARY_SCALINGS(MOEI_NAME2) 
 
 static const moe_field moei_net_fields[] = {
     MOEI_INT(MOEI_M, d_in, 0, MOE_MAX_WIDTH, "width of the input; 0: token ids"), MOEI_FIELDS_END};
-static const moe_field moei_linear_fields[] = {MOEI_INT(MOEI_M, d_out, 1, MOE_MAX_WIDTH, "width that leaves"),
-                                               MOEI_FLAG(MOEI_M, no_bias, "without a bias"), MOEI_FIELDS_END};
+static const moe_field moei_linear_fields[] = {MOEI_INT(MOEI_M, d_out, 1, MOE_MAX_WIDTH, "width of the output"),
+                                               MOEI_FLAG(MOEI_M, no_bias, "has no bias"), MOEI_FIELDS_END};
 static const moe_field moei_layer_norm_fields[] = {MOEI_REAL(MOEI_M, eps, 1e-12, 1, "added to the variance"),
-                                                   MOEI_FLAG(MOEI_M, no_bias, "without a bias"), MOEI_FIELDS_END};
+                                                   MOEI_FLAG(MOEI_M, no_bias, "has no bias"), MOEI_FIELDS_END};
 static const moe_field moei_rms_norm_fields[] = {MOEI_REAL(MOEI_M, eps, 1e-12, 1, "added to the mean square"),
                                                  MOEI_FLAG(MOEI_M, bias, "with a bias"), MOEI_FIELDS_END};
-static const moe_field moei_tied_fields[] = {MOEI_FLAG(MOEI_M, no_bias, "without a bias"), MOEI_FIELDS_END};
+static const moe_field moei_tied_fields[] = {MOEI_FLAG(MOEI_M, no_bias, "has no bias"), MOEI_FIELDS_END};
 static const moe_field moei_scale_fields[] = {MOEI_REAL(MOEI_M, scale, -1e9, 1e9, "factor"),
-                                              MOEI_REAL(MOEI_M, cap, 1e-6, 1e9, "bound of what leaves"),
+                                              MOEI_REAL(MOEI_M, cap, 1e-6, 1e9, "soft cap of the output"),
                                               MOEI_FIELDS_END};
 static const moe_field moei_convolution_fields[] = {
-    MOEI_INT(MOEI_M, length, 1, MOEI_MAX_TAPS, "tokens that one output reads"), MOEI_FIELDS_END};
+    MOEI_INT(MOEI_M, length, 1, MOEI_MAX_TAPS, "kernel size in tokens"), MOEI_FIELDS_END};
 static const moe_field moei_activation_fields[] = {
     MOEI_CHOICE(MOEI_M, act, MOE_ACT_COUNT, moei_act_names, "activation"), MOEI_FIELDS_END};
 static const moe_field moei_residual_fields[] = {
-    MOEI_INT(MOEI_M, span, 1, MOE_NET_MAX_MODULES, "modules it goes around"), MOEI_FIELDS_END};
+    MOEI_INT(MOEI_M, span, 1, MOE_NET_MAX_MODULES, "number of modules it spans"), MOEI_FIELDS_END};
 /* In files, the rows of an embedding and of positions have names of their own. */
 #define MOEI_INT_AS(name, member, about) \
     { name, MOE_FIELD_INT, offsetof(moe_module, member), 1, MOE_MAX_WIDTH, 0, NULL, about }
 static const moe_field moei_embedding_fields[] = {MOEI_INT_AS("vocabulary", n_rows, "number of token ids"),
-                                                  MOEI_INT_AS("d", d_out, "width that leaves"), MOEI_FIELDS_END};
-static const moe_field moei_positions_fields[] = {MOEI_INT_AS("most", n_rows, "tokens of the longest sequence"),
+                                                  MOEI_INT_AS("d", d_out, "width of the output"), MOEI_FIELDS_END};
+static const moe_field moei_positions_fields[] = {MOEI_INT_AS("most", n_rows, "maximum tokens per sequence"),
                                                   MOEI_FIELDS_END};
 static const moe_field moei_attention_fields[] = {
     MOEI_INT(MOEI_A, heads, 1, 4096, "heads"),
     MOEI_INT(MOEI_A, d_head, 1, MOE_MAX_WIDTH, "width of a head"),
-    MOEI_FLAG(MOEI_A, full, "tokens see later ones"),
+    MOEI_FLAG(MOEI_A, full, "no causal mask"),
     MOEI_FLAG(MOEI_A, rotary, "queries and keys are rotated by their positions"),
-    MOEI_REAL(MOEI_A, rotary_base, 1, 1e9, "base of the angles"),
+    MOEI_REAL(MOEI_A, rotary_base, 1, 1e9, "base of the rotation angles"),
     MOEI_INT(MOEI_A, kv_heads, 1, 4096, "heads of keys and values"),
     MOEI_INT(MOEI_A, d_value, 1, MOE_MAX_WIDTH, "width of a head of values"),
     MOEI_FLAG(MOEI_A, bias, "query, key and value have biases"),
@@ -5946,28 +5946,28 @@ static const moe_field moei_attention_fields[] = {
     MOEI_FLAG(MOEI_A, norm_after, "qk_norm comes after the rotation"),
     MOEI_REAL(MOEI_A, eps, 1e-12, 1, "added to the mean squares of norms"),
     MOEI_REAL(MOEI_A, scale, 1e-6, 1e6, "factor of scores"),
-    MOEI_REAL(MOEI_A, cap, 1e-6, 1e9, "bound of scores"),
-    MOEI_REAL(MOEI_A, clamp, 1e-6, 1e9, "bound of queries, keys and values"),
-    MOEI_FLAG(MOEI_A, sinks, "a learned score per head without a value"),
-    MOEI_INT(MOEI_A, window, 1, MOE_MAX_WIDTH, "how many of the last tokens a token sees"),
-    MOEI_INT(MOEI_A, chunk, 1, MOE_MAX_WIDTH, "tokens see those of their chunk"),
-    MOEI_INT(MOEI_A, query_floor, 1, MOE_MAX_WIDTH, "tokens after which queries grow"),
-    MOEI_REAL(MOEI_A, query_growth, 1e-6, 1e6, "how much they grow"),
+    MOEI_REAL(MOEI_A, cap, 1e-6, 1e9, "soft cap of scores"),
+    MOEI_REAL(MOEI_A, clamp, 1e-6, 1e9, "queries, keys and values are clamped to this magnitude"),
+    MOEI_FLAG(MOEI_A, sinks, "attention sinks, a learned score per head"),
+    MOEI_INT(MOEI_A, window, 1, MOE_MAX_WIDTH, "size of the sliding window in tokens"),
+    MOEI_INT(MOEI_A, chunk, 1, MOE_MAX_WIDTH, "size of the chunks within which tokens attend"),
+    MOEI_INT(MOEI_A, query_floor, 1, MOE_MAX_WIDTH, "position from which queries are scaled up"),
+    MOEI_REAL(MOEI_A, query_growth, 1e-6, 1e6, "strength of that scaling"),
     MOEI_INT(MOEI_A, rotary_dims, 2, MOE_MAX_WIDTH, "dimensions of a head that are rotated"),
-    MOEI_FLAG(MOEI_A, rotary_neighbours, "neighbours are pairs"),
-    MOEI_CHOICE(MOEI_A, rotary_scaling, MOE_ROTARY_COUNT, moei_rotary_names, "how angles are scaled"),
-    MOEI_REAL(MOEI_A, rotary_factor, 1e-6, 1e6, "factor of the scaling"),
-    MOEI_INT(MOEI_A, rotary_length, 1, MOE_MAX_WIDTH, "context length of training"),
+    MOEI_FLAG(MOEI_A, rotary_neighbours, "adjacent dimensions form pairs"),
+    MOEI_CHOICE(MOEI_A, rotary_scaling, MOE_ROTARY_COUNT, moei_rotary_names, "extension to longer contexts"),
+    MOEI_REAL(MOEI_A, rotary_factor, 1e-6, 1e6, "factor by which the context grows"),
+    MOEI_INT(MOEI_A, rotary_length, 1, MOE_MAX_WIDTH, "context length of pretraining"),
     MOEI_REAL(MOEI_A, beta_fast, 1e-6, 1e6, "yarn: rotations from which pairs stay"),
     MOEI_REAL(MOEI_A, beta_slow, 1e-6, 1e6, "yarn: rotations up to which pairs are scaled"),
     MOEI_FLAG(MOEI_A, no_truncation, "yarn: the range is not rounded"),
     MOEI_REAL(MOEI_A, low_factor, 1e-6, 1e6, "llama3: rotations up to which pairs are scaled"),
     MOEI_REAL(MOEI_A, high_factor, 1e-6, 1e6, "llama3: rotations from which pairs stay"),
-    MOEI_REAL(MOEI_A, rotary_magnitude, 1e-6, 1e6, "factor of cosines and sines"),
+    MOEI_REAL(MOEI_A, rotary_magnitude, 1e-6, 1e6, "factor applied to cosines and sines"),
     MOEI_INT(MOEI_A, kv_lora, 1, MOE_MAX_WIDTH, "width of the latent vector of keys and values"),
     MOEI_INT(MOEI_A, q_lora, 1, MOE_MAX_WIDTH, "width of the latent vector of queries"),
     MOEI_FIELDS_END};
-static const moe_field moei_dropout_fields[] = {MOEI_REAL(MOEI_M, rate, 0, 1, "probability of a zero"),
+static const moe_field moei_dropout_fields[] = {MOEI_REAL(MOEI_M, rate, 0, 1, "probability of dropping a value"),
                                                 MOEI_FIELDS_END};
 static const moe_field moei_feed_forward_fields[] = {MOEI_EXPERT_ROWS MOEI_FIELDS_END};
 
@@ -6016,7 +6016,7 @@ moe_status moe_net_init(moe_net *net, int d_in, int kernels, const moe_allocator
         return moei_error(&net->error, MOE_ERR_CONFIG, "d_in = %d: must be 1 to %d, or 0 for token ids", d_in,
                           (int)MOE_MAX_WIDTH);
     if (moe_kernels_name(kernels) == NULL)
-        return moei_error(&net->error, MOE_ERR_CONFIG, "kernels = %d: there are no such ones", kernels);
+        return moei_error(&net->error, MOE_ERR_CONFIG, "kernels = %d: no such kernels", kernels);
     net->kernels = moe_kernels_select(kernels);
     if (net->kernels == NULL)
         return moei_error(&net->error, MOE_ERR_UNSUPPORTED,
@@ -6126,13 +6126,13 @@ static moe_status moei_attention_check(moe_attention_config *c, int d, moe_error
         for (c->heads = d < 64 ? 1 : d / 32 < 4096 ? d / 32 : 4096; d % c->heads != 0;) c->heads--;
     if (c->d_head == 0 && d % c->heads != 0)
         return moei_error(error, MOE_ERR_CONFIG,
-                          "heads = %d: must divide the width that arrives, %d, or d_head be given", c->heads, d);
+                          "heads = %d: must divide the input width %d unless d_head is set", c->heads, d);
     moei_default(&c->d_head, d / c->heads);
     if (c->d_head > MOE_MAX_WIDTH / c->heads)
-        return moei_error(error, MOE_ERR_CONFIG, "d_head = %d: heads = %d of them are wider than %d", c->d_head,
+        return moei_error(error, MOE_ERR_CONFIG, "d_head = %d: with heads = %d the width exceeds %d", c->d_head,
                           c->heads, (int)MOE_MAX_WIDTH);
     if (c->d_value > MOE_MAX_WIDTH / c->heads)
-        return moei_error(error, MOE_ERR_CONFIG, "d_value = %d: heads = %d of them are wider than %d", c->d_value,
+        return moei_error(error, MOE_ERR_CONFIG, "d_value = %d: with heads = %d the width exceeds %d", c->d_value,
                           c->heads, (int)MOE_MAX_WIDTH);
     if (c->kv_heads != 0 && c->heads % c->kv_heads != 0)
         return moei_error(error, MOE_ERR_CONFIG, "kv_heads = %d: must divide heads = %d", c->kv_heads, c->heads);
@@ -6142,7 +6142,7 @@ static moe_status moei_attention_check(moe_attention_config *c, int d, moe_error
         return moei_error(error, MOE_ERR_CONFIG, "rotary_dims = %d: must be even and at most d_head = %d%s",
                           c->rotary_dims, c->d_head, c->kv_lora != 0 ? ", and with kv_lora less" : "");
     if (c->kv_lora != 0 && c->kv_lora > MOE_MAX_WIDTH / c->heads - c->d_head)
-        return moei_error(error, MOE_ERR_CONFIG, "kv_lora = %d: heads = %d of them are wider than %d", c->kv_lora,
+        return moei_error(error, MOE_ERR_CONFIG, "kv_lora = %d: with heads = %d the width exceeds %d", c->kv_lora,
                           c->heads, (int)MOE_MAX_WIDTH);
     if ((c->rotary_scaling == MOE_ROTARY_YARN || c->rotary_scaling == MOE_ROTARY_LLAMA3) && c->rotary_length == 0)
         return moei_error(error, MOE_ERR_CONFIG, "rotary_length = 0: rotary_scaling = %s needs it",
@@ -6261,13 +6261,13 @@ static moe_status moei_module_layer(moe_net *net, moe_module *m, moe_layer_confi
     }
     if (c->router.d_model == 0) c->router.d_model = m->d_in;
     if (c->router.d_model != m->d_in)
-        return moei_error(error, MOE_ERR_CONFIG, "d_model = %d, but width %d arrives", c->router.d_model, m->d_in);
+        return moei_error(error, MOE_ERR_CONFIG, "d_model = %d, but its input is %d wide", c->router.d_model, m->d_in);
     if (c->kernels == MOE_KERNELS_AUTO) c->kernels = moei_table(net->kernels)->id;
     if (c->transport == NULL) c->transport = net->transport;
     if (c->transport != net->transport)
         return moei_error(
             error, MOE_ERR_CONFIG,
-            "transport is not the network's: set net.transport before the modules, config.transport stays NULL");
+            "transport is not the network's: set net.transport before adding modules and leave config.transport NULL");
     status = moei_refine_fit(net, &c->router, error);
     if (status == MOE_OK) status = moe_layer_init(&m->layer, c, error);
     if (status == MOE_OK) status = moei_previous_check(net, &m->layer.config.router, error);
@@ -6285,9 +6285,9 @@ static moe_status moei_module_complete(moe_net *net, moe_module *m, moe_error *e
     case MOE_MODULE_ATTENTION: return moei_attention_check(&m->attention, m->d_in, error);
     case MOE_MODULE_RESIDUAL:
         if ((size_t)m->span > net->n_modules)
-            return moei_error(error, MOE_ERR_CONFIG, "span = %d: %z modules stand before it", m->span, net->n_modules);
+            return moei_error(error, MOE_ERR_CONFIG, "span = %d: only %z modules precede it", m->span, net->n_modules);
         if (net->modules[net->n_modules - (size_t)m->span].d_in == m->d_in) return MOE_OK;
-        return moei_error(error, MOE_ERR_CONFIG, "span = %d: width %d entered there, but width %d arrives", m->span,
+        return moei_error(error, MOE_ERR_CONFIG, "span = %d: width %d cannot be added to width %d", m->span,
                           net->modules[net->n_modules - (size_t)m->span].d_in, m->d_in);
     case MOE_MODULE_DROPOUT:
         if (m->rate < MOEI_R(1.0)) return MOE_OK;
@@ -6297,7 +6297,7 @@ static moe_status moei_module_complete(moe_net *net, moe_module *m, moe_error *e
             return moei_error(error, MOE_ERR_CONFIG, "there is no embedding: d_in of the network is %d", net->d_in);
         m->d_out = net->modules[0].n_rows;
         if (net->modules[0].d_out == m->d_in) return MOE_OK;
-        return moei_error(error, MOE_ERR_CONFIG, "the embedding is %d wide, but width %d arrives",
+        return moei_error(error, MOE_ERR_CONFIG, "the embedding is %d wide, but the input %d",
                           net->modules[0].d_out, m->d_in);
     default: return MOE_OK;
     }
@@ -6739,7 +6739,7 @@ static moe_status moei_net_ready(const moe_net *net, moe_error *error) {
         if (net->modules[i].kind == MOE_MODULE_MIXTURE && net->modules[i].layer.config.transport != net->transport)
             return moei_error(
                 error, MOE_ERR_CONFIG,
-                "module %z (mixture): its transport is not the network's: net.transport is set before the modules", i);
+                "module %z (mixture): its transport is not the network's: set net.transport before adding modules", i);
     return MOE_OK;
 }
 
@@ -8338,7 +8338,7 @@ static moe_status moei_module_is_set(const moe_net *net, size_t i, moe_error *er
     for (place = 0; place < MOE_MODULE_SLOTS && !moei_is_layer(m); place++) {
         const char *name = moei_module_tensor_of(m, place).name;
         if (name != NULL && m->tensors[place] == NULL && moei_external_of(m, place) == NULL)
-            return moei_error(error, MOE_ERR_STATE, "module %z (%s): net.external = 1, and %s is not set", i,
+            return moei_error(error, MOE_ERR_STATE, "module %z (%s): net.external = 1, but %s is not set", i,
                               moei_module_names[m->kind], name);
     }
     return MOE_OK;
@@ -8726,10 +8726,10 @@ const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pass *pass,
 #define MOEI_S moe_sampling
 
 static const moe_field moei_sampling_fields[] = {
-    MOEI_FLAG(MOEI_S, greedy, "the largest logit, without a draw"),
-    MOEI_REAL(MOEI_S, temperature, 1e-6, 1e6, "what the logits are divided by"),
-    MOEI_INT(MOEI_S, top_k, 1, (int)((unsigned)-1 / 2), "how many of the largest logits stay"),
-    MOEI_REAL(MOEI_S, top_p, 0, 1, "how much of the probability stays"),
+    MOEI_FLAG(MOEI_S, greedy, "take the largest logit; nothing is drawn"),
+    MOEI_REAL(MOEI_S, temperature, 1e-6, 1e6, "divisor of the logits"),
+    MOEI_INT(MOEI_S, top_k, 1, (int)((unsigned)-1 / 2), "draw among this many largest logits"),
+    MOEI_REAL(MOEI_S, top_p, 0, 1, "draw among the largest of this total probability"),
     MOEI_FIELDS_END};
 
 static moe_status moei_sample_begin(moei_sample *s, const moe_sampling *wanted, size_t n, const moe_real *logits,
@@ -9406,7 +9406,7 @@ static moe_status moei_evaluate_check(const moe_net *net, const moe_data *data, 
     if (result == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net and result must not be NULL");
     if (!net->built) return moei_error(error, MOE_ERR_STATE, "the network is not built");
     if (criterion < 0 || criterion >= MOE_CRITERION_COUNT)
-        return moei_error(error, MOE_ERR_ARGUMENT, "criterion = %d: there is no such one", criterion);
+        return moei_error(error, MOE_ERR_ARGUMENT, "criterion = %d: no such criterion", criterion);
     status = moei_data_check(net, data, criterion, error);
     if (status == MOE_OK) status = moei_samples_alone(net, data, error);
     if (status == MOE_OK && data->n > 0) status = moei_routers_check(net, data, 1, 0, error);
@@ -9443,32 +9443,32 @@ static const char *const moei_schedule_names[] = {"cosine", "linear", NULL};
 #define MOEI_G moe_param_group
 
 static const moe_field moei_train_fields[] = {
-    MOEI_CHOICE(MOEI_T, criterion, MOE_CRITERION_COUNT, moei_criterion_names, "what is minimized"),
+    MOEI_CHOICE(MOEI_T, criterion, MOE_CRITERION_COUNT, moei_criterion_names, "loss that is minimized"),
     MOEI_CHOICE(MOEI_T, optimizer, MOE_OPTIMIZER_COUNT, moei_optimizer_names, "optimizer"),
-    MOEI_INT(MOEI_T, epochs, 1, 1000000, "passes through the samples"),
+    MOEI_INT(MOEI_T, epochs, 1, 1000000, "passes over the samples"),
     MOEI_INT(MOEI_T, batch, 1, 1000000, "samples per step"),
     MOEI_REAL(MOEI_T, rate, 1e-12, 1e6, "learning rate"),
-    MOEI_REAL(MOEI_T, final_rate, 1e-12, 1, "share of the rate at the end"),
+    MOEI_REAL(MOEI_T, final_rate, 1e-12, 1, "final rate as a fraction of rate"),
     MOEI_REAL(MOEI_T, momentum, -1, 0.999999, "momentum of sgd"),
     MOEI_REAL(MOEI_T, beta1, 1e-6, 0.999999, "decay of the first moment"),
     MOEI_REAL(MOEI_T, beta2, 1e-6, 0.999999, "decay of the second moment"),
     MOEI_REAL(MOEI_T, epsilon, 1e-30, 1, "added to the root of the second moment"),
     MOEI_REAL(MOEI_T, decay, 0, 1e3, "weight decay"),
-    MOEI_REAL(MOEI_T, clip, 1e-12, 1e12, "largest norm of the gradient"),
+    MOEI_REAL(MOEI_T, clip, 1e-12, 1e12, "maximum norm of the gradient"),
     MOEI_INT(MOEI_T, accumulate, 1, 1000000, "batches per step"),
-    MOEI_CHOICE(MOEI_T, schedule, MOE_SCHEDULE_COUNT, moei_schedule_names, "how the rate falls"),
-    MOEI_INT(MOEI_T, warmup, 1, 2147483647, "steps in which the rate rises"),
+    MOEI_CHOICE(MOEI_T, schedule, MOE_SCHEDULE_COUNT, moei_schedule_names, "decay of the learning rate"),
+    MOEI_INT(MOEI_T, warmup, 1, 2147483647, "steps of linear warmup"),
     MOEI_INT(MOEI_T, total_steps, 1, 2147483647, "steps of the schedule"),
     MOEI_INT(MOEI_T, n_groups, 1, 4096, "groups of tensors"),
     MOEI_INT(MOEI_T, evaluate_every, 1, 2147483647, "steps between evaluations"),
     MOEI_INT(MOEI_T, checkpoint_every, 1, 2147483647, "steps between checkpoints"),
-    MOEI_FLAG(MOEI_T, resume, "go on from the checkpoint"),
+    MOEI_FLAG(MOEI_T, resume, "resume from the checkpoint"),
     MOEI_FIELDS_END};
 
 static const moe_field moei_group_fields[] = {
     MOEI_REAL(MOEI_G, rate, 0, 1e6, "factor on the rate"),
     MOEI_REAL(MOEI_G, decay, -1e6, 1e6, "factor on the decay"),
-    MOEI_FLAG(MOEI_G, frozen, "no learning"),
+    MOEI_FLAG(MOEI_G, frozen, "not trained"),
     MOEI_FIELDS_END};
 
 static moe_status moei_train_check(const moe_train_config *config, moe_train_config *out, moe_error *error) {
@@ -9701,7 +9701,7 @@ static moe_status moei_trainer_config(const moe_trainer *trainer, const moe_net 
         return moei_error(error, MOE_ERR_STATE, "the network is not built with trainable = 1");
     if (!fit && config != NULL && config->warmup > 0 && config->total_steps == 0)
         return moei_error(error, MOE_ERR_CONFIG,
-                          "warmup = %d: a trainer needs total_steps for it, which only moe_fit knows by itself",
+                          "warmup = %d: a trainer needs total_steps for it, which only moe_fit sets itself",
                           config->warmup);
     status = moei_train_check(config, c, error);
     if (status == MOE_OK) status = moei_groups_check(net, c, error);
@@ -10712,7 +10712,7 @@ static moe_status moei_config_layer(moei_json *j, moe_layer_config *config) {
 static moe_status moei_config_length(const moe_file *file, size_t *length, moe_error *error) {
     return moe_file_metadata(file, MOEI_CONFIG_KEY, NULL, 0, length) != MOE_ERR_NOT_FOUND
                ? MOE_OK
-               : moei_error(error, MOE_ERR_FORMAT, "the file has no configuration: no metadata of the key '%s'",
+               : moei_error(error, MOE_ERR_FORMAT, "the file has no configuration: no metadata with the key '%s'",
                             MOEI_CONFIG_KEY);
 }
 
@@ -10792,7 +10792,7 @@ static moe_status moei_file_compare(const moe_net *net, const moe_file_tensor *f
     const moe_tensor *t = moei_file_wanted(net, found);
     moe_tensor whole;
     if (t == NULL)
-        return moei_error(error, MOE_ERR_UNSUPPORTED, "tensor '%s': the configuration has none of this name",
+        return moei_error(error, MOE_ERR_UNSUPPORTED, "tensor '%s': the configuration has no tensor of this name",
                           moei_span_text(moei_span_of(found->name, found->name_length), shown));
     if (found->dtype >= MOE_DTYPE_COUNT)
         return moei_error(error, MOE_ERR_UNSUPPORTED, "tensor '%s': an element type that this version does not know",
@@ -11050,7 +11050,7 @@ static moe_status moei_contents_walk(moei_contents *c, int walk, const moe_net *
         const moe_tensor *t = moei_file_wanted(net, &found);
         if (net->n_modules > 0 && moei_is_of_trainer(&found)) continue;
         status = t != NULL ? moei_walk_part(c, walk, net, t, &found, begin, moei_whole_first(net, t), t->data, error)
-                           : moei_error(error, MOE_ERR_FORMAT, "the file's bytes have changed");
+                           : moei_error(error, MOE_ERR_FORMAT, "the file changed while it was read");
     }
     return status;
 }
@@ -11360,7 +11360,7 @@ static moe_status moei_checkpoint_continues(const moei_checkpoint *c, const moei
     if (c->position[1] < training->steps && c->steps == c->position[0] * training->steps + c->position[1] &&
         fabs(sums[0]) < MOEI_HUGE && fabs(sums[1]) < MOEI_HUGE)
         return MOE_OK;
-    return moei_error(error, MOE_ERR_FORMAT, "the checkpoint's position is none of this training");
+    return moei_error(error, MOE_ERR_FORMAT, "the checkpoint's position does not occur in this training");
 }
 
 #endif
@@ -11406,7 +11406,7 @@ static moe_status moei_checkpoint_moments(const moe_trainer *trainer, moe_file *
     }
     for (file->at = 0; moe_file_next(file, &found) == MOE_OK;) count += (size_t)moei_is_of_trainer(&found);
     if (count == i) return MOE_OK;
-    return moei_error(error, MOE_ERR_UNSUPPORTED, "the file has %z tensors of a trainer, %z are known", count, i);
+    return moei_error(error, MOE_ERR_UNSUPPORTED, "the file has %z tensors of a trainer instead of %z", count, i);
 }
 
 /* Checks all of a checkpoint; changes nothing. */
@@ -11416,13 +11416,13 @@ static moe_status moei_checkpoint_check(const moe_trainer *trainer, moe_file *fi
     moe_status status = moe_file_metadata(file, MOEI_CHECKPOINT_KEY, text, sizeof text, NULL);
     if (status == MOE_ERR_NOT_FOUND)
         return moei_error(error, MOE_ERR_FORMAT,
-                          "the file is no checkpoint: no metadata of the key '" MOEI_CHECKPOINT_KEY "'");
+                          "not a checkpoint: no metadata with the key '" MOEI_CHECKPOINT_KEY "'");
     if (status != MOE_OK)
         return moei_error(error, MOE_ERR_FORMAT, "metadata " MOEI_CHECKPOINT_KEY ": the text is too long");
     status = moei_checkpoint_parse(text, c, error);
     if (status == MOE_OK) status = moei_checkpoint_same_net(trainer->net, file, error);
     if (status == MOE_OK && c->optimizer != (uint64_t)trainer->config.optimizer)
-        status = moei_error(error, MOE_ERR_CONFIG, "optimizer = %s: the checkpoint is that of another",
+        status = moei_error(error, MOE_ERR_CONFIG, "optimizer = %s: the checkpoint is of another one",
                             moei_optimizer_names[trainer->config.optimizer]);
     if (status == MOE_OK) status = moei_file_match(trainer->net, file, error);
     return status == MOE_OK ? moei_checkpoint_moments(trainer, file, error) : status;
@@ -11533,7 +11533,7 @@ static moe_status moei_checkpoint_load(moe_trainer *trainer, const char *path, c
 
 moe_status moe_trainer_load(moe_trainer *trainer, const char *path, moe_error *error) {
     if (trainer == NULL || trainer->net == NULL)
-        return moei_error(error, MOE_ERR_ARGUMENT, "trainer must be one that init has made");
+        return moei_error(error, MOE_ERR_ARGUMENT, "trainer must be made by moe_trainer_init");
     return moei_checkpoint_load(trainer, path, NULL, error);
 }
 
@@ -11582,7 +11582,7 @@ static moe_status moei_fit_layout(moei_fit *f, moei_layout *l) {
 static moe_status moei_fit_files_check(const moe_train_config *c, moe_error *error) {
 #ifdef MOE_NO_STDIO
     if (c->checkpoint != NULL)
-        return moei_error(error, MOE_ERR_UNSUPPORTED, "checkpoint = '%s': MOE_NO_STDIO leaves no files", c->checkpoint);
+        return moei_error(error, MOE_ERR_UNSUPPORTED, "checkpoint = '%s': MOE_NO_STDIO is set", c->checkpoint);
 #endif
     if (c->resume && c->checkpoint == NULL)
         return moei_error(error, MOE_ERR_CONFIG, "resume = 1: checkpoint must name the file");

@@ -705,7 +705,7 @@ enum {
 
 /* ==== >>config: the configuration of a router ================================================= */
 
-/* Limits of the sizes below: 65536 and 2^24; less where an int has 16 bits. */
+/* Limits of sizes: 65536 and 2^24; less where an int has 16 bits. */
 enum { MOE_MAX_EXPERTS = sizeof(int) > 2 ? 65536 : 32767, MOE_MAX_WIDTH = sizeof(int) > 2 ? 16777216 : 32767 };
 
 /* All fields: rows INT or REAL (name, default, least, greatest, about), FLAG (name, about): 0 or 1,
@@ -725,70 +725,70 @@ enum { MOE_MAX_EXPERTS = sizeof(int) > 2 ? 65536 : 32767, MOE_MAX_WIDTH = sizeof
     CHOICE(input, INPUT, input, "what the router sees") \
     FLAG(raw_input, "in a network the router reads the input of the norms directly before the layer (router_x)") \
     REAL(jitter_eps, 0.01, 1e-6, 1, "eps of jitter") \
-    CHOICE(ac_mode, AC, ac, "where adaptive clustering has its feature weights from") \
+    CHOICE(ac_mode, AC, ac, "source of the feature weights of adaptive clustering") \
     CHOICE(ac_spread, SPREAD, spread, "dispersion of a cluster") \
-    INT(ac_mix, 0, 1, MOE_MAX_EXPERTS, "J, how many of the previous layer's experts are mixed [1]") \
+    INT(ac_mix, 0, 1, MOE_MAX_EXPERTS, "J, number of the previous layer's experts that are mixed [1]") \
     REAL(ac_lambda, 0, 1e-9, 1e9, "> 0: the theorem's exact feature weights lambda / (s + alpha_k)") \
     REAL(ac_rho, 0, 1e-9, 1, "rho of mode running: table <- rho table + (1 - rho) M [0.9]") \
     /* score */ \
     CHOICE(score, SCORE, score, "how logits are computed") \
-    FLAG(router_bias, "the score linear or random has a bias") \
+    FLAG(router_bias, "linear and random scores have a bias") \
     INT(cosine_dim, 0, 1, MOE_MAX_WIDTH, "r, rows of the projection P; 0: no projection") \
     FLAG(cosine_keep_length, "only the expert's vector is normalized") \
     FLAG(cosine_learn_tau, "tau is the parameter router.temperature") \
-    REAL(cosine_tau, 1, 1e-6, 1e6, "tau, or its start when learned") \
-    CHOICE(norm_node, NODE, node, "the activation that the score norm reads") \
-    CHOICE(norm_order, NORM, norm, "its norm") \
+    REAL(cosine_tau, 1, 1e-6, 1e6, "tau; its initial value when learned") \
+    CHOICE(norm_node, NODE, node, "the activation whose norm is the score") \
+    CHOICE(norm_order, NORM, norm, "which norm") \
     INT(router_hidden, 0, 1, MOE_MAX_WIDTH, \
-        "h, hidden width of the scores mlp [d] and attentive [that of the experts]") \
+        "h, hidden width of the scores mlp [d] and attentive [d_ff of the experts]") \
     CHOICE(router_act, ACT, act, "activation function of the scores mlp and attentive") \
     FLAG(grap_cosine, "grap divides by the token's length") \
     FLAG(router_residual, \
-        "z += W_g z', z' the previous MoE layer's logits; nothing in the first (Jin et al. 2024, MoE++)") \
+        "z += W_g z', z' the previous MoE layer's logits; none in the first (Jin et al. 2024, MoE++)") \
     /* noise, gate */ \
     REAL(logit_cap, 0, 1e-6, 1e6, "c > 0: z = c tanh(z / c), before noise (Grok-2: 30)") \
     CHOICE(noise, NOISE, noise, "noise on the logits in training") \
-    REAL(noise_floor, 0.01, 1e-9, 1e6, "least scale of noisy_topk") \
-    REAL(noise_sigma, 0, 1e-9, 1e6, "scale of gaussian [1/E]") \
-    CHOICE(gate, GATE, gate, "logits to gate values") \
+    REAL(noise_floor, 0.01, 1e-9, 1e6, "lower bound of noisy_topk's scale") \
+    REAL(noise_sigma, 0, 1e-9, 1e6, "standard deviation of gaussian [1/E]") \
+    CHOICE(gate, GATE, gate, "maps logits to gate values") \
     REAL(gate_temperature, 1, 1e-6, 1e6, "T of softmax and sigmoid") \
     /* refine */ \
     CHOICE(refine, REFINE, refine, "mixes gate values between tokens") \
     REAL(similarity_tau, 1, 1e-6, 1e6, "tau of similarity") \
     CHOICE(similarity_scale, SIMILARITY, similarity, "how similarity scales its products") \
-    FLAG(similarity_learned, "W_s is the parameter router.similarity, else the identity") \
+    FLAG(similarity_learned, "W_s is the parameter router.similarity, not the identity") \
     FLAG(lower_entropy_only, "only tokens j with H(r_j) <= H(r_i) take part") \
     FLAG(causal, "only tokens j <= i take part") \
     INT(heads, 1, 1, 4096, "attention heads supplied with the call") \
-    CHOICE(attention_heads, HEADS, heads, "which of them refine") \
-    INT(attention_head, 0, 0, 4095, "the head of fixed") \
+    CHOICE(attention_heads, HEADS, heads, "which of these heads refine") \
+    INT(attention_head, 0, 0, 4095, "index of the head when fixed") \
     REAL(attention_sigma, 1, 1e-6, 1e6, "sigma of attention") \
     CHOICE(attention_u, ATTENTION_U, attention_u, "what attention compares") \
     /* select */ \
-    CHOICE(select, SELECT, select, "which experts a token takes") \
+    CHOICE(select, SELECT, select, "how a token's experts are chosen") \
     FLAG(selection_bias, "the state router.selection_bias is added to p for selection only") \
     INT(groups, 1, 1, MOE_MAX_EXPERTS, "groups of grouped_top_k and grouped_each, a divisor of E") \
-    INT(groups_kept, 1, 1, MOE_MAX_EXPERTS, "how many of them are kept") \
-    CHOICE(group_score, GROUP, group, "what a group is worth") \
+    INT(groups_kept, 1, 1, MOE_MAX_EXPERTS, "number of groups kept") \
+    CHOICE(group_score, GROUP, group, "score of a group") \
     FLAG(custom_batch, "the custom score or selection reads other tokens as well: not causal") \
     INT(custom_parameters, 0, 1, MOE_MAX_WIDTH, "length of router.custom, the custom score's own parameters; 0: none") \
     REAL(top_p, 0.6, 1e-6, 1, "P of top_p") \
-    REAL(threshold, 0.05, -1e6, 1e6, "theta, or its start when learned") \
+    REAL(threshold, 0.05, -1e6, 1e6, "theta; its initial value when learned") \
     FLAG(threshold_learned, "theta is the parameter router.threshold") \
     FLAG(threshold_sigmoid, "theta is the sigmoid of that parameter (DynMoE)") \
-    CHOICE(threshold_fallback, FALLBACK, fallback, "when no expert is above theta") \
-    CHOICE(expert_choice_score, EXPERT_CHOICE, expert_choice, "what experts choose by") \
-    CHOICE(expert_choice_scope, SCOPE, scope, "among the tokens of the batch or of each sequence") \
+    CHOICE(threshold_fallback, FALLBACK, fallback, "the choice when no expert exceeds theta") \
+    CHOICE(expert_choice_score, EXPERT_CHOICE, expert_choice, "score by which experts choose") \
+    CHOICE(expert_choice_scope, SCOPE, scope, "tokens of the batch or of each sequence") \
     /* Raposo et al. 2024, Mixture-of-depths: dynamically allocating compute in transformer-based \
        language models */ \
     FLAG(predictor, \
-        "a linear router.predictor learns what experts choose and decides in decoding") \
-    REAL(threshold_rho, 0, 1e-6, 0.999999, "rho of expert_threshold, of the mean that its cutoffs are [0.99]") \
-    REAL(affinity_mass, 1, 1e-6, 1, "fraction of an expert's affinity that it keeps") \
-    REAL(affinity_sum, 0, 0, 1e9, "> 0: the sum itself, instead of affinity_mass") \
+        "a linear router.predictor learns the experts' choices and makes them in decoding") \
+    REAL(threshold_rho, 0, 1e-6, 0.999999, "rho of expert_threshold's cutoffs, which are running means [0.99]") \
+    REAL(affinity_mass, 1, 1e-6, 1, "fraction of its total affinity that an expert keeps") \
+    REAL(affinity_sum, 0, 0, 1e9, "> 0: that affinity itself, not a fraction") \
     REAL(affinity_sum_auto, 0, 1e-6, 1e6, \
         "> 0: affinity_sum is this times the mean sum of the first training call (LocMoE+)") \
-    INT(capacity, 0, 1, MOE_MAX_WIDTH, "most tokens per expert in affinity; 0: no limit") \
+    INT(capacity, 0, 1, MOE_MAX_WIDTH, "maximum tokens per expert of affinity; 0: no limit") \
     INT(table_size, 0, 1, MOE_MAX_WIDTH, "number of token ids; hash and student_dim require it") \
     CHOICE(sample_at, SAMPLE_AT, sample_at, "when sample draws (THOR: always)") \
     CHOICE(sample_scope, SAMPLE_SCOPE, sample_scope, "which tokens share a draw") \
@@ -796,48 +796,48 @@ enum { MOE_MAX_EXPERTS = sizeof(int) > 2 ? 65536 : 32767, MOE_MAX_WIDTH = sizeof
     /* Csordas, Irie, Schmidhuber 2023, Approximating two-layer feedforward networks for efficient \
        transformers. p, weights and losses ignore it; fewer than K experts or none may be \
        left */ \
-    REAL(expert_dropout, 0, 1e-6, 0.999999, "in training an expert cannot be selected, with this probability") \
+    REAL(expert_dropout, 0, 1e-6, 0.999999, "probability in training that an expert cannot be selected") \
     CHOICE(expert_dropout_scope, DROPOUT_SCOPE, dropout_scope, "what expert_dropout draws for") \
     INT(slots, 1, 1, MOE_MAX_EXPERTS, "slots per expert and sequence of soft") \
     FLAG(soft_normalise, "soft compares unit vectors times a learned scale") \
-    INT(soft_sequences, 1, 1, MOE_MAX_WIDTH, "most sequences in one call of soft") \
+    INT(soft_sequences, 1, 1, MOE_MAX_WIDTH, "maximum sequences in one call of soft") \
     /* weight */ \
     CHOICE(weight, WEIGHT, weight, "combine weights") \
     REAL(weight_p, 1, 0.125, 64, "P of p_norm") \
-    CHOICE(weight_over, WEIGHT_OVER, weight_over, "which chosen experts the weights normalize over") \
+    CHOICE(weight_over, WEIGHT_OVER, weight_over, "chosen experts over which weights are normalized") \
     REAL(sparsemixer_eps, 0.01, 1e-6, 10, "eps of sparsemixer") \
-    FLAG(sparsemixer_sample, "in training each pick of sparsemixer is drawn") \
+    FLAG(sparsemixer_sample, "sparsemixer samples its experts in training") \
     FLAG(expert_scale, "weights are multiplied by the parameter router.expert_scale (Gemma 4)") \
-    REAL(scale, 1, -1e6, 1e6, "weights are multiplied by this last of all") \
+    REAL(scale, 1, -1e6, 1e6, "factor applied to the final weights") \
     CHOICE(apply_to, APPLY, apply, "where the weight is applied") \
     /* capacity: C = max(capacity_min, ceil(capacity_factor K N / E)) assignments per expert */ \
     REAL(capacity_factor, 0, 1e-6, 1e6, \
         "capacity as a multiple of the even load; 0: dropless [expert_choice and expert_threshold: 1]") \
-    REAL(capacity_factor_eval, 0, 1e-6, 1e6, "the same outside training [capacity_factor]") \
+    REAL(capacity_factor_eval, 0, 1e-6, 1e6, "capacity factor outside training [capacity_factor]") \
     INT(drop_capacity, 0, 1, MOE_MAX_WIDTH, "> 0: C itself, instead of a factor") \
-    INT(capacity_min, 1, 1, MOE_MAX_WIDTH, "least capacity") \
+    INT(capacity_min, 1, 1, MOE_MAX_WIDTH, "minimum capacity") \
     CHOICE(capacity_bound, BOUND, bound, "raises capacity_min to C_min; alone C_min is the capacity") \
     REAL(capacity_rho, 0, 1e-9, 1, \
         "> 0: C_min of every, at most N, is averaged: mean <- rho mean + (1 - rho) min(C_min, N)") \
-    CHOICE(drop_order, DROP, drop, "who is placed first") \
+    CHOICE(drop_order, DROP, drop, "order in which assignments are placed") \
     CHOICE(drop_rule, DROP_RULE, drop_rule, "random dropping of weak choices") \
     CHOICE(renormalize, RENORMALIZE, renormalize, "weights after dropping") \
     /* losses: a factor of 0 turns one off */ \
     REAL(loss_balance, 0, 0, 1e6, "alpha of the balance loss") \
-    CHOICE(balance_over, BALANCE, balance, "what it counts") \
-    CHOICE(balance_scope, SCOPE, scope, "over the batch or per sequence") \
+    CHOICE(balance_over, BALANCE, balance, "what the balance loss counts") \
+    CHOICE(balance_scope, SCOPE, scope, "balance over the batch or per sequence") \
     REAL(zero_tau, 0, 1e-6, 1e6, \
-        "tau: weighs experts without matrices in the balance loss; real ones get tau times their capacity [1]") \
+        "tau: weight of experts without matrices in the balance loss; factor of the others' capacity [1]") \
     FLAG(zero_average, "the balance loss counts the mean load of the experts without matrices for each of them") \
     REAL(loss_z, 0, 0, 1e6, "beta of the z loss") \
     REAL(loss_importance, 0, 0, 1e6, "w of the importance loss") \
-    CHOICE(importance_over, IMPORTANCE, importance, "what it sums") \
+    CHOICE(importance_over, IMPORTANCE, importance, "what the importance loss sums") \
     FLAG(unbiased, "the variance in CV^2 divides by E - 1") \
     REAL(loss_entropy, 0, 0, 1e6, "gamma of the entropy loss") \
     REAL(loss_usage_entropy, 0, 0, 1e6, "gamma of the usage entropy") \
-    REAL(loss_similarity_same, 0, 0, 1e6, "lambda of unlike inputs at the same expert") \
-    REAL(loss_similarity_diff, 0, 0, 1e6, "lambda of unlike inputs at different experts, a reward") \
-    REAL(loss_locality, 0, 0, 1e6, "mu: keeps tokens on the machine where they are") \
+    REAL(loss_similarity_same, 0, 0, 1e6, "lambda: penalty for unlike inputs at the same expert") \
+    REAL(loss_similarity_diff, 0, 0, 1e6, "lambda: reward for unlike inputs at different experts") \
+    REAL(loss_locality, 0, 0, 1e6, "mu of the locality loss, which keeps tokens on their machine") \
     INT(nodes, 1, 1, MOE_MAX_EXPERTS, "number of machines for loss_locality") \
     REAL(loss_l1, 0, 0, 1e6, "lambda of the L1 loss") \
     REAL(loss_load, 0, 0, 1e6, "w of the load loss; needs noise") \
@@ -846,37 +846,37 @@ enum { MOE_MAX_EXPERTS = sizeof(int) > 2 ? 65536 : 32767, MOE_MAX_WIDTH = sizeof
     REAL(loss_simplicity, 0, 0, 1e6, "w of the simplicity loss") \
     REAL(loss_stable_balance, 0, 0, 1e6, "alpha of StableMoE's balance loss") \
     REAL(loss_selector_entropy, 0, 0, 1e6, "lambda of the entropy of each code of dselect") \
-    REAL(loss_selector_reach, 0, 0, 1e6, "omega: keeps codes of dselect at experts that exist, E not a power of 2") \
-    REAL(loss_distill, 0, 0, 1e6, "factor of the distance from call.teacher, or with student from this router") \
-    CHOICE(distill, DISTILL, distill, "that distance") \
+    REAL(loss_selector_reach, 0, 0, 1e6, "omega: penalty on dselect's codes beyond E, for E not a power of 2") \
+    REAL(loss_distill, 0, 0, 1e6, "factor of the distance to call.teacher, or of the student to this router") \
+    CHOICE(distill, DISTILL, distill, "distance of loss_distill") \
     FLAG(student, \
-        "a linear router router.student learns to choose as this one, and chooses from freeze_at on (StableMoE)") \
+        "a linear router.student learns the choices and makes them from freeze_at on (StableMoE)") \
     INT(student_dim, 0, 1, MOE_MAX_WIDTH, \
-        "> 0: it reads an embedding of the token id, this wide, instead of the router's input") \
-    REAL(loss_predictor, 0, 0, 1e6, "w of the predictor's cross-entropy; reaches it alone") \
+        "> 0: width of the token id's embedding that it reads instead of the router's input") \
+    REAL(loss_predictor, 0, 0, 1e6, "w of the predictor's cross-entropy, which trains only the predictor") \
     REAL(compete_rate, 0, 1e-6, 1, \
-        "probability that all experts compete for the tokens of a training call; loss_distill teaches the router") \
-    INT(compete_from, 0, 1, MOE_MAX_WIDTH, "from this step on; the probability stays, as in the authors' program") \
-    CHOICE(compete, COMPETE, compete, "by what") \
+        "probability that all experts compete for a training call's tokens; loss_distill teaches the router") \
+    INT(compete_from, 0, 1, MOE_MAX_WIDTH, "first step with competition, at a constant rate as in the authors' code") \
+    CHOICE(compete, COMPETE, compete, "what experts compete by") \
     REAL(expert_temperature, 0, 1, 1e6, \
-        "T > 1 of the experts' own loss in a classical mixture (dual temperature) [that of the gate]") \
+        "T > 1 of the experts' own loss in a classical mixture (dual temperature) [gate_temperature]") \
     /* state and schedules; steps are those of the optimizer, counted by moe_router_advance from \
        0 */ \
-    REAL(bias_rate, 0, 0, 1e6, "gamma: how far bias_rule moves the selection bias per step; 0: not") \
-    CHOICE(bias_rule, BIAS_RULE, bias_rule, "how the loads of a step move it") \
+    REAL(bias_rate, 0, 0, 1e6, "gamma, step size of bias_rule; 0: the selection bias is constant") \
+    CHOICE(bias_rule, BIAS_RULE, bias_rule, "how the loads of a step change the selection bias") \
     REAL(bias_real, 0, 1e-6, MOE_MAX_EXPERTS, \
-        "K_e > 0: real experts per token that the bias aims at; the others' does not move (LongCat-Flash)") \
-    FLAG(bias_centre, "the mean of its changes is subtracted from them [smebu: 1]") \
+        "K_e > 0: target of real experts per token; other biases are constant (LongCat-Flash)") \
+    FLAG(bias_centre, "the biases' mean change is subtracted [smebu: 1]") \
     REAL(bias_kappa, 0, 1e-6, 1e6, "kappa of smebu [2]") \
     REAL(bias_beta, 0, 1e-6, 0.999999, "beta of smebu [0.5]") \
     CHOICE(l1_controller, L1, l1, \
         "each step loss_l1 [1e-8] times 1.2 if fewer than 1 - K/E are unchosen, else divided by it (ReMoE)") \
     INT(schedule_steps, 0, 1, MOE_MAX_WIDTH, \
-        "steps of the schedules below [the trainer's total steps; until it sets them nothing moves]") \
+        "steps of the schedules below [the trainer's total steps; until it sets them nothing changes]") \
     INT(k_end, 0, -1, MOE_MAX_EXPERTS, \
-        "K at the end: round(K0 + (K1 - K0) step / schedule_steps); -1: E (SMoE-dropout)") \
-    CHOICE(tau_schedule, TAU, tau, "the field that moves to tau_end, on a straight line") \
-    REAL(tau_end, 0, 1e-6, 1e6, "its value at the end") \
+        "final K1 of round(K0 + (K1 - K0) step / schedule_steps); -1: E (SMoE-dropout)") \
+    CHOICE(tau_schedule, TAU, tau, "the field that changes linearly to tau_end") \
+    REAL(tau_end, 0, 1e-6, 1e6, "its final value") \
     INT(freeze_at, 0, 1, MOE_MAX_WIDTH, \
         "from this step on nothing is learned and the student chooses (StableMoE); 0: never") \
     INT(switch_at, 0, 1, MOE_MAX_WIDTH, "until this step switch_from selects, then select (LocMoE)") \
@@ -893,7 +893,7 @@ enum { MOE_MAX_EXPERTS = sizeof(int) > 2 ? 65536 : 32767, MOE_MAX_WIDTH = sizeof
 typedef struct moe_router_config {
     MOE_ROUTER_FIELDS(MOEI_MEMBER_INT, MOEI_MEMBER_FLAG, MOEI_MEMBER_CHOICE, MOEI_MEMBER_REAL)
     /* private: 1 + the index of the preset that it began as; MOEI_OF_A_FILE: read from one. A
-       setting of either that a later one has left without effect is reset, not refused */
+       setting of either that a later one made ineffective is reset, not refused */
     int preset;
 } moe_router_config;
 enum { MOEI_OF_A_FILE = -1 };
@@ -1812,7 +1812,7 @@ MOEI_TOOL moe_status moei_unknown_field(const moe_field *fields, const char *nam
     const char *nearest = NULL;
     size_t length = name != NULL ? moei_strlen(name) : 0, least = length / 3 + 2, distance;
     if (fields == NULL || name == NULL)
-        return moei_error(error, MOE_ERR_NOT_FOUND, "there is no field without a name or a table");
+        return moei_error(error, MOE_ERR_NOT_FOUND, "name and fields must not be NULL");
     for (; fields->name != NULL && length < MOEI_NAME_ROOM; fields++) {
         distance = moei_edit_distance(name, fields->name);
         if (distance >= least) continue;
@@ -2714,9 +2714,9 @@ static moei_obstacle moei_blocks(const char *field, const char *remedy) {
 
 static moei_obstacle moei_decoding_obstacle(const moe_router_config *c) {
     if (moei_needs_others(c->select) && !c->predictor)
-        return moei_blocks("select", "select = top_k, or another choice by tokens,");
+        return moei_blocks("select", "select = top_k or another token choice");
     if (moei_switches_in(c, 0) && moei_needs_others(c->switch_from))
-        return moei_blocks("switch_from", "switch_from = top_k, or another choice by tokens,");
+        return moei_blocks("switch_from", "switch_from = top_k or another token choice");
     if (moei_shares_draws(c)) return moei_blocks("sample_scope", "sample_scope = token");
     if (c->custom_batch)
         return moei_blocks("custom_batch", "a custom stage that reads only its own token (custom_batch = 0)");
@@ -7635,7 +7635,7 @@ static moe_status moei_route_globally(const moei_pass *own_call, moe_status stat
     s->r->n_real = moei_real_tokens(&all, 0, s->n);
     status = moei_route_tokens(&own, s, &delta);
     if (status == MOE_OK && (s->supplied & MOEI_HAS_DISTANCES) && call->distances == NULL)
-        status = moei_missing(call, "distances", "that of other processes");
+        status = moei_missing(call, "distances", "the call of another process");
     s->r->u = own_r.u;
     s->r->clean_logits = own_r.clean_logits;
     if (s->c->predictor) s->r->predicted = s->m.student_logits;

@@ -490,7 +490,7 @@ static moe_status moei_mixture_check(int criterion, const moe_mixture *m, const 
     size_t rows, cells;
     moe_status status;
     if (criterion < 0 || criterion >= MOE_CRITERION_COUNT)
-        return moei_error(error, MOE_ERR_ARGUMENT, "criterion = %d: there is no such one", criterion);
+        return moei_error(error, MOE_ERR_ARGUMENT, "criterion = %d: no such criterion", criterion);
     if (m == NULL || result == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "mixture and result must not be NULL");
     if (m->experts == 0 || m->width == 0)
         return moei_error(error, MOE_ERR_ARGUMENT, "experts = %z, width = %z: must be 1 or more", m->experts, m->width);

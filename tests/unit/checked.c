@@ -250,6 +250,12 @@ static void run_accepted(copy *c, moe_rng *rng, const moe_loader *loader, unsign
     }
 }
 
+/* Whether a message has been written, with its end, into memory that was filled with FILL. */
+static int is_message(const moe_error *error) {
+    const char *end = (const char *)memchr(error->message, '\0', sizeof error->message);
+    return end != NULL && end > error->message && memchr(error->message, FILL, (size_t)(end - error->message)) == NULL;
+}
+
 /* Checks the copy, and runs it if it is accepted. */
 static moe_status copy_try(copy *c, moe_rng *rng, const char *what) {
     unsigned char *scratch = c->block + GUARD;
@@ -260,10 +266,10 @@ static moe_status copy_try(copy *c, moe_rng *rng, const char *what) {
     loader.ctx = c;
     loader.fetch = copy_fetch;
     memset(c->block, FILL, c->scratch_size + 2 * GUARD);
-    memset(&error, 0, sizeof error);
+    memset(&error, FILL, sizeof error);
     status =
         moe_model_check(&c->model, c->original->experts == NULL ? &loader : NULL, scratch, c->scratch_size, &error);
-    CHECK(status == MOE_OK || (error.code == status && error.message[0] != '\0'), what);
+    CHECK(status == MOE_OK || (error.code == status && is_message(&error)), what);
     for (i = 0; i < c->scratch_size; i++) wrong += scratch[i] != 0;
     CHECK(wrong == 0, "scratch memory is zeros after a check");
     if (status == MOE_OK) run_accepted(c, rng, c->original->experts == NULL ? &loader : NULL, scratch);

@@ -685,7 +685,7 @@ static void test_nets_refused(void) {
         CHECK_REFUSED(moe_trainer_init(&trainer, &net, &t, &error), MOE_ERR_CONFIG, "must be an MoE layer");
         CHECK_REFUSED(moe_evaluate(&net, &data, t.criterion, &result, &error), MOE_ERR_CONFIG, "must be an MoE layer");
     }
-    CHECK_REFUSED(moe_evaluate(&net, &data, MOE_CRITERION_COUNT, &result, &error), MOE_ERR_ARGUMENT, "no such one");
+    CHECK_REFUSED(moe_evaluate(&net, &data, MOE_CRITERION_COUNT, &result, &error), MOE_ERR_ARGUMENT, "no such");
     moe_net_free(&net);
     t.criterion = MOE_CRITERION_EXPECTATION;
     for (i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {

@@ -2196,7 +2196,7 @@ static void test_beyond_size(void) {
                 layer.tensors[place] = x; /* not read */
         IS(MOE_ERR_OVERFLOW, moe_layer_work_size(&layer, INT32_MAX, 1, &bytes));
         CHECK(bytes == 77);
-        REFUSED(MOE_ERR_OVERFLOW, "call.n_tokens = 2147483647: the workspace is beyond size_t",
+        REFUSED(MOE_ERR_OVERFLOW, "call.n_tokens = 2147483647: the workspace exceeds size_t",
                 moe_layer_forward(&layer, &call, y, x, sizeof x, &pass));
     }
 }

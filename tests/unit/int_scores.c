@@ -1112,7 +1112,7 @@ static void test_alone(void) {
     moe_layer_config c;
     memset(&c, 0, sizeof c);
     c.router.select = MOE_SELECT_EXPERT_CHOICE;
-    refuses(&c, "one input per call; select = top_k, or another choice by tokens, works");
+    refuses(&c, "one input per call; select = top_k or another token choice works");
 }
 
 /* Columns up to 1e6. */

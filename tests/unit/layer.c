@@ -2262,7 +2262,8 @@ static void test_upcycle(void) {
         }
         if (row == 0) {
             double mean, deviation, was, wide;
-            size_t all = DENSE_WIDTH * 6;
+            enum { all = DENSE_WIDTH * 6 };
+            moe_real first[UPCYCLED * all];
             moments_of(dense->tensors[MOE_EXPERTS_UP], NULL, all, &was, &wide);
             for (i = 0; i < UPCYCLED; i++) { /* every number is drawn again: 240 of them */
                 moments_of(layer.tensors[MOE_EXPERTS_UP] + i * all, NULL, all, &mean, &deviation);
@@ -2271,6 +2272,12 @@ static void test_upcycle(void) {
             CHECK(moe_layer_upcycle(&layer, dense, 0, (moe_real)0.5, 3, &error) == MOE_OK, "noise");
             moments_of(layer.tensors[MOE_EXPERTS_DOWN], dense->tensors[MOE_EXPERTS_DOWN], all, &mean, &deviation);
             CHECK(fabs(mean) < 0.15 && fabs(deviation - 0.5) < 0.1, "noise of this deviation");
+            memcpy(first, layer.tensors[MOE_EXPERTS_DOWN], sizeof first);
+            CHECK(memcmp(first, first + all, all * sizeof *first) != 0, "each expert has noise of its own");
+            CHECK(moe_layer_upcycle(&layer, dense, 0, (moe_real)0.5, 4, &error) == MOE_OK, "another seed");
+            CHECK(memcmp(first, layer.tensors[MOE_EXPERTS_DOWN], sizeof first) != 0, "gives other noise");
+            CHECK(moe_layer_upcycle(&layer, dense, 0, (moe_real)0.5, 3, &error) == MOE_OK, "the same seed");
+            CHECK(same_bits(first, layer.tensors[MOE_EXPERTS_DOWN], sizeof first), "gives the same noise");
         }
         moe_layer_free(&layer);
         moe_net_free(&net);

@@ -1367,6 +1367,7 @@ static void test_metrics(void) {
     report.n_assignments = 21;
     f = moe_figure_classes(&report);
     CHECK(f.kind == MOE_FIGURE_HEAT && f.rows == 2 && f.columns == 3 && f.values == classes);
+    CHECK(f.title != NULL && f.row_label != NULL && f.column_label != NULL && f.value_label != NULL);
     check_all_forms(&f);
     f = moe_figure_load(&report);
     CHECK(f.kind == MOE_FIGURE_BARS && f.rows == 2 && f.columns == 1 && f.values == load &&

@@ -3419,9 +3419,9 @@ static void test_refusals_name_the_cause(void) {
     CHECK(moe_field_set(moe_router_fields(), &c, "top_k", NULL, &error) == MOE_ERR_ARGUMENT &&
           strcmp(error.message, "config and value must not be NULL") == 0);
     CHECK(moe_field_set(moe_router_fields(), &c, NULL, "1", &error) == MOE_ERR_NOT_FOUND &&
-          strcmp(error.message, "there is no field without a name or a table") == 0);
+          strcmp(error.message, "name and fields must not be NULL") == 0);
     CHECK(moe_field_set(NULL, &c, "top_k", "1", &error) == MOE_ERR_NOT_FOUND &&
-          strcmp(error.message, "there is no field without a name or a table") == 0);
+          strcmp(error.message, "name and fields must not be NULL") == 0);
 }
 
 int main(int argc, char **argv) {

@@ -717,6 +717,7 @@ static void test_refused_gguf(void) {
     refuse_changed(&b, "ggml.tokens\t\0\0\0\x08\0\0\0", "ggml.tokens\x04\0\0\0\x08\0\0\0", 19, MOE_ERR_FORMAT, "byte");
     refuse_changed(&b, "ggml.bos_token_id\x04", "ggml.bos_token_id\x06", 18, MOE_ERR_FORMAT, "has type 6");
     refuse_changed(&b, "he ll", "he_ll", 5, MOE_ERR_FORMAT, "not two texts");
+    refuse_changed(&b, "\5\0\0\0\0\0\0\0he ll", "\5\0\0\0\1\0\0\0he ll", 13, MOE_ERR_FORMAT, "beyond the end");
     v.fewer = 1;
     b.size = 0;
     vocab_gguf(&v, &b);
