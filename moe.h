@@ -84,7 +84,7 @@
      MOE_NO_QUANT      yes   no int8 and int4 weights (see moe_kernels.h)
      MOE_STB_DS_PATH   no    the header's name in quotes, when it is not found as "stb_ds.h" or
                              <stb/stb_ds.h>
-   Of the object's half megabyte (gcc -O2, x86-64; tests/bench/options.sh measures it), MOE_NO_TRAIN
+   Of the object's 0.6 MB (gcc -O2, x86-64; tests/bench/options.sh measures it), MOE_NO_TRAIN
    saves about a quarter, MOE_NO_QUANT a tenth and MOE_NO_STDIO 1 %. None changes the speed of a
    forward pass.
 */
@@ -238,8 +238,8 @@
      moe_layer_create(&layer, &config, 1, seed, NULL, &error);   1: with gradients; NULL: the heap
      moe_layer_work_size(&layer, n, 1, &bytes);  work = malloc(bytes);
      moe_call call = {0};  call.n_tokens = n;  call.x = x;  call.training = 1;  call.error = &error;
-     moe_layer_forward(&layer, &call, y, work, bytes, &pass);    pass.routing: which expert took
-     what moe_layer_backward(&layer, dy, dx, NULL, &pass);            adds to layer.gradients and dx
+     moe_layer_forward(&layer, &call, y, work, bytes, &pass);    pass.routing: who went where
+     moe_layer_backward(&layer, dy, dx, NULL, &pass);            adds to layer.gradients and dx
      moe_layer_save(&layer, "layer.safetensors", &error);
      moe_layer_free(&layer);
    Weights in flash or in a mapped file: moe_layer_init makes a layer without memory. Set
