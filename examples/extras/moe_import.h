@@ -3811,7 +3811,6 @@ static moe_status moei_import_fill(moei_importer *r, moe_layer *layer) {
     status = moei_import_complete(r, layer, seen);
     moei_free(&r->allocator, seen, r->sizes[MOEI_SIZE_E] * sizeof *seen);
     if (status == MOE_OK) status = moei_layer_allocate(layer, 0, r->error);
-    if (status != MOE_OK) return status;
     for (i = 0; i < moei_import_tensor_count(&r->found) && status == MOE_OK; i++)
         status = moei_import_tensor_read(r, moei_import_tensor_at(&r->found, i), layer);
     if (status != MOE_OK) moe_layer_free(layer);

@@ -646,6 +646,8 @@ static void test_single_sums(void) {
     CHECK_STATUS(single_check(), MOE_OK, "sines of 1, too");
     one.op.shape.shift = 19;
     CHECK_STATUS(single_check(), MOE_ERR_OVERFLOW, "and rounded");
+    for (i = 0; i < 16 * 4; i++) one.constants[i] = 0x7fff;
+    CHECK_STATUS(single_check(), MOE_ERR_OVERFLOW, "sines of multiples of 16 places alone");
     for (i = 0; i < 17 * 4; i++) one.constants[i] = 0x8000;
     CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "cosines below -1");
     single_begin(moei_int_op_unit, 65532, 0);
