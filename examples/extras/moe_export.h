@@ -1,7 +1,7 @@
 /* moe_export.h - inference models from trained networks, and C for firmware
 
-   An extra of moe.h. It turns a network into an inference model, with float weights or in integers,
-   and prints it as a C header of constants. A device runs such a model without heap and without
+   An extra of moe.h. It turns a network into an inference model, in floats or in integers only, and
+   prints it as a C header of constants. A device runs such a model without heap and without
    initialization. MIT or public domain, as moe.h.
 
    Contents (search for the tag)
@@ -9,19 +9,19 @@
      >>profile      moe_model_profile, moe_profile_free
      >>print        moe_export_c, moe_export_experts
      >>private      the implementation, in the order of the data:
-       >>making       the state of a model in the making
+       >>making       the state of a model under construction
        >>calibration  the ranges of every module
        >>operations   vectors, products, elementwise operations, experts
        >>routers      a router's settings as an integer router; its logits
        >>modules      MoE layers, the other modules, attention
        >>scratch      vectors get their offsets
        >>models       integer models, float models
-       >>profiles     every operation beside the same in float
+       >>profiles     every operation compared with the same in float
        >>header       the C header
 
    Recipe
      1. Copy moe_export.h into your project, beside moe.h.
-     2. Include it after moe.h. Where MOE_IMPLEMENTATION is defined, it brings its implementation.
+     2. Include it after moe.h. Where MOE_IMPLEMENTATION is defined, it adds its implementation.
      It needs no option and no other extra. The device needs the three headers of the core and the
      exported header.
 
@@ -81,7 +81,7 @@
 
    Options: those of moe.h.
      MOE_NO_TRAIN, MOE_NO_FLOAT  leave out everything.
-     MOE_NO_QUANT                leaves out integer models: moe_model_create answers
+     MOE_NO_QUANT                leaves out integer models: moe_model_create returns
                                  MOE_ERR_UNSUPPORTED for weights other than MOE_WEIGHTS_FLOAT.
      MOE_REAL=double             refuses float models; integer models work. Public names have the
                                  suffix _f64, as in moe.h.
@@ -89,11 +89,11 @@
      MOE_NO_TRAIN                leaves out all of moe.h but inference.
      MOE_NO_FLOAT                leaves out all but integer models.
      MOE_FLASH_EXPERTS           integer models: the attributes of the array of experts, which keep
-                                 it aligned to 4 and may place it apart from the rest, as in
+                                 it aligned to 4 and may place it in other memory, such as
                                  memory-mapped serial flash [MOE_FLASH]:
                                  __attribute__((section(".qspi"), aligned(4)))
      MOE_KEEP_ALL                float models: keeps all activations, scores and so on, and the
-                                 messages of errors. Without it, only what the model uses is kept
+                                 error messages. Without it, only what the model uses is kept
                                  (MOE_KEEP_ masks and MOE_NO_MESSAGES, see moe_kernels.h). Define
                                  it when there are several float models.
 
@@ -101,12 +101,12 @@
      From network to firmware.   Create, test and print the model on the machine that trains:
        moe_model_config config = {0};
        config.weights = MOE_WEIGHTS_INT8;
-       config.calibration = &rows;                 some hundred inputs like those that will come
+       config.calibration = &rows;                 a few hundred representative inputs
        moe_model_create(&built, &net, &config, &error);
        moe_infer(&built.model, NULL, input, output, scratch, built.model.scratch_size);
        stream = moe_buffer_stream(&buffer);        or a stream of your own
        moe_export_c(&built, "digits", &stream, &error);
-     The device gets exactly the bits that moe_infer computes here. On the device:
+     The device computes exactly the same bits as moe_infer here. On the device:
        #define MOE_IMPLEMENTATION
        #define MOE_NO_FLOAT                        a float model takes MOE_NO_TRAIN instead
        #include "digits.h"                         includes moe.h
@@ -116,25 +116,26 @@
 
      The header.   The model is `static const moe_model NAME`. Macros, in capitals: NAME_INPUTS,
      NAME_OUTPUTS, NAME_SCRATCH (bytes), NAME_INPUT_SCALE, NAME_OUTPUT_SCALE, and for sequences
-     NAME_LENGTH. Its first comment tells the bytes of weights, tables and scratch, and the
+     NAME_LENGTH. Its first comment states the bytes of weights, tables and scratch, and the
      multiplications of a call. Constants carry MOE_FLASH: on AVR they stay in program memory, all
-     of them in its first 64 KiB. Names that begin with moei_ are private. A header fits one
-     MOE_MODEL_VERSION and stops the compiler under another.
+     of them in its first 64 KiB. Names that begin with moei_ are private. A header is made for one
+     MOE_MODEL_VERSION and is an #error under another.
 
      Profiles.   Which operation loses accuracy, wastes range, takes time or memory:
        moe_model_profile(&profile, &net, &config, NULL, &error);    runs on config.calibration
        built.profile = &profile;                   the first comment of the header shows it
-     The SNR of a row is its own error, on the inputs that it got; net_snr is what has gathered up
-     to a module's output. Saturated outputs need more calibration data; where little of the range
-     is used, that has outliers. In the map, memory that vectors share at different times has a line
-     for each. Instructions are an estimate for gcc -Os without wait states, by constants for each
-     function that are fitted to counts of an emulator; for the digits of examples/mcu it is within
-     10 % of the longest run. Float models that are no lists of operations have no profile.
+     snr measures the error of one operation, given its inputs; net_snr measures the error that has
+     accumulated up to a module's output. Saturated outputs call for more calibration data; a range
+     that is hardly used, for data without outliers. The map has a line for each vector, also where
+     vectors share memory at different times. Instructions are estimated for gcc -Os without wait
+     states, from constants per function that are fitted to an emulator's counts; for the digits of
+     examples/mcu the estimate is within 10 % of the longest run. Float models that are not lists of
+     operations have no profile.
 
      Integer models.   Everything is an integer, from the input to the output, so every machine
      computes the same bits. A float is code * scale: scale the input to int8 codes with
      moe_infer_levels or NAME_INPUT_SCALE, and multiply the int16 outputs by NAME_OUTPUT_SCALE.
-     Weights have one scale per output (int4: and a factor per 32 inputs). A vector that a product
+     Weights have one scale per output (int4: also a factor per 32 inputs). A vector that a product
      reads has 8-bit codes; sums of residuals, logits and what norms read have 16. With int8 weights
      a product reads 16-bit codes where 8 would lose more than 1 % (products of gates, relu2,
      heavy tails); it then takes two multiplications for each weight. Activations are curves of
@@ -142,42 +143,42 @@
      (--gc-sections), only those that the model names stay.
 
      Float models.   Most are lists of operations, as integer models are: a few kilobytes of code,
-     and the results of the network but for rounding. What has no list is computed by the network's
-     own code (moe_net_forward, moe_net_decode), twenty times as much, and gives its bits; the
-     header says so, and why: attention, scores other than linear, random and mlp, selections in
-     groups, shaped experts, MOE_NO_QUANT, and most of what integers have no form for.
-     same_bits = 1 asks for that.
+     and the network's results up to rounding. The others run the network's own code
+     (moe_net_forward, moe_net_decode), which is twenty times as large, and compute the same bits as
+     the network; the header says so, and why: attention, scores other than linear, random and mlp,
+     grouped selections, shaped experts, MOE_NO_QUANT, and most of what integer models do not
+     support. same_bits = 1 requests that form.
 
      Calibration.   The network runs on the calibration data in float. The largest magnitude of each
      vector sets its scale; values beyond it saturate (16-bit codes have room for four times as
-     much). Use data like that in the field, without outliers. If an int8 model loses accuracy, try
-     more calibration data first. int4 halves the weights and loses more.
+     much). Use data like the device's, without outliers. If an int8 model loses accuracy, try more
+     calibration data first. int4 halves the weights and loses more.
 
-     What can be a model.   Every network that decodes token by token (moe_net_decode_size), but
-     for scores and selections of the caller, forced routing (select = given), and hashes of ids
-     that the network does not read. Integers have no form for score = dselect, refined gates, more
-     than 256 experts in a layer, widths above 65532, and some combinations. The error names them.
+     Supported networks.   Every network that decodes token by token (moe_net_decode_size), except
+     those with the caller's own scores or selections, forced routing (select = given), or hashes of
+     ids that the network does not read. Integer models do not support score = dselect, refined
+     gates, more than 256 experts in a layer, widths above 65532, and some combinations. The error
+     names them.
 
      Sequences.   With attention, positions or convolution a call takes one token; scratch keeps the
      sequence. config.length bounds it. See moe_infer.
 
      Experts in external flash.   With config.loader = 1 the header has no expert weights.
      moe_export_experts writes them as bytes; on the device a moe_loader fetches the blocks of the
-     chosen experts into scratch: the second argument of moe_infer. moe_blocks.h keeps the blocks
+     chosen experts into scratch: the second argument of moe_infer. moe_blocks.h caches the blocks
      used last.
 
-     Memory.   A built model owns its memory, from config.allocator. A list of operations keeps
-     nothing of the network; another float model points to the network's parameters, which must
-     outlive it.
-     Threads.   There are no globals. Reading one model from several threads is safe, with scratch
-     memory for each.
+     Memory.   A built model owns its memory, from config.allocator. A list of operations does not
+     point to the network; a float model without a list points to the network's parameters, which
+     must outlive it.
+     Threads.   There are no globals. Threads may share a model if each has its own scratch memory.
      Errors, NULL and promises are as in moe.h.
 
    Glossary (besides that of moe.h)
-     inference model   a network made ready for moe_infer: constants alone.
+     inference model   a network converted for moe_infer: constants only.
      code              the quantized value: the integer that stands for a float = code * scale.
      narrow, wide      codes within +-127, and within +-32767. Both are stored as int16.
-     calibration       inputs like those that will come; they determine the ranges of activations.
+     calibration       representative inputs; they determine the ranges of activations.
      scratch           the memory in which moe_infer works.
      operation         one step of an integer model: a function, its vectors, its constants.
      block             the constants of one expert.
@@ -245,7 +246,8 @@ typedef struct moe_built_model {
      MOE_ERR_ARGUMENT     NULL; no calibration data; no allocator
      MOE_ERR_STATE        the network is not built
      MOE_ERR_CONFIG       a setting of config is out of range
-     MOE_ERR_UNSUPPORTED  a module or setting that has no such form; double build: a float model
+     MOE_ERR_UNSUPPORTED  a module or setting that such a model does not support; double build: a
+                          float model
      MOE_ERR_NONFINITE    a parameter, or a number that calibration computes, is infinite or NaN
      MOE_ERR_OVERFLOW     sizes are too large, or scales too far apart, for integers
      MOE_ERR_MEMORY
@@ -260,20 +262,20 @@ MOE_API void moe_model_free(moe_built_model *built);
 /* An operation of a model, or with the name "route" the router of an MoE layer. */
 typedef struct moe_profile_row {
     const char *name;       /* of its function: "int8", "curve", "mixture", ...; add: it adds to a sum */
-    size_t op;              /* its number in model.ops; route: that of its MoE layer in model.mixtures */
+    size_t op;              /* its index in model.ops; route: that of its MoE layer in model.mixtures */
     size_t module;          /* of the network */
     size_t outputs, inputs; /* its shape; route: the most choices, the experts */
-    /* the most calls in one inference: those of experts top_k times; 0: experts without matrices,
-       for one with matrices costs more */
+    /* the most calls in one inference: of experts top_k; 0: experts without matrices, since those
+       with matrices cost more */
     size_t calls;
     size_t multiplications; /* multiply-accumulates of all these calls */
-    size_t weight_bytes;    /* its constants, of all experts; 0: another row has the same */
+    size_t weight_bytes;    /* its constants, of all experts; 0: counted in another row */
     double instructions;    /* of all calls on a Cortex-M4, see Profiles; 0: not known */
-    /* the same operation in float on the same (dequantized) inputs: numbers compared, 0: none; the
-       ratio of signal to noise in dB, HUGE_VAL: no difference, NaN: the samples are not finite */
+    /* compared with the operation in float on the same (dequantized) inputs: how many numbers, 0:
+       none; the signal-to-noise ratio in dB, HUGE_VAL: no difference, NaN: samples not finite */
     size_t compared;
     double snr;
-    /* a module's output, or the routing weights, against the network's: the same */
+    /* the same for a module's output, or the routing weights, compared with the network's */
     size_t net_compared;
     double net_snr;
     double saturated; /* share of outputs clamped because their codes have no more range */
@@ -284,7 +286,7 @@ typedef struct moe_profile_row {
 /* A vector in scratch memory, from the first operation that writes it to the last that uses it. The
    state of a sequence lives from the first row to the last. */
 typedef struct moe_profile_vector {
-    size_t at, size;    /* bytes, from the first multiple of 4 on */
+    size_t at, size;    /* in bytes; at counts from the first address that is a multiple of 4 */
     size_t first, last; /* rows */
 } moe_profile_vector;
 
@@ -298,10 +300,10 @@ typedef struct moe_profile {
 } moe_profile;
 
 /* Profiles the model that moe_model_create makes of net and config (NULL: {0}): runs it on samples
-   (NULL: config->calibration; without both nothing is compared), each operation beside the same in
-   float. Errors as moe_model_create, and MOE_ERR_UNSUPPORTED: the model is no list of operations
-   (see Float models); MOE_ERR_STATE: a sequence is longer than config->length. On failure *profile
-   is untouched. */
+   (NULL: config->calibration; without both nothing is compared), each operation compared with the
+   same in float. Errors as moe_model_create, and MOE_ERR_UNSUPPORTED: the model is not a list of
+   operations (see Float models); MOE_ERR_STATE: a sequence is longer than config->length. On
+   failure *profile is untouched. */
 MOE_API moe_status moe_model_profile(moe_profile *profile, const moe_net *net, const moe_model_config *config,
                                      const moe_data *samples, moe_error *error);
 /* Frees what profile owns and zeroes it. NULL and {0} are allowed. */
@@ -339,9 +341,9 @@ extern "C" {
 
 #ifndef MOE_NO_QUANT
 
-/* ---- >>making: a model in the making ---- */
+/* ---- >>making: a model under construction ---- */
 
-/* What calibration found of some numbers. */
+/* Statistics of some numbers in calibration. */
 typedef struct moei_range {
     double most;           /* the largest magnitude */
     double squares, count; /* the sum of their squares; how many are not 0 */
@@ -372,8 +374,8 @@ typedef struct moei_vector {
     double scale;                 /* float = code * scale */
     double range;                 /* the largest magnitude seen in calibration */
     uint32_t narrow;              /* a narrow copy; MOEI_INT_NONE: not made yet */
-    uint32_t sums;                /* those of moei_int4_sums, the same */
-    int branch;                   /* where these are made */
+    uint32_t sums;                /* its moei_int4_sums; the same */
+    int branch;                   /* in which narrow and sums were made */
     int keeps_16;                 /* 1: products read all 16 bits */
     uint32_t first_use, last_use; /* times of the clock */
     uint32_t offset;              /* in scratch, in int16 */
@@ -383,28 +385,28 @@ typedef struct moei_vector {
 /* Not enumerators: C++20 deprecates their arithmetic with floating-point numbers. */
 #define MOEI_NARROW 127
 #define MOEI_WIDE 32767
-#define MOEI_HEADROOM 4.0 /* of codes of 16 bits beyond what calibration has seen */
+#define MOEI_HEADROOM 4.0 /* of 16-bit codes beyond the calibrated range */
 
 enum { MOEI_INT_PIECES = 16 };
 
-/* What a profile must know of an operation besides its fields. */
+/* What a profile needs of an operation besides its fields. */
 typedef struct moei_op_note {
-    uint32_t in, other, out; /* vectors by number */
+    uint32_t in, other, out; /* indices of vectors */
     uint32_t clock, module;
     uint32_t mixture;        /* of an inner operation: its MoE layer */
     uint32_t output_of;      /* 1 + the module whose output it makes; 0: none */
-    /* product: its floats, the number of the first of weights [n,k] and biases [n] of each matrix;
-       attention: the vector of values */
+    /* product: index in floats of weights [n,k] and biases [n] of each matrix; attention: the vector
+       of values */
     uint32_t reference;
     int in_block;            /* its constants are in the block of an expert */
     int act, rest;           /* curve: as moei_points */
-    int clamps;              /* its limits are meant: the curve that follows ends there */
+    int clamps;              /* 1: its limits are intended: the curve that follows ends there */
     double alpha;            /* curve: the same; a factor of others */
 } moei_op_note;
 
-/* The operations, vectors and floats of a model in the making, kept for a profile. */
+/* The operations, vectors and floats of a model under construction, kept for a profile. */
 typedef struct moei_trace {
-    moei_op_note *notes, *inner; /* of the main and the inner operations; in the end all are notes */
+    moei_op_note *notes, *inner; /* of the main and the inner operations; in the end, notes has both */
     moei_vector *vectors;
     moe_buffer floats;
 } moei_trace;
@@ -418,7 +420,7 @@ typedef struct moei_maker {
     moei_ranges *ranges; /* [modules] */
     moei_range *input;
     moei_vector *vectors;
-    moei_int_op *main_ops, *inner_ops; /* they refer to vectors by number until these have offsets */
+    moei_int_op *main_ops, *inner_ops; /* refer to vectors by index until these have offsets */
     int inner;                         /* 1: appends to the inner operations, those of MoE layers */
     int branch;                        /* 0: these operations run in every call; 1 and more: those of
                                           a layer's experts; -1: others, or before experts run */
@@ -427,7 +429,7 @@ typedef struct moei_maker {
     uint32_t clock;
     uint32_t *entering;                      /* [modules + 1] the vector that enters each module */
     size_t module;                           /* the current one */
-    int relu;                                /* it also applies the relu that follows it */
+    int relu;                                /* 1: it also applies the relu that follows it */
     moe_buffer pieces;                       /* constants of experts: all first products, then all second ones, ... */
     size_t piece[MOEI_INT_PIECES], n_pieces; /* bytes of one expert's */
     size_t multiplications, counted;         /* of the model; of the operations since counted was reset */
@@ -455,7 +457,7 @@ static void moei_maker_fail(moei_maker *m, moe_status status) {
         if ((m)->status == MOE_OK) (m)->status = moei_error((m)->error, code, __VA_ARGS__); \
     } while (0)
 
-/* Appends to a growing array; returns the number of the new element, 0 after a failure. */
+/* Appends to a growing array; returns the index of the new element, 0 after a failure. */
 static uint32_t moei_maker_push(moei_maker *m, void *list, const void *element, size_t size) {
     unsigned char *elements;
     size_t n;
@@ -491,7 +493,7 @@ static uint32_t moei_vector_int32(moei_maker *m, size_t width) {
     return v;
 }
 
-/* Its sums are in use as long as the vector is. */
+/* Extends the lifetime of a vector and of its sums to the current clock. */
 static void moei_vector_use(moei_maker *m, uint32_t v) {
     for (; m->status == MOE_OK && v != MOEI_INT_NONE; v = m->vectors[v].sums)
         if (m->vectors[v].last_use < m->clock) m->vectors[v].last_use = m->clock;
@@ -527,7 +529,7 @@ static void moei_note_append(moei_maker *m, uint32_t in, uint32_t other, uint32_
     m->reference = MOEI_INT_NONE;
 }
 
-/* The operation that wrote vector v last makes the output of a module. */
+/* Notes that the operation that wrote vector v last makes the output of a module. */
 static void moei_note_output(moei_maker *m, size_t module, uint32_t v) {
     size_t i = m->trace != NULL ? moei_array_length(m->trace->notes) : 0;
     while (i > 0 && m->trace->notes[i - 1].out != v) i--;
@@ -578,8 +580,7 @@ static int32_t moei_nearest(double x, double limit) {
     return (int32_t)(x < limit ? floor(x + 0.5) : limit);
 }
 
-/* The largest shift up to `most` for which multiplier * 2^(bits + shift) still fits a factor; -1:
-   none. */
+/* The largest shift up to `most` for which multiplier * 2^(bits + shift) fits a factor; -1: none. */
 static int moei_shift_for(double multiplier, int bits, int most) {
     int shift = most;
     while (shift >= 0 && multiplier * ldexp(1.0, bits + shift) > 32767.0) shift--;
@@ -696,7 +697,7 @@ static moe_status moei_ranges_router(const moei_maker *m, const moe_layer *layer
     return MOE_OK;
 }
 
-/* Of a pass that keeps its rows, in which those of the output are contiguous. */
+/* The range of an activation in a pass that keeps its rows; those of the output are contiguous. */
 static void moei_range_node(const moei_expert_run *run, int node, const moe_real *x, size_t rows, moei_range *range) {
     const size_t ld = node == MOE_NODE_OUTPUT ? run->width[node] : run->ld[node];
     if (run->needed >> node & 1u) moei_range_rows(range, x, rows, run->width[node], ld);
@@ -724,7 +725,7 @@ static void moei_ranges_layer(const moe_layer *layer, const moe_layer_pass *p, m
     }
 }
 
-/* Queries or keys; a pair of numbers that rotates counts as its length. */
+/* Queries or keys; a pair of numbers that RoPE rotates counts as its length. */
 static void moei_range_heads(moei_range *range, const moe_module *module, const moe_real *x, size_t rows) {
     const size_t width = moei_heads_of(module).q;
     const size_t d = (size_t)module->attention.d_head, half = d / 2;
@@ -851,8 +852,8 @@ static uint32_t moei_narrow_copy(moei_maker *m, uint32_t x) {
     return y;
 }
 
-/* What a product reads of a vector: itself if it is narrow or loses too much as one, else a narrow
-   copy. */
+/* What a product reads of a vector: the vector itself if it is narrow or would lose too much as
+   such, else a narrow copy. */
 static uint32_t moei_narrowed(moei_maker *m, uint32_t x) {
     if (m->status == MOE_OK && m->vectors[x].keeps_16) return x;
     return moei_narrow_copy(m, x);
@@ -1001,7 +1002,7 @@ static void moei_codes_row(const moei_maker *m, const moei_matrix *x, const moe_
         }
         for (p = from; p < end; p++) {
             const double level = scale > 0 ? (double)w[p] / scale : 0;
-            const moe_real rounded = (moe_real)scale; /* 0 beside a bias far below all that weights can change */
+            const moe_real rounded = (moe_real)scale; /* underflows to 0 in rows with only a tiny bias */
             if (m->weights == MOE_WEIGHTS_INT8)
                 l->code[j * x->k + p] = (signed char)(rounded > 0 ? moei_code_of(MOE_TYPE_Q8, w[p], rounded) : 0);
             else l->code[j * x->k + p] = (signed char)(level < -8 ? -8 : moei_nearest(level < 7 ? level : 7, 8));

@@ -1,9 +1,9 @@
 /* moe_import.h - models of other programs and their MoE layers - an extra of moe, after moe.h
 
-   Makes networks of published mixture-of-experts language models (GGUF, and folders of Hugging
-   Face's form), which read the weights where they lie in the files. Reads single MoE layers, and
-   writes them under the same names. Converts llama.cpp's quantized rows to packed weights. MIT or
-   public domain, as moe.h.
+   Loads published mixture-of-experts language models (GGUF files, Hugging Face folders) as networks
+   that read their weights in place. Imports single MoE layers and exports them under the same
+   names. Converts llama.cpp's quantized rows to packed weights and back. MIT or public domain, as
+   moe.h.
 
    Contents: search for
      >>recipe   >>program   >>options   >>manual   >>families   >>limits
@@ -25,7 +25,7 @@
        #include "examples/extras/moe_import.h"
      Link as for moe.h (-lm).
 
-   >>program: makes a small layer, writes it as Mixtral's authors do, imports it and compares.
+   >>program: makes a small layer, writes it under Mixtral's tensor names, imports it and compares.
  * --- first program ---
  * #define MOE_IMPLEMENTATION
  * #include "moe.h"
@@ -66,57 +66,55 @@
  * --- end ---
 
    >>options
-     None of its own. MOE_NO_STDIO leaves out what takes a path, MOE_NO_TRAIN
-     leaves out moe_import_write and moe_import_save, MOE_NO_QUANT leaves out the functions for
-     blocks, MOE_NO_FLOAT leaves out everything. In the double build each function carries the
-     suffix _f64, as in moe.h.
+     None of its own. MOE_NO_STDIO leaves out the functions that take a path, MOE_NO_TRAIN
+     moe_import_write and moe_import_save, MOE_NO_QUANT the functions for blocks, MOE_NO_FLOAT
+     everything. In the double build each function carries the suffix _f64, as in moe.h.
 
    >>manual
-     A model.  A path, and usually nothing else; then it is a network like any other:
+     A model.  A path is usually enough; the result is a network like any other:
        moe_import_model(&model, "olmoe-q4_k.gguf", NULL, NULL, &error);
        moe_net_decode_size(&model.net, 4096, 512, &size, &bytes, &error);
        moe_net_cache_init(&cache, &model.net, 4096, malloc(size), size, &error);
        moe_net_decode(&model.net, &cache, &call, work, bytes, &pass);    token ids to logits
        moe_import_free(&model);
-     The files are mapped and read in place: memory is taken for the cache, the workspace, and norms
-     and biases that are not float32. The operating system keeps the experts in memory that are in
-     use. options.exact = 1 computes with float activations; by default products of some quantized
-     types quantize their activations, as llama.cpp does, which is faster. options.top_k lets every
-     token take fewer experts than the model was trained with.
+     The files are mapped and read in place. Only the cache, the workspace, and norms and biases
+     that are not float32 take memory of their own; the operating system keeps the experts in use in
+     memory. options.exact = 1 computes with float activations; by default, products with some
+     quantized types quantize the activations too, as llama.cpp does, which is faster. options.top_k
+     limits every token to fewer experts than the model was trained with.
 
-     A layer.  A path, the prefix of the layer's tensor names, and usually nothing else:
+     A layer.  A path and the prefix of the layer's tensor names are usually enough:
        moe_import_layer(&layer, "Mixtral-8x7B", "model.layers.3", NULL, NULL, &error);
-     The path is a .safetensors file, the index of several (.index.json), a .gguf file (of a split
-     one, NAME-00001-of-00003.gguf, any part, with the others beside it), or a folder
-     that holds model.safetensors or model.safetensors.index.json. Only headers and the tensors of
-     that layer are read from large files. If the prefix does not lead to an MoE layer, the message
-     lists those of the file.
+     The path is a .safetensors file, an index (.index.json), a .gguf file (any part of a split one,
+     NAME-00001-of-00003.gguf, with the others beside it), or a folder that holds model.safetensors
+     or model.safetensors.index.json. Only headers and the tensors of that layer are read from large
+     files. If there is no MoE layer at the prefix, the message lists those of the file.
 
      Family and settings.  The family comes from model_type in config.json (GGUF:
      general.architecture); without one, from the tensor names. Sizes come from the tensors. Router
-     settings come from config.json (GGUF: metadata). What is missing there takes the defaults of
-     the family's own program (GGUF: of llama.cpp) where model_type names the family, else those of
-     its preset, or of the preset that you name. The layer computes what that program computes, in
+     settings come from config.json (GGUF: metadata). Missing settings take the defaults of the
+     family's own program (GGUF: of llama.cpp) if model_type names the family, else those of its
+     preset or of the preset that you name. The layer computes what that program computes, in
      float32 (float64 in the double build).
 
      Afterwards.  The layer is like any other: run it, quantize it, put its tensors into a network
      (moe_net_find). It has no gradients; to train it, save it with moe_layer_save and load it with
      moe_layer_load and trainable = 1.
 
-     Without files by path.  moe_import_read takes sources: functions that read bytes at an offset,
-     or memory (moe_import_memory). The first source is the file; config.json and the files of an
+     Without paths.  moe_import_read takes sources: functions that read bytes at an offset, or
+     memory (moe_import_memory). The first source is the file; config.json and the files of an
      index are found among the others by name.
 
-     Back.  moe_import_save writes the weights under a family's names. Other programs need a
-     config.json as well, which is not written.
+     Exporting.  moe_import_save writes the weights under a family's names. Other programs also need
+     a config.json, which is not written.
 
      Text.  The vocabulary of a model comes from its GGUF file or from tokenizer.json in its folder:
        moe_import_tokenizer(&t, "olmoe-q4_k.gguf", NULL, &error);
        moe_tokenizer_encode(&t, text, size, MOE_TOKENIZER_BOUNDS, ids, room, &n);
        size = moe_tokenizer_decode(&decoder, id, piece, sizeof piece);   as tokens come
-     Byte-level BPE with the cuts of every family above, SentencePiece BPE, and unigram (only from
-     tokenizer.json). moe_chat_find knows what these families write around the messages of a
-     conversation. examples/chat.c is a whole program.
+     Supported are byte-level BPE with the pre-tokenizers of every family above, SentencePiece BPE,
+     and unigram (only from tokenizer.json). moe_chat_find returns the chat format of these
+     families. examples/chat.c is a complete program.
 
    >>families: tensor names after the prefix. % is the expert index, E n_experts, d d_model, f d_ff.
      mixtral, phi35_moe, minimax_m2
@@ -137,7 +135,7 @@
        or in MXFP4 experts.gate_up_proj_blocks, experts.gate_up_proj_scales and so on
      granite_moe, granite_moe_shared
        router.layer.weight, input_linear.weight [E,2f,d], output_linear.weight [E,d,f]
-       granite_moe_shared, of a model, also shared_mlp.input_linear, .output_linear
+       granite_moe_shared, in a whole model, also shared_mlp.input_linear, .output_linear
      ernie4_5_moe
        as qwen3_moe, also moe_statics.e_score_correction_bias [1,E], shared_experts.*
      hunyuan_moe
@@ -149,10 +147,10 @@
        ffn_gate_inp, ffn_gate_exps, ffn_up_exps, ffn_down_exps or ffn_gate_up_exps, in older files
        ffn_gate.%, ffn_up.%, ffn_down.%; ffn_gate_shexp, ffn_up_shexp, ffn_down_shexp,
        ffn_gate_inp_shexp; exp_probs_b; .bias of router and experts
-     A family is also the name of its preset, except that qwen3_next computes as qwen2_moe, glm4_moe
-     and dots1 as deepseek_v3, and those from granite_moe_shared on have none. model_type and
-     general.architecture have the same names or those that the programs use (phimoe, granitemoe,
-     deepseek2, ...).
+     Each family has a preset of the same name, except that qwen3_next uses that of qwen2_moe,
+     glm4_moe and dots1 that of deepseek_v3, grok grok1, and those from granite_moe_shared to
+     bailing_moe_v2 have none. model_type and general.architecture hold these names or the
+     programs' own (phimoe, granitemoe, deepseek2, ...).
 
      Models, by general.architecture (GGUF) / model_type (folder):
        llama (with experts) / mixtral, granitemoe / granitemoe and granitemoeshared, olmoe / olmoe,
@@ -162,34 +160,37 @@
        lfm2moe / lfm2_moe, minimax-m2 / minimax_m2, llama4 / llama4 and llama4_text, dbrx, grok
 
    >>limits
-     - A layer has no attention, norms or embeddings; a model is for inference: its network is
-       neither trained nor saved. Images, audio and predicted further tokens are left out.
+     - A layer has no attention, norms or embeddings. A model is for inference only: its network can
+       be neither trained nor saved. Image and audio parts and multi-token prediction are left out.
      - Element types: F32, F16, BF16, F64; in GGUF also Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K,
        IQ4_NL, IQ4_XS and MXFP4; in safetensors FP8 (E4M3, with a scale for each block) and MXFP4.
        All are dequantized exactly (rounded once). Others (IQ1 to IQ3, GPTQ, AWQ) are refused.
      - GGUF versions 2 and 3, little-endian. config.json up to 1 MiB.
      - Experts are SwiGLU, those of grok and gemma4 glu with gelu_tanh. Any other hidden_act is
-       refused, as is an unknown tensor. grok's dense part beside the experts is read with a model;
-       moe_import_layer refuses it, since a layer does not scale the sum.
+       refused, as is an unknown tensor. grok's dense branch beside the experts is read only with a
+       whole model; moe_import_layer refuses it, since a layer does not scale the sum.
      - Losses, noise and learning rates of the original training are not read.
      - deepseek_v2 with norm_topk_prob ignores routed_scaling_factor, like its own program.
      - A GGUF file computes what llama.cpp computes, a folder what its authors' program computes.
        They differ: phimoe has RMS norms with a bias and a softmax over the chosen experts in GGUF,
-       layer norms and sparsemixer in a folder; the range of yarn is rounded in GGUF, in a folder as
-       "truncate" says (gpt_oss); groups are compared by their two best experts in GGUF; minimax-m2
-       and dots1 need expert_gating_func in GGUF. llama.cpp also takes 6.1e-5 for a smaller sum of
-       weights. transformers 5 leaves the square of mscale out of the scale of deepseek_v2; here it
-       is in, as in DeepSeek's own program and in llama.cpp. grok's GELU is computed in float32.
-     - Tested with small models with random weights of every architecture, whose logits llama.cpp
-       (GGUF) and transformers' own classes (folders) computed, and with small stand-ins of the
-       families, whose outputs tests/unit/published.py computes. No published weights were at hand.
-     - Tokenizers: expressions that cut text are known by their text, others are refused by name, as
-       are WordPiece, tokenizer.model and tiktoken files, and normalizers other than SentencePiece's
-       spaces; NFC is not applied (moe_tokenizer.wants_nfc). Classes are those of Unicode 14. At
-       most 4,194,304 tokens; tokenizer.json up to 128 MiB; of unigram, tokens up to 256 bytes.
+       layer norms and sparsemixer in a folder; the range of YaRN is rounded in GGUF, and in a
+       folder unless "truncate" is false (gpt_oss); groups are compared by their two best experts in
+       GGUF; minimax-m2 and dots1 need expert_gating_func in GGUF. llama.cpp's lower bound of 6.1e-5
+       on the sum of weights is not applied. transformers 5 omits the square of mscale from
+       deepseek_v2's attention scale; it is applied here, as in DeepSeek's own program and in
+       llama.cpp. grok's GELU is computed in float32.
+     - Tested with small random models of every architecture against logits of llama.cpp (GGUF) and
+       of transformers (folders), and with small layers of the families against outputs of
+       tests/unit/published.py. Not tested with published weights.
+     - Tokenizers: pre-tokenizer expressions are recognized by their text; others are refused by
+       name, as are WordPiece, tokenizer.model and tiktoken files, and normalizers other than
+       SentencePiece's spaces; NFC is not applied (moe_tokenizer.wants_nfc). Character classes are
+       those of Unicode 14. At most 4,194,304 tokens; tokenizer.json up to 128 MiB; unigram tokens
+       up to 256 bytes.
      - Token ids agree with llama.cpp's on its own vocabularies and texts (gpt-2, refact, starcoder,
-       deepseek-coder, deepseek-llm, falcon, mpt, llama-spm, phi-3). Where it reads an expression
-       otherwise than written (letters with marks in gpt-4o's, ~ in deepseek-v3's), the text counts.
+       deepseek-coder, deepseek-llm, falcon, mpt, llama-spm, phi-3). Where llama.cpp deviates from
+       an expression (letters with marks in gpt-4o's, ~ in deepseek-v3's), the expression is
+       followed.
 */
 #ifndef MOE_H
 #error "moe_import.h: include moe.h before it"
@@ -238,8 +239,8 @@ extern "C" {
               180 bytes
      preset   a name of moe_presets, settings of moe_layer_fields, or both ("deepseek_v3",
               "deepseek_v3 gate=softmax scale=1", "gate=softmax"); NULL, or without a name: the
-              family is detected. They hold where the file says nothing; numbers of the file
-              replace those of a preset
+              family is detected. They apply where the file says nothing; numbers in the file
+              override those of a preset
      allocator   NULL: the standard heap
    The layer owns its tensors and has no gradients. On failure *layer is untouched.
      MOE_ERR_NOT_FOUND    no MoE layer at this prefix (the message lists those of the file), a
@@ -247,15 +248,15 @@ extern "C" {
      MOE_ERR_UNSUPPORTED  an element type, a tensor that the family or the preset does not have, a
                           setting that would change the result; named in the message
      MOE_ERR_SHAPE        a tensor whose shape does not fit the others
-     MOE_ERR_CONFIG       settings that do not fit each other or the tensors; a file of another
-                          family than the preset's, one whose gate or weights are others than the
-                          preset's, one that gives another value to a setting of `preset`
+     MOE_ERR_CONFIG       settings that contradict each other or the tensors; a file of another
+                          family than the preset's, or whose gate or weights differ from the
+                          preset's, or that has another value for a setting of `preset`
      MOE_ERR_FORMAT       a malformed file; a tensor that occurs twice, or shares bytes with another
      MOE_ERR_ARGUMENT     layer, path or prefix is NULL; prefix or path is too long
      MOE_ERR_IO, MOE_ERR_MEMORY, MOE_ERR_OVERFLOW
-   While it runs it needs memory for the headers, an index and config.json as a whole, about 250
-   bytes per tensor of the layer, and the layer; and 24 KiB of stack. Files are not trusted: the
-   layer is never larger than its tensors in the file. Thread-safe. */
+   While it runs it needs memory for the layer, the headers, an index and config.json as a whole,
+   about 250 bytes per tensor of the layer, and 24 KiB of stack. Files are not trusted: the layer is
+   never larger than its tensors in the file. Thread-safe. */
 MOE_API moe_status moe_import_layer(moe_layer *layer, const char *path, const char *prefix, const char *preset,
                                     const moe_allocator *allocator, moe_error *error);
 #endif
@@ -286,53 +287,53 @@ typedef struct moe_import_options {
     /* 1: products of quantized weights read activations as floats: the outputs are those of the
        dequantized weights to rounding [0: activations are quantized too where this is faster] */
     int exact;
-    /* tokens of the longest sequence, by which some models choose how they rotate queries and keys
-       [what the file says] */
+    /* tokens of the longest sequence; some models choose their RoPE factors by it [the file's
+       value] */
     int context;
-    int top_k;      /* no token takes more experts than these [what the file says] */
+    int top_k;      /* at most this many experts per token [the file's value] */
     int kernels;    /* MOE_KERNELS_ [auto] */
     int cache_type; /* MOE_TYPE_ of decoding's keys and values, as moe_net.cache_type [real] */
-    /* bytes that the files may have together: larger ones are refused before a tensor is read
-       [0: any size that the address space has] */
+    /* limit on the bytes of all files together: larger models are refused before a tensor is read
+       [0: any size that fits the address space] */
     uint64_t memory;
 } moe_import_options;
 
 /* A model of another program. It owns the network and what the network reads: mapped files, norms
-   and biases. Calls of the network change nothing in it, so threads may share it. */
+   and biases. Calls on the network do not modify it, so threads may share it. */
 typedef struct moe_imported {
     moe_net net;              /* token ids to logits; not trainable, not saved */
     const char *architecture; /* as general.architecture of GGUF names it; constant */
-    int vocabulary, context;  /* context: options.context, or what the file says; 0: it says nothing */
+    int vocabulary, context;  /* context: options.context, or the file's value; 0: the file has none */
     int n_blocks;
     uint64_t file_bytes;      /* of all files */
     struct moei_owned *owned; /* private to moe_import.h */
 } moe_imported;
 
 #ifndef MOE_NO_STDIO
-/* Makes a network of a model's files that computes what the authors' program computes (GGUF: what
+/* Loads a model's files as a network that computes what the authors' program computes (GGUF: what
    llama.cpp computes).
      path   a .gguf file (of a split one, any part), a .safetensors file, an index (.json), or a
             folder with config.json and model.safetensors or model.safetensors.index.json
-   The files are mapped until moe_import_free and must not change. Weights are read
-   where they lie, the experts of a token only. Where files cannot be mapped they are read into
-   memory. options NULL: {0}. On failure *model is {0}.
+   The files stay mapped until moe_import_free and must not change. Weights are read in place, and
+   of the experts only those that a token uses. Files that cannot be mapped are read into memory.
+   options NULL: {0}. On failure *model is {0}.
      MOE_ERR_NOT_FOUND    no such file, no config.json, a setting or a tensor that is missing
      MOE_ERR_UNSUPPORTED  an architecture, element type or setting that is not supported, an extra
                           tensor; named in the message
      MOE_ERR_SHAPE        a tensor whose shape does not fit the settings
-     MOE_ERR_CONFIG       settings out of range or that do not fit each other; options
+     MOE_ERR_CONFIG       settings that are out of range or contradict each other; options
      MOE_ERR_FORMAT       a malformed file; a tensor that occurs twice
      MOE_ERR_MEMORY       also: the files are larger than options.memory
      MOE_ERR_ARGUMENT, MOE_ERR_IO, MOE_ERR_OVERFLOW
-   It allocates some kilobytes per block, less than 100 bytes per matrix of an expert, and as
-   moe_real the norms and the biases outside experts that the file has otherwise (16 bits, blocks);
-   while it runs also the headers of the files and about 300 bytes per tensor.
+   It allocates some kilobytes per block, less than 100 bytes per matrix of an expert, and moe_real
+   copies of the norms and of the biases outside experts that the file stores in another type (16
+   bits, blocks); while it runs, also the headers of the files and about 300 bytes per tensor.
    Files are not trusted. Thread-safe. */
 MOE_API moe_status moe_import_model(moe_imported *model, const char *path, const moe_import_options *options,
                                     const moe_allocator *allocator, moe_error *error);
 #endif
-/* The same of sources, as moe_import_read takes them. Those of moe_import_memory are read where
-   they lie and must outlive the model; others are read into memory as a whole. */
+/* The same from sources, as moe_import_read takes them. Those of moe_import_memory are read in
+   place and must outlive the model; others are read into memory as a whole. */
 MOE_API moe_status moe_import_read_model(moe_imported *model, const moe_import_source *sources, size_t n_sources,
                                          const moe_import_options *options, const moe_allocator *allocator,
                                          moe_error *error);
@@ -373,7 +374,7 @@ MOE_API moe_status moe_import_write(const moe_layer *layer, moe_stream *stream, 
      Q8_0  <-> MOE_TYPE_Q8_BLOCK   2 bytes scale (binary16, low byte first), 32 signed bytes
      Q4_0  <-> MOE_TYPE_Q4         2 bytes scale, 16 bytes: byte t holds w + 8 of element t in its
                                    low bits and of element 16 + t in its high bits
-   packed: panels as moe_pack makes them, stride panels apart. Both directions keep every bit.
+   packed: panels as moe_pack makes them, stride panels apart. Both directions are lossless.
      MOE_ERR_ARGUMENT  another type; stride = 0
      MOE_ERR_SHAPE     inner is not a multiple of 32
      MOE_ERR_OVERFLOW  a size
@@ -388,12 +389,12 @@ MOE_API moe_status moe_import_unpack_blocks(int type, size_t n, size_t inner, co
 
 /* How text becomes tokens. */
 enum {
-    MOE_TOKENIZER_BYTES,   /* byte-level BPE (Sennrich and others, 2016; Radford and others, 2019): text is
-                              cut into words, then bytes are merged, the pair of least rank first */
+    MOE_TOKENIZER_BYTES,   /* byte-level BPE (Sennrich and others, 2016; Radford and others, 2019): text
+                              is split into words, then bytes are merged, the lowest rank first */
     MOE_TOKENIZER_SCORES,  /* SentencePiece BPE (Kudo and Richardson, 2018): characters are merged, the
                               result with the highest score first */
     MOE_TOKENIZER_RANKS,   /* the same with ranked pairs, as tokenizer.json writes it */
-    MOE_TOKENIZER_UNIGRAM  /* SentencePiece unigram (Kudo, 2018): the cut with the highest sum of scores */
+    MOE_TOKENIZER_UNIGRAM  /* SentencePiece unigram (Kudo, 2018): the split with the highest score */
 };
 
 /* Flags of encoding and decoding.
@@ -413,18 +414,18 @@ typedef struct moe_tokenizer {
     int kind;                   /* MOE_TOKENIZER_BYTES, ... */
     int add_bos, add_eos;       /* 1: MOE_TOKENIZER_BOUNDS adds it */
     int wants_nfc;              /* 1: tokenizer.json asks for text in Unicode form NFC; it is not converted */
-    const char *chat_template;  /* the file's own, a Jinja text; NULL: none. Owned */
+    const char *chat_template;  /* the file's Jinja template; NULL: none. Owned */
     char architecture[32];      /* general.architecture of GGUF, model_type of config.json; "": unknown */
     /* the rest is private */
     int space;                  /* of MOEI_SPACE_ */
-    int strip;                  /* 1: decoding takes a space off the beginning */
+    int strip;                  /* 1: decoding removes a space at the beginning */
     int whole;                  /* 1: a word that is a token is not merged from its bytes */
     int n_passes;
     unsigned char passes[8];    /* of MOEI_PASS_ */
     uint32_t n_symbols;         /* tokens, then texts that occur in merges only */
-    uint32_t longest;           /* bytes of a token */
-    float lowest;               /* score of a token, or 0 */
-    uint32_t n_special[257];    /* of tokens to cut out: how many begin with a lower byte */
+    uint32_t longest;           /* bytes of the longest token */
+    float lowest;               /* the lowest score of a token, or 0 */
+    uint32_t n_special[257];    /* of tokens matched in the text first: how many begin with a lower byte */
     int32_t bytes[256];         /* symbol of a byte; -1: none */
     moe_allocator allocator;
     moe_buffer texts, symbols, lookup, merges, pairs, special, chat;
@@ -438,7 +439,7 @@ typedef struct moe_tokenizer {
      allocator  NULL: the standard heap
    Free it with moe_tokenizer_free. On failure *t is untouched.
      MOE_ERR_NOT_FOUND    the file has no vocabulary
-     MOE_ERR_UNSUPPORTED  a kind of tokenizer, of cut or of normalization; more than 4,194,304
+     MOE_ERR_UNSUPPORTED  a kind of tokenizer, pre-tokenizer or normalizer; more than 4,194,304
                           tokens or 8,388,608 merges; named in the message
      MOE_ERR_FORMAT       a malformed file: a missing or short array, an id beyond the vocabulary,
                           a merge that is not two texts, a score that is not a number
@@ -457,34 +458,34 @@ MOE_API moe_status moe_import_read_tokenizer(moe_tokenizer *t, const moe_import_
 MOE_API void moe_tokenizer_free(moe_tokenizer *t);
 
 /* Writes the token ids of text[0..size-1] to ids[0..room-1] and their number to *n. A byte that is
-   not part of valid UTF-8 is cut as U+FFFD would be, and encoded as that byte.
+   not part of valid UTF-8 is split as U+FFFD would be, and encoded as that byte.
      flags  MOE_TOKENIZER_ bits; 0: the text alone
    A text has at most 3 * size + 5 tokens, nearly always fewer than size.
-     MOE_ERR_SPACE     there are more than room; *n is how many
-     MOE_ERR_ARGUMENT  t or n is NULL, or text or ids is NULL though it must not be empty
+     MOE_ERR_SPACE     more than room ids; *n is their number
+     MOE_ERR_ARGUMENT  t or n is NULL, or text or ids is NULL and its size is not 0
      MOE_ERR_OVERFLOW  text of 1 GiB or more
-     MOE_ERR_MEMORY    it needs about 64 bytes per byte of the longest word, in SentencePiece of
-                       the text
-   Time grows as size * log(size), whatever the text. */
+     MOE_ERR_MEMORY    it needs about 64 bytes per byte of the longest word (SentencePiece: of the
+                       text)
+   Time grows as size * log(size) for every text. */
 MOE_API moe_status moe_tokenizer_encode(const moe_tokenizer *t, const char *text, size_t size, int flags, int32_t *ids,
                                         size_t room, size_t *n);
 
-/* Decodes ids one by one. Its output is made of whole UTF-8 characters: bytes of a character whose
-   rest is still to come are held back. {&tokenizer, flags} and zeros begin a text. */
+/* Decodes ids one by one. Its output consists of whole UTF-8 characters: bytes of an incomplete
+   character are held back. {&tokenizer, flags} and zeros begin a text. */
 typedef struct moe_decoder {
     const moe_tokenizer *tokenizer;
     int flags;              /* 0 or MOE_TOKENIZER_SPECIAL */
-    int begun;              /* 1: a text goes on, so a space at its beginning stays; set by decode */
+    int begun;              /* 1: within a text, so that spaces at a token's beginning stay; set by decode */
     int n_held;             /* bytes held back, 0 to 3 */
     unsigned char held[4];
 } moe_decoder;
 
 /* Appends the text of an id to text[0..room-1]; returns the number of bytes, without a terminating
-   zero. A negative id ends the text: held bytes come out as they are. All outputs together are the
-   bytes that encode was given, also where these were not UTF-8, as long as encode found no unknown
-   character. An id that does not exist yields nothing. If the text has more than room bytes, which
-   moe_tokenizer_room excludes, nothing is written, the state stays as it was, and the number of
-   bytes is returned. */
+   zero. A negative id ends the text: held bytes are written as they are. All outputs together are
+   the bytes that were encoded, valid UTF-8 or not, unless encode met an unknown character. An id
+   that does not exist yields nothing. If the text has more than room bytes, which
+   moe_tokenizer_room excludes, nothing is written, the state is unchanged, and the number of bytes
+   is returned. */
 MOE_API size_t moe_tokenizer_decode(moe_decoder *d, int32_t id, char *text, size_t room);
 /* The most bytes that one call of moe_tokenizer_decode writes. */
 MOE_API size_t moe_tokenizer_room(const moe_tokenizer *t);
@@ -497,22 +498,22 @@ MOE_API int moe_tokenizer_is_end(const moe_tokenizer *t, int32_t id);
 
 enum { MOE_CHAT_SYSTEM, MOE_CHAT_USER, MOE_CHAT_ASSISTANT, MOE_CHAT_ROLES };
 
-/* How a family of models writes a conversation. */
+/* The chat format of a family of models. */
 typedef struct moe_chat {
     const char *name;
-    const char *marks[2];       /* texts that a chat template of this form contains; NULL: any */
+    const char *marks[2];       /* texts that a chat template of this format contains; NULL: any */
     const char *architectures;  /* those that use it, for files without a template */
     const char *begin;          /* stands before the first message */
     const char *before[MOE_CHAT_ROLES], *after[MOE_CHAT_ROLES]; /* stand around a message */
     const char *reply;          /* opens the model's turn */
-    int joined;                 /* 1: a system message and the user's behind it share before[] and after[] */
+    int joined;                 /* 1: a system message and the next user message share before[] and after[] */
 } moe_chat;
 
-/* The form of a tokenizer's chat: by what its chat_template contains, else by its architecture;
+/* The chat format of a tokenizer: by the marks in its chat_template, else by its architecture.
    NULL: unknown. The result is constant. */
 MOE_API const moe_chat *moe_chat_find(const moe_tokenizer *t);
 /* Appends a message to a conversation; encode it with MOE_TOKENIZER_SPECIAL, the first one also
-   with MOE_TOKENIZER_BOUNDS. Control tokens that occur in text count as such.
+   with MOE_TOKENIZER_BOUNDS. Control tokens within text are encoded as control tokens.
      role      MOE_CHAT_
      previous  role of the message before this one; -1: this is the first
      text      NULL, for MOE_CHAT_ASSISTANT: opens the model's turn instead
@@ -560,11 +561,11 @@ extern "C" {
 #define MOEI_SET_SHARED_GATE (1L << 13)
 #define MOEI_SET_SHARED_EXPERTS (1L << 14) /* "shared_experts" */
 #define MOEI_SET_STATICS (1L << 15) /* "moe_statics.e_score_correction_bias" */
-#define MOEI_SET_EXPERT_BIAS (1L << 16) /* "expert_bias" is added for the choice */
+#define MOEI_SET_EXPERT_BIAS (1L << 16) /* "expert_bias" is added for the selection */
 #define MOEI_SET_WG (1L << 17) /* "gate.wg.weight" is the router */
 #define MOEI_SET_SHARED_MLP (1L << 18) /* "shared_mlp" */
 #define MOEI_SET_SHARED_LINEAR (1L << 19) /* "shared_mlp", gate and up in one tensor */
-#define MOEI_SET_MXFP4 (1L << 20) /* blocks and scales apart, gate and up rows alternate */
+#define MOEI_SET_MXFP4 (1L << 20) /* separate blocks and scales, gate and up rows alternate */
 #define MOEI_SET_G_EXPERTS (1L << 21) /* GGUF: router and experts */
 #define MOEI_SET_G_ROUTER_BIAS (1L << 22)
 #define MOEI_SET_G_BIASES (1L << 23)
@@ -656,15 +657,15 @@ typedef struct moei_family {
     const char *name, *preset;
     /* values of model_type and general.architecture, separated by spaces */
     const char *types, *archs;
-    /* sets that may occur (0: there are no such files); that must occur; that must also occur when
-       only the tensor names identify the family (-1: they cannot) */
+    /* sets that may occur (0: the family has no safetensors files); that must occur; that must also
+       occur where only the tensor names identify the family (-1: they cannot) */
     long sets, needs, telling;
     long gguf_sets, gguf_needs;
     /* settings that it reads besides moei_family_common_keys */
     const char *keys;
-    /* what its own program assumes for missing settings, where the preset says otherwise */
+    /* its own program's defaults for missing settings, where they differ from the preset */
     const char *defaults;
-    /* GGUF: the same of llama.cpp; a key without which llama.cpp refuses the file (NULL: none) */
+    /* GGUF: llama.cpp's defaults; a key without which llama.cpp refuses the file (NULL: none) */
     const char *gguf_defaults, *gguf_key;
 } moei_family;
 
@@ -882,7 +883,7 @@ typedef struct moei_import_folder {
     moe_status (*open)(void *ctx, const char *name, moe_import_source *source, moe_error *error);
     void (*close)(void *ctx, moe_import_source *source);
     const char *(*reason)(void *ctx); /* why the last read failed; NULL: use the status text */
-    /* maps a file that was opened, and says how that is undone; NULL: it cannot */
+    /* maps an open file and returns the function that unmaps it; NULL: files cannot be mapped */
     void *(*map)(void *ctx, const char *name, size_t size, void (**release)(void *memory, size_t size));
 } moei_import_folder;
 
@@ -902,13 +903,13 @@ typedef struct moei_import_shard {
     struct moei_import_shard *part; /* the next part of a split GGUF file; NULL: none */
     uint64_t kv_at, infos_at, data_at; /* of GGUF: offsets of metadata, tensor descriptions, data */
     size_t n_kv, n_tensors;
-    uint32_t split_no, split_count; /* which part, from 0, of how many; 0: not split */
+    uint32_t split_no, split_count; /* index of this part and number of parts; 0: not split */
     moe_import_source source;
     moe_buffer bytes;
     moe_file file;
-    const unsigned char *mapped; /* of a model: its bytes in memory, which live on; NULL: not yet */
+    const unsigned char *mapped; /* models: its bytes in memory, which outlive the import; NULL: not yet mapped */
     char name[MOEI_IMPORT_NAME];
-    char shown[44]; /* the end of a long name, so that messages have room for the reason */
+    char shown[44]; /* name, or the end of a long one, so that messages have room for the reason */
 } moei_import_shard;
 
 struct moei_zip;
@@ -917,19 +918,19 @@ struct moei_zip;
 typedef struct moei_block_type {
     moe_external_type external; /* bytes 0: not supported */
     int code;                   /* number in GGUF, or MOEI_TYPE_ */
-    int dtype;                  /* of single numbers; MOE_DTYPE_COUNT: blocks, or not supported */
-    /* NULL: no blocks */
+    int dtype;                  /* of unblocked elements; MOE_DTYPE_COUNT: blocks, or not supported */
+    /* unpacks a block into codes; NULL: no blocks */
     void (*codes)(const unsigned char *block, signed char *code, moe_real *scale, moe_real *minimum);
-    void (*zip)(const struct moei_zip *f); /* the same for 16 rows, in vectors; NULL: there is none */
+    void (*zip)(const struct moei_zip *f); /* the same for 16 rows with SIMD; NULL: not available */
 } moei_block_type;
 
-/* Where the scales of a tensor lie that keeps them apart: [..., rows, columns]. */
+/* Location of the scales of a tensor that stores them separately: [..., rows, columns]. */
 typedef struct moei_import_scales {
     const struct moei_import_shard *shard; /* NULL: no such scales */
     uint64_t at;
     size_t bytes;
-    size_t width;          /* numbers in a row of them */
-    size_t rows, columns;  /* of the tensor that share one */
+    size_t width;          /* scales in a row */
+    size_t rows, columns;  /* of the tensor that share one scale */
 } moei_import_scales;
 
 /* A tensor of the layer, as found in a file. */
@@ -945,7 +946,7 @@ typedef struct moei_import_tensor {
     size_t shape[MOE_FILE_MAX_DIMS];
     const moei_tensor_name *row;
     size_t expert;
-    int block;              /* of a model; -1: outside its blocks */
+    int block;              /* models: its block; -1: outside the blocks */
     moei_import_scales scales;
 } moei_import_tensor;
 
@@ -955,7 +956,7 @@ enum { MOEI_VALUE_NONE = 0, MOEI_VALUE_SCALAR, MOEI_VALUE_TEXT, MOEI_VALUE_OTHER
 /* One key of GGUF metadata, without the architecture in front. */
 typedef struct moei_gguf_fact {
     char key[MOEI_IMPORT_SUFFIX]; /* truncated; no known key is this long */
-    char text[MOEI_IMPORT_VALUE]; /* of a number, a truth value or a string */
+    char text[MOEI_IMPORT_VALUE]; /* of a number, a boolean or a string */
     int kind;                     /* MOEI_VALUE_ */
     uint32_t type;
     uint64_t at;                  /* offset of the value in the first file */
@@ -981,7 +982,7 @@ typedef struct moei_importer {
     /* arrays of moei_import_tensor; listed: entries of the index (only suffix and shard are set) */
     moe_buffer found, listed;
     moe_buffer all, parts;      /* the same of all tensors of a model, and of those of one block */
-    size_t block;               /* of a model: whose elements are read where settings are lists */
+    size_t block;               /* models: index into settings that are lists with one element per block */
     int is_model;               /* 1: a whole model, not a layer */
     const moei_family *family;
     const moe_preset *preset;   /* of the caller, or NULL */
@@ -1031,7 +1032,7 @@ static void moei_import_copy(char *to, size_t room, const char *from) {
     moei_put(&t, from, moei_strlen(from));
 }
 
-/* Copies a text; of one that is longer than room only the end, behind dots. */
+/* Copies a text; if it is longer than room, only its end, after dots. */
 static void moei_import_show(const char *from, char *to, size_t room) {
     const size_t length = moei_strlen(from);
     const int cut = length >= room;
@@ -1119,7 +1120,7 @@ typedef struct moei_gguf {
     const moei_importer *r;
     const moei_import_shard *file;
     uint64_t at, base;
-    uint64_t end; /* of the last tensor's data, from the beginning of all data */
+    uint64_t end; /* of the last tensor's data, relative to the start of the data */
     size_t have;
     moe_status status;
     unsigned char window[256];
@@ -1183,7 +1184,7 @@ static void moei_gguf_string(moei_gguf *g, char *to, size_t room) {
     if (g->status != MOE_OK) return;
     moei_gguf_read(g, to, (size_t)keep);
     to[keep] = '\0';
-    /* a zero byte would cut the name, which could then look like a known one */
+    /* a zero byte would truncate the name, which could then look like a known one */
     for (i = 0; i < (size_t)keep; i++)
         if ((unsigned char)to[i] < 0x20) to[i] = '?';
     moei_gguf_skip_bytes(g, length - keep, 1);
@@ -1253,7 +1254,7 @@ static void moei_gguf_keep(moei_gguf *g, const char *key, uint32_t type, moe_buf
         moei_gguf_refuse(g, MOE_ERR_MEMORY, "no memory for the metadata");
 }
 
-/* Reads a number of 4 bytes, or of 2, into *number if the key has this name. */
+/* Reads a 4- or 2-byte integer into *number if the key has this name. */
 static int moei_gguf_key_number(moei_gguf *g, const char *key, const char *name, uint32_t type, uint32_t *number) {
     if (moei_strcmp(key, name) != 0 || (type != 2 && type != 4)) return 0;
     *number = (uint32_t)moei_gguf_number(g, type == 2 ? 2 : 4);
@@ -1289,13 +1290,13 @@ static void moei_gguf_metadata(moei_gguf *g, moei_gguf_facts *facts, moei_import
 
 /* ---- >>types: blocks as codes ---- */
 
-/* Each function writes the codes of one block, and a scale and for some types a minimum for every
-   32 or 16 of them. Products of scales and codes are exact in float, so value = scale * code -
+/* Each function writes the codes of one block, and for every 32 or 16 of them a scale and, for some
+   types, a minimum. Products of scales and codes are exact in float, so value = scale * code -
    minimum is rounded at most once. */
 
 static moe_real moei_block_scale(const unsigned char *p) { return moei_from_f16((uint16_t)moei_load(p, 2)); }
 
-/* Code i of 32: low halves of 16 bytes first. */
+/* Code i of 32: the low nibbles of 16 bytes come first. */
 static int moei_block_nibble(const unsigned char *q, int i) { return i < 16 ? q[i] & 15 : q[i - 16] >> 4; }
 
 static void moei_block_q4_0(const unsigned char *p, signed char *code, moe_real *scale, moe_real *minimum) {
@@ -1312,7 +1313,7 @@ static void moei_block_q4_1(const unsigned char *p, signed char *code, moe_real 
     *minimum = -moei_block_scale(p + 2);
 }
 
-/* Code i with its fifth bit, which stands in 4 bytes before the halves. */
+/* Code i with its fifth bit, which is in the 4 bytes before the nibbles. */
 static int moei_block_five(const unsigned char *p, int i) {
     return moei_block_nibble(p + 4, i) | (p[i / 8] >> i % 8 & 1) << 4;
 }
@@ -1347,7 +1348,7 @@ static void moei_block_iq4_nl(const unsigned char *p, signed char *code, moe_rea
     (void)minimum;
 }
 
-/* Twice the values of E2M1, and half of a power of two that is stored as E8M0: neither overflows
+/* Twice the E2M1 values; moei_e8m0_half returns half of the stored power of two. Neither overflows
    where their product does not. */
 static const signed char moei_fp4_values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
@@ -1362,7 +1363,7 @@ static void moei_block_mxfp4(const unsigned char *p, signed char *code, moe_real
     (void)minimum;
 }
 
-/* MXFP4 of safetensors: pairs of neighbors in a byte, the first one low; the scale lies apart. */
+/* MXFP4 of safetensors: a byte holds two neighbors, the first one low; scales are separate. */
 static void moei_block_mxfp4_pairs(const unsigned char *p, signed char *code, moe_real *scale, moe_real *minimum) {
     int i;
     for (i = 0; i < 32; i++) code[i] = moei_fp4_values[i % 2 == 0 ? p[i / 2] & 15 : p[i / 2] >> 4];
@@ -1370,7 +1371,7 @@ static void moei_block_mxfp4_pairs(const unsigned char *p, signed char *code, mo
     (void)minimum;
 }
 
-/* Blocks of 256: element e is l of 32 in part j of 8, which is k of 4 in half h. */
+/* Blocks of 256: element e is element l of 32 in part j of 8, which is part k of 4 in half h. */
 
 static void moei_block_q2_k(const unsigned char *p, signed char *code, moe_real *scale, moe_real *minimum) {
     const moe_real d = moei_block_scale(p + 80), m = moei_block_scale(p + 82);
@@ -1459,7 +1460,7 @@ static const unsigned char *moei_external_block(const moe_external *w, size_t ro
     return w->data + row * w->row + p / (size_t)w->type->block * w->column;
 }
 
-/* The scale of an element, for types that keep scales apart. */
+/* The scale of an element, for types that store scales separately. */
 static const unsigned char *moei_external_scale(const moe_external *w, size_t row, size_t p, size_t bytes) {
     return w->scales + row / (size_t)w->scale_rows * w->scale_row + p / (size_t)w->scale_columns * bytes;
 }
@@ -1475,7 +1476,7 @@ static void moei_external_codes(const moe_external *w, size_t row, size_t p, sig
     if (w->scales != NULL) *scale = moei_e8m0_half(*moei_external_scale(w, row, p, 1));
 }
 
-/* The moe_external_type.unpack of types of blocks. */
+/* The moe_external_type.unpack of block types. */
 static void moei_unpack_blocks(const moe_kernels *k, const moe_external *w, size_t row, size_t from, size_t count,
                                moe_real *values) {
     const size_t block = (size_t)w->type->block, group = (size_t)w->type->group;
@@ -1491,9 +1492,9 @@ static void moei_unpack_blocks(const moe_kernels *k, const moe_external *w, size
 
 /* ---- >>kernels: 16 rows of blocks as a panel, in vectors ----
 
-   One source for AVX2 and for vectors of four. Sixteen bytes of each row are loaded and transposed:
-   vector q then holds quad q of all rows, as the panel does, so that codes and scales are computed
-   for all rows at once. The differences between instruction sets are in small functions. */
+   Sixteen bytes of each row are loaded and transposed: vector q then holds quad q (four bytes) of
+   all rows, as the panel does, so that codes and scales are computed for all rows at once. Small
+   functions hide the instruction set. */
 
 #if !defined(MOE_NO_QUANT) && defined(MOEI_HAVE_AVX2)
 #define MOEI_HAVE_ZIPS
@@ -1503,14 +1504,14 @@ enum { MOEI_ZIP_LANES = 8 };
 typedef __m256i moei_lanes;
 typedef __m256 moei_float_lanes;
 
-/* Sixteen bytes of the first row at p and of the fifth. */
+/* Sixteen bytes of the row at p and of the fourth row after it. */
 MOEI_ZIP moei_lanes moei_lanes_load(const unsigned char *p, size_t row) {
     const __m128i low = _mm_loadu_si128((const __m128i *)(const void *)p);
     const __m128i high = _mm_loadu_si128((const __m128i *)(const void *)(p + 4 * row));
     return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
 }
 
-/* The first four bytes of each row, or one. */
+/* The first four bytes of each row; the first byte of each row. */
 MOEI_ZIP moei_lanes moei_lanes_load_4(const unsigned char *p, size_t row) {
     const unsigned char *q = p + 4 * row;
     return _mm256_setr_epi32(moei_get_32(p), moei_get_32(p + row), moei_get_32(p + 2 * row), moei_get_32(p + 3 * row),
@@ -1546,7 +1547,7 @@ MOEI_ZIP moei_lanes moei_lanes_right(moei_lanes v, int bits) { return _mm256_srl
 MOEI_ZIP moei_lanes moei_lanes_left(moei_lanes v, int bits) { return _mm256_slli_epi32(v, bits); }
 /* The highest byte of each lane, as an integer. */
 MOEI_ZIP moei_lanes moei_lanes_signed(moei_lanes v) { return _mm256_srai_epi32(v, 24); }
-/* Each byte minus 1, but 0 stays. */
+/* Each byte minus 1; 0 stays 0. */
 MOEI_ZIP moei_lanes moei_lanes_less(moei_lanes v) { return _mm256_subs_epu8(v, _mm256_set1_epi8(1)); }
 
 /* The numbers of a table for bytes below 16. */
@@ -1567,22 +1568,21 @@ MOEI_ZIP moei_float_lanes moei_lanes_from_f16(moei_lanes v) {
     return _mm256_cvtph_ps(_mm256_castsi256_si128(packed));
 }
 
-/* Into the nearest cache: two panels ahead is little, and a hint for the next one makes 4-bit types
-   slower by a twentieth. */
+/* Into L1, as two panels are a short distance; prefetching into L2 makes 4-bit types 5 % slower. */
 MOEI_ZIP void moei_zip_prefetch(uintptr_t at) { _mm_prefetch((const char *)at, _MM_HINT_T0); }
 #endif
 
 #ifdef MOEI_HAVE_ZIPS
 /* 16 rows of blocks, and their panel. */
 typedef struct moei_zip {
-    const unsigned char *data, *scale; /* of the first row; scale: of types that keep them apart */
+    const unsigned char *data, *scale; /* of the first row; scale: of types that store scales separately */
     size_t row, scale_row, column, blocks;
-    uintptr_t ahead; /* what is read next: an address, because it may lie behind the end */
+    uintptr_t ahead; /* address to prefetch; no pointer, because it may lie behind the end */
     unsigned char *codes;
     float *scales, *minima;
 } moei_zip;
 
-/* One block of MOEI_ZIP_LANES rows, `row` bytes apart, number `block` of them. */
+/* Block `block` of MOEI_ZIP_LANES rows, which are `row` bytes apart. */
 typedef struct moei_zip_step {
     const unsigned char *data, *scale;
     size_t row, scale_row, block;
@@ -1623,10 +1623,10 @@ MOEI_ZIP moei_lanes moei_zip_load_4(moei_zip_step *s, size_t at) {
 MOEI_ZIP moei_lanes moei_zip_low(moei_lanes v) { return moei_lanes_and(v, moei_lanes_splat(15)); }
 MOEI_ZIP moei_lanes moei_zip_high(moei_lanes v) { return moei_zip_low(moei_lanes_right(v, 4)); }
 
-/* For each quad, which is line i of the block's first four. */
+/* For each quad i, which is one of the block's first four lines. */
 #define MOEI_EACH_QUAD(X) X(0) X(1) X(2) X(3)
 
-/* 32 codes of four bits, of low halves first: code + offset. */
+/* 32 codes of four bits, the low nibbles first: code + offset. */
 MOEI_ZIP void moei_zip_nibbles(moei_zip_step *s, size_t at, int offset) {
     const moei_lanes more = moei_lanes_splat(offset);
     const moei_quads q = moei_zip_quads(s, at);
@@ -1637,7 +1637,7 @@ MOEI_ZIP void moei_zip_nibbles(moei_zip_step *s, size_t at, int offset) {
 #undef MOEI_NIBBLE_QUAD
 }
 
-/* The same by a table of codes + 128. */
+/* The same with a table of codes + 128. */
 MOEI_ZIP void moei_zip_table(moei_zip_step *s, size_t at, const unsigned char *table) {
     const moei_quads q = moei_zip_quads(s, at);
 #define MOEI_TABLE_QUAD(i) \
@@ -1652,7 +1652,7 @@ MOEI_ZIP void moei_zip_halves(moei_zip_step *s) {
     moei_float_lanes_store(s->scales, moei_lanes_from_f16(moei_zip_load_4(s, 0)));
 }
 
-/* Half of 2^(e - 127); what is smaller than a normal number is 0. */
+/* Half of 2^(e - 127); subnormal results become 0. */
 MOEI_ZIP void moei_zip_powers(moei_zip_step *s, const unsigned char *e, size_t row) {
     moei_float_lanes_store(s->scales,
                            moei_lanes_as_float(moei_lanes_left(moei_lanes_less(moei_lanes_load_1(e, row)), 23)));
@@ -1743,7 +1743,7 @@ MOEI_ZIP void moei_zip_step_q5_k(moei_zip_step *s) {
     int j;
     for (half = 0; half < 2; half++) {
         const moei_quads h = moei_zip_quads(s, 16 + 16 * half);
-        for (j = 0; j < 4; j++) { /* bits 2 j and 2 j + 1 of h, to place 4 */
+        for (j = 0; j < 4; j++) { /* moves bits 2 j and 2 j + 1 of h to bit 4 */
             unsigned char *to = s->codes + ((size_t)j * 16 + half * 4) * MOEI_LINE;
             const moei_quads q = moei_zip_quads(s, 48 + 32 * (size_t)j + 16 * half);
 #define MOEI_HIGH_BIT(h, j) moei_lanes_and((j) < 4 ? moei_lanes_left(h, 4 - (j)) : moei_lanes_right(h, (j) - 4), fifth)
@@ -1839,7 +1839,7 @@ static void moei_fill_blocks(const moe_kernels *k, const moe_external *w, size_t
         z.scale_row = w->scale_row;
         z.column = w->column;
         z.blocks = count / block;
-        /* two panels are filled in turn: the next but one */
+        /* two panels are filled in turn, so the prefetched one is the next but one */
         z.ahead = (uintptr_t)z.data + 2 * MOEI_PANEL * w->row + (MOEI_PANEL - 1) * (from / block) * w->column;
         z.codes = codes;
         z.scales = scales;
@@ -1861,31 +1861,32 @@ static void moei_fill_blocks(const moe_kernels *k, const moe_external *w, size_t
         }
 }
 
-/* ---- >>direct: a row of activations times rows of blocks as they lie ----
+/* ---- >>direct: a row of activations times rows of blocks, without unpacking ----
 
-   Each row of weights is read from end to end, as fast as memory is; nothing is unpacked to memory.
-   Four groups are a vector, four lanes each, in the order that takes the fewest instructions; the
-   activations are put into that order first. Four rows are added up together: a vector has the sums
-   of four groups of four rows, which are integers, another what they are multiplied by. For 16 rows
-   a lane then adds the groups of its row in the order of panels: the same bits. */
+   Each row of weights is read once from end to end, at the speed of memory; nothing is unpacked to
+   memory. A vector holds four groups, in four lanes each, in the order that takes the fewest
+   instructions; the activations are put into that order first. Four rows are summed together: one
+   vector has the integer sums of four groups of four rows, another their factors. For 16 rows, each
+   lane then adds the groups of its row in the order of panels, so results are the same bits. */
 
 #if defined(MOEI_HAVE_ZIPS) && defined(MOEI_VNNI512) && !defined(MOE_NO_AVX512)
 #define MOEI_DIRECT MOEI_VNNI512 MOEI_INLINE
 enum { MOEI_DIRECT_GROUPS = 64, MOEI_DIRECT_AHEAD = 8192 };
 
 /* Groups of a row of activations: codes of its two rows, initial sums of both as one number, scales
-   of the second, the sums for minima. starts and scales: each four times, in the order of lanes. */
+   of the second, the sums for minima. starts and scales repeat each value four times, in the order
+   of lanes. */
 typedef struct moei_direct {
     unsigned char codes[2][MOEI_DIRECT_GROUPS * MOEI_GROUP];
     int32_t starts[4 * MOEI_DIRECT_GROUPS];
     float scales[4 * MOEI_DIRECT_GROUPS], sums[2][MOEI_DIRECT_GROUPS];
 } moei_direct;
 
-/* Of groups of 16 rows: sums, what they are multiplied by, minima. [groups / 4][4] vectors, each of
-   four groups of four rows. */
+/* Sums, their factors, and minima of groups of 16 rows: [groups / 4][4] vectors, each of four
+   groups of four rows. */
 typedef float moei_direct_factors[3][(int)MOEI_PANEL * MOEI_DIRECT_GROUPS];
 
-/* Four rows of blocks, `row` bytes apart, that begin with group `at`; their vectors. */
+/* Four rows of blocks, `row` bytes apart, from group `at` on; to: their vectors. */
 typedef struct moei_direct_four {
     const moei_direct *f;
     const unsigned char *p;
@@ -1920,8 +1921,8 @@ MOEI_DIRECT __m512i moei_direct_lanes(int a, int b, int c, int d) {
     return _mm512_setr_epi32(a, a, a, a, b, b, b, b, c, c, c, c, d, d, d, d);
 }
 
-/* The sums of four groups: of 32, a the first half of each and b the second, if halves is 2; else
-   of 16. `at`: where their activations are. */
+/* The sums of four groups: of 32 (a and b are the halves of each) if halves is 2, else of 16 (a).
+   `at`: offset of their activations. */
 MOEI_DIRECT __m512i moei_direct_dot(int halves, const moei_direct *f, size_t at, __m512i a, __m512i b) {
     const unsigned char *x = f->codes[0] + at, *y = f->codes[1] + at;
     moei_int32x16 sum = moei_dot_vnni512(moei_zero_vnni512(), a, MOEI_LOAD_512(x));
@@ -1967,7 +1968,7 @@ MOEI_DIRECT __m512i moei_direct_load(size_t column, const unsigned char *p) {
     return moei_direct_join(moei_direct_pair(column, p), moei_direct_pair(column, p + 2 * column));
 }
 
-/* The first bytes of four blocks of each row, of 17, 18 or 34 bytes, in the low bits of lanes. */
+/* The first bytes of four blocks (of 17, 18 or 34 bytes) of each row, in the low bits of lanes. */
 MOEI_DIRECT __m512i moei_direct_heads(int column, const moei_direct_four *r) {
     const __m512i shift = moei_direct_lanes(0, column % 4 * 8, 2 * column % 4 * 8, 3 * column % 4 * 8);
     const __m512i from = moei_direct_lanes(0, column / 4, 2 * column / 4, 3 * column / 4);
@@ -1986,7 +1987,7 @@ MOEI_DIRECT __m512i moei_direct_heads(int column, const moei_direct_four *r) {
     return moei_direct_shift(_mm512_maskz_unpacklo_epi64((__mmask8)0xff, a, b), shift);
 }
 
-/* 16 of binary16 in the low halves of the lanes. */
+/* 16 binary16 numbers in the low halves of the lanes. */
 MOEI_DIRECT __m512 moei_direct_from_f16(__m512i v) {
     return _mm512_maskz_cvtph_ps(MOEI_ALL_LANES, _mm512_maskz_cvtepi32_epi16(MOEI_ALL_LANES, v));
 }
@@ -2034,7 +2035,7 @@ MOEI_DIRECT void moei_direct_mxfp4(const moei_direct_four *r) {
     moei_direct_quad(r, 0, s, _mm512_castsi512_ps(moei_direct_left(_mm512_sub_epi32(e, one), 23)));
 }
 
-/* 16 bytes of each row: number i of each four bytes is q[i]. */
+/* Transposes 16 bytes of each row: q[i] has bytes 4 i to 4 i + 3 of the four rows. */
 MOEI_DIRECT void moei_direct_transpose(const moei_direct_four *r, size_t at, __m128i q[4]) {
     const unsigned char *p = r->p + at;
     const __m256i a = moei_direct_pair(2 * r->row, p), b = moei_direct_pair(2 * r->row, p + r->row);
@@ -2046,7 +2047,7 @@ MOEI_DIRECT void moei_direct_transpose(const moei_direct_four *r, size_t at, __m
     q[3] = _mm_unpackhi_epi64(_mm256_castsi256_si128(high), high2);
 }
 
-/* Six bits of the even groups (odd: of the odd ones) of each row, from four bytes of the first four
+/* Six-bit codes of each row's even groups (odd = 1: odd groups), from four bytes of the first four
    groups and four of the others. */
 MOEI_DIRECT __m512 moei_direct_six(int odd, __m512i v) {
     const __m512i byte = _mm512_set1_epi32(255);
@@ -2138,7 +2139,7 @@ MOEI_DIRECT void moei_direct_q6_k(const moei_direct_four *r) {
 #undef MOEI_SCALES
 }
 
-/* Into the second cache: the nearest one waits for few lines at once. */
+/* Into L2, since L1 has few lines in flight at once. */
 MOEI_DIRECT void moei_direct_prefetch(uintptr_t at) { _mm_prefetch((const char *)at, _MM_HINT_T1); }
 
 /* `groups` groups of four rows; a step computes `step` of them, of `bytes` bytes. */
@@ -2154,7 +2155,7 @@ MOEI_DIRECT void moei_direct_prefetch(uintptr_t at) { _mm_prefetch((const char *
                 moei_direct_prefetch((uintptr_t)r.p + i + 2 * r.row); \
                 moei_direct_prefetch((uintptr_t)r.p + i + 3 * r.row); \
             } \
-            if (groups - r.at < step) { /* nothing reads what is computed of the zeros */ \
+            if (groups - r.at < step) { /* results of the padding zeros are not read */ \
                 memset(rest, 0, sizeof rest); \
                 for (i = 0; i < 4; i++) \
                     memcpy(rest + i * bytes, r.p + i * r.row, (groups - r.at) * (bytes) / (step)); \
@@ -2172,7 +2173,7 @@ MOEI_DIRECT_ROWS(q4_k, 8, 144)
 MOEI_DIRECT_ROWS(q5_k, 8, 176)
 MOEI_DIRECT_ROWS(q6_k, 16, 210)
 
-/* Eight groups of 16 rows, each a vector; large: the even ones come first. */
+/* Eight groups of 16 rows, one vector each; large: the even groups are stored first. */
 MOEI_DIRECT void moei_direct_eight(int large, const float *a, __m512 v[8]) {
 #define MOEI_JOIN_ROWS(a, b, which) _mm512_maskz_shuffle_f32x4(MOEI_ALL_LANES, a, b, which)
 #define MOEI_FOUR_GROUPS(a, first, step) { \
@@ -2202,7 +2203,7 @@ MOEI_DIRECT void moei_direct_eight(int large, const float *a, __m512 v[8]) {
     m0 = _mm512_fmadd_ps(v[i], _mm512_set1_ps(f->sums[0][g + i]), m0); \
     m1 = _mm512_fmadd_ps(v[i], _mm512_set1_ps(f->sums[1][g + i]), m1);
 
-/* c[2][16]: the order is that of moei_external_panels. */
+/* c[2][16]: sums in the order of moei_external_panels. */
 MOEI_DIRECT void moei_direct_add(int large, const moei_direct *f, size_t groups, moei_direct_factors a, float *c) {
     const __m512 zero = _mm512_setzero_ps();
     __m512 c0 = _mm512_loadu_ps(c), c1 = _mm512_loadu_ps(c + MOEI_PANEL);
@@ -2246,7 +2247,7 @@ MOEI_VNNI512 static void moei_direct_panel(int large, const moei_direct *f, size
     else moei_direct_add(0, f, groups, a, c);
 }
 
-/* Groups from .. from + groups of a row of activations; offset: of the codes of W. */
+/* Prepares groups from .. from + groups - 1 of a row of activations; offset: of the codes of W. */
 static void moei_direct_begin(moei_direct *f, const moe_external *w, int offset, size_t inner, size_t from,
                               size_t groups, const unsigned char *x) {
     const size_t group = (size_t)w->type->group;
@@ -2256,7 +2257,7 @@ static void moei_direct_begin(moei_direct *f, const moe_external *w, int offset,
     (void)moei_external_shape_row(inner, &r);
     if (groups % 8 > 0) memset(f, 0, sizeof *f);
     for (j = 0; j < groups; j++) {
-        const size_t lane = w->type->minima ? j / 8 * 8 + j % 2 * 4 + j % 8 / 2 : j; /* of all vectors of groups */
+        const size_t lane = w->type->minima ? j / 8 * 8 + j % 2 * 4 + j % 8 / 2 : j; /* counted over all vectors */
         const unsigned char *second = x + r.size;
         int32_t start[2];
         for (i = 0; i < 2; i++) {
@@ -2274,8 +2275,8 @@ static void moei_direct_begin(moei_direct *f, const moe_external *w, int offset,
     }
 }
 
-/* Of long rows, parts of several panels follow each other, because moei_direct_begin takes a third
-   of a panel's time. */
+/* Computes each part of a long row for several panels in turn, because moei_direct_begin takes a
+   third of a panel's time. */
 static size_t moei_direct_blocks(void (*rows)(const moei_direct_four *from, size_t groups), int offset,
                                  const moe_kernels *k, const moe_external *w, size_t row, size_t n, size_t inner,
                                  const unsigned char *x, float *c) {
@@ -2286,7 +2287,7 @@ static size_t moei_direct_blocks(void (*rows)(const moei_direct_four *from, size
     moei_direct_four four;
     moei_direct f;
     size_t i, j, p, count, from, groups;
-    if (k->unpacked != moei_unpacked_vnni512 || k->panels != moei_panels_avx512) return 0; /* other bits */
+    if (k->unpacked != moei_unpacked_vnni512 || k->panels != moei_panels_avx512) return 0; /* they round otherwise */
     if (w->column != (size_t)w->type->bytes) return 0;
     four.f = &f;
     four.row = w->row;
@@ -2331,7 +2332,7 @@ MOEI_DIRECT_FUNCTION(mxfp4, 128)
 #define MOEI_DIRECT_OF(name) NULL
 #endif
 
-/* The moe_external_type.unpack of single numbers. */
+/* The moe_external_type.unpack of element types without blocks. */
 static void moei_unpack_numbers(const moe_kernels *k, const moe_external *w, size_t row, size_t from, size_t count,
                                 moe_real *values) {
     moe_file_tensor t;
@@ -2347,7 +2348,7 @@ static void moei_unpack_numbers(const moe_kernels *k, const moe_external *w, siz
     }
 }
 
-/* The number of a byte in FP8's format E4M3: no infinities, 0x7f and 0xff are NaN (Micikevicius et
+/* The value of an FP8 byte in format E4M3: no infinities, 0x7f and 0xff are NaN (Micikevicius et
    al. 2022, FP8 formats for deep learning). */
 static moe_real moei_from_e4m3(unsigned byte) {
     const uint32_t sign = (uint32_t)(byte & 128u) << 24, size = byte & 127u;
@@ -2356,7 +2357,7 @@ static moe_real moei_from_e4m3(unsigned byte) {
     return (moe_real)moei_binary32(sign | ((size << 20) + (120u << 23)));
 }
 
-/* FP8 with one float32 scale for scale_rows rows and scale_columns columns. */
+/* FP8 with one float32 scale per scale_rows rows and scale_columns columns. */
 static void moei_unpack_e4m3(const moe_kernels *k, const moe_external *w, size_t row, size_t from, size_t count,
                              moe_real *values) {
     size_t p;
@@ -2368,7 +2369,7 @@ static void moei_unpack_e4m3(const moe_kernels *k, const moe_external *w, size_t
     }
 }
 
-/* Types of safetensors alone: numbers that no GGUF file can have. */
+/* Types that only safetensors has: codes that no GGUF file can contain. */
 enum { MOEI_TYPE_E4M3 = -1, MOEI_TYPE_MXFP4 = -2 };
 
 #ifdef MOEI_HAVE_ZIPS
@@ -2420,7 +2421,7 @@ static const moei_block_type moei_gguf_types[] = {
 
 enum { MOEI_GGUF_TYPE_COUNT = (int)(sizeof moei_gguf_types / sizeof moei_gguf_types[0]) };
 
-/* The row of a number; NULL: none. */
+/* The type of a code; NULL: none. */
 static const moei_block_type *moei_gguf_type_find(int code) {
     size_t i;
     for (i = 0; i < MOEI_GGUF_TYPE_COUNT; i++)
@@ -2428,7 +2429,7 @@ static const moei_block_type *moei_gguf_type_find(int code) {
     return NULL;
 }
 
-/* The row of a type of single numbers. */
+/* The type of a MOE_DTYPE_ that is in the table. */
 static const moei_block_type *moei_type_of_dtype(int dtype) {
     size_t i = 0;
     while (moei_gguf_types[i].dtype != dtype) i++;
@@ -2436,8 +2437,8 @@ static const moei_block_type *moei_type_of_dtype(int dtype) {
 }
 
 /* Reads the next tensor description. bytes stays 0 for types that are not supported. The data must
-   have the order of the descriptions, as every GGUF file: tensors that share bytes would let a
-   small file make a large layer. */
+   have the order of the descriptions, as in every GGUF file: with tensors that share bytes, a small
+   file could make a large layer. */
 static void moei_gguf_tensor(moei_gguf *g, char name[MOEI_IMPORT_NAME], moei_import_tensor *f) {
     const moei_block_type *type;
     uint64_t n, i, elements = 1, most = (size_t)-1 / 8;
@@ -2473,8 +2474,8 @@ static void moei_gguf_tensor(moei_gguf *g, char name[MOEI_IMPORT_NAME], moei_imp
     g->end = f->at + f->bytes;
 }
 
-/* Reads everything before the data: header, metadata, tensor descriptions. Only the first file, or
-   the first part of a split one, gives the facts. */
+/* Reads everything before the data: header, metadata, tensor descriptions. Only the metadata of the
+   first file, or of the first part of a split one, is kept. */
 static moe_status moei_gguf_open(moei_importer *r, moei_import_shard *file) {
     moei_gguf g;
     moei_gguf_facts other, *facts = file == r->first ? &r->gguf : &other;
@@ -2579,7 +2580,7 @@ static moe_status moei_gguf_open_parts(moei_importer *r) {
 
 /* ---- >>json: the index and config.json ---- */
 
-/* Checks a text: one object and nothing after it. */
+/* Checks that a text is one object and nothing else. */
 static moe_status moei_import_json_check(moei_json *j) {
     if (moei_json_peek(j) != '{') return moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "not a JSON object");
     if (moei_config_skip(j) != MOE_OK) return j->error->code;
@@ -2639,7 +2640,7 @@ static void moei_import_span(moei_span s, char *to, size_t room) {
     to[n] = '\0';
 }
 
-/* The same for a key of a key, "rope_scaling.factor". */
+/* As moei_import_json_member, also for nested keys ("rope_scaling.factor"). */
 static size_t moei_import_json_path(const moe_buffer *text, size_t at, const char *key) {
     char first[MOEI_IMPORT_VALUE];
     size_t n = 0;
@@ -2668,8 +2669,8 @@ static size_t moei_import_json_element(const moe_buffer *text, size_t at, size_t
     return j.at;
 }
 
-/* Kind and text of a value in config.json; of a list, in a model, the element of the block. null
-   counts as absent. */
+/* Kind and text of a value in config.json; for a list, in a model, of the current block's element.
+   null counts as absent. */
 static int moei_import_config_value(const moei_importer *r, const char *key, char text[MOEI_IMPORT_VALUE]) {
     size_t at = moei_import_config_at(r, key);
     moei_json j;
@@ -2694,7 +2695,7 @@ static int moei_import_config_value(const moei_importer *r, const char *key, cha
     return moei_span_length(s) < MOEI_IMPORT_VALUE ? MOEI_VALUE_SCALAR : MOEI_VALUE_OTHER;
 }
 
-/* The metadata of a key after "ARCH."; of equal keys the last. NULL: none. */
+/* The metadata of a key after "ARCH."; the last one of equal keys. NULL: none. */
 static const moei_gguf_fact *moei_gguf_fact_find(const moei_importer *r, const char *key) {
     const moei_gguf_fact *facts = (const moei_gguf_fact *)(const void *)r->gguf.keys.data;
     size_t n = r->gguf.keys.size / sizeof *facts;
@@ -2985,7 +2986,7 @@ static moei_import_tensor *moei_import_tensor_at(const moe_buffer *list, size_t 
     return (moei_import_tensor *)(void *)list->data + i;
 }
 
-/* Full tensor name for messages, with a long prefix cut at the front, so that the rest of a message
+/* Full tensor name for messages; a long prefix loses its beginning, so that the rest of a message
    has room. */
 static const char *moei_import_full_name(const moei_importer *r, const char *suffix, char out[112]) {
     char prefix[36];
@@ -3062,7 +3063,7 @@ static moe_status moei_import_shard_find(moei_importer *r, const char *suffix, c
     return status == MOE_OK ? moei_import_shard_header(r, *shard) : status;
 }
 
-/* The size of blocks that share a scale, of config.json; 1: it does not say. */
+/* How many rows (i = 0) or columns (i = 1) share a scale, by config.json; 1 if it has no value. */
 static size_t moei_import_scale_block(const moei_importer *r, size_t i) {
     const size_t at = moei_import_config_at(r, "quantization_config.weight_block_size");
     const size_t element = at > 0 ? moei_import_json_element(&r->config, at, i) : 0;
@@ -3071,7 +3072,7 @@ static size_t moei_import_scale_block(const moei_importer *r, size_t i) {
     return element > 0 && moei_json_size(&j, &value) == MOE_OK && value > 0 && value <= MOE_MAX_WIDTH ? value : 1;
 }
 
-/* FP8: a number for each block of rows and columns. */
+/* FP8: one scale for each block of rows and columns. */
 static moe_status moei_import_join_fp8(const moei_importer *r, moei_import_tensor *f, const moei_import_tensor *of) {
     const size_t height = moei_import_scale_block(r, 0), width = moei_import_scale_block(r, 1);
     const int n = f->n_dims;
@@ -3091,7 +3092,7 @@ static moe_status moei_import_join_fp8(const moei_importer *r, moei_import_tenso
     return MOE_OK;
 }
 
-/* MXFP4: [..., blocks, 16] bytes and [..., blocks] scales are [..., 32 blocks] numbers. */
+/* MXFP4: [..., blocks, 16] bytes and [..., blocks] scales hold [..., 32 blocks] numbers. */
 static moe_status moei_import_join_mxfp4(const moei_importer *r, moei_import_tensor *f, const moei_import_tensor *of) {
     const int n = of->n_dims;
     int i, good = n >= 2 && f->n_dims == n + 1 && f->dtype == MOE_DTYPE_U8 && of->dtype == MOE_DTYPE_U8 &&
@@ -3111,7 +3112,7 @@ static moe_status moei_import_join_mxfp4(const moei_importer *r, moei_import_ten
     return MOE_OK;
 }
 
-/* Where a name goes on behind another one; NULL: it does not begin with it. */
+/* What follows the first n bytes of `begin` in a name; NULL: it does not start with them. */
 static const char *moei_import_behind(const char *name, const char *begin, size_t n) {
     size_t i;
     for (i = 0; i < n; i++)
@@ -3119,7 +3120,7 @@ static const char *moei_import_behind(const char *name, const char *begin, size_
     return name + n;
 }
 
-/* The tensor that a tensor of scales belongs to; NULL: it is none of scales, or has none. */
+/* The tensor whose scales are in `of`; NULL: `of` has no scales, or their tensor is missing. */
 static moei_import_tensor *moei_import_scaled(const moe_buffer *list, const moei_import_tensor *of, int *is_fp8) {
     const size_t length = moei_strlen(of->suffix);
     const int fp8 = moei_import_ends(of->suffix, "_scale_inv"), mxfp4 = moei_import_ends(of->suffix, "_scales");
@@ -3135,7 +3136,7 @@ static moei_import_tensor *moei_import_scaled(const moe_buffer *list, const moei
     return NULL;
 }
 
-/* Joins tensors with their scales, which leave the list. */
+/* Attaches scales to their tensors and removes them from the list. */
 static moe_status moei_import_join(const moei_importer *r, moe_buffer *list) {
     const size_t n = moei_import_tensor_count(list);
     size_t i, kept = 0;
@@ -3206,14 +3207,13 @@ static int moei_is_per_expert(const moei_tensor_name *row) {
     return moei_memchr(row->name, '%', moei_strlen(row->name)) != NULL;
 }
 
-/* A layer does not scale the sum of experts and dense part, so only models have one. */
+/* A layer does not scale the sum of experts and dense part, so only models have a dense part. */
 static long moei_sets_of_family(const moei_importer *r, const moei_family *family) {
     if (r->kind != MOEI_IMPORT_GGUF) return family->sets;
     return r->is_model ? family->gguf_sets : family->gguf_sets & ~MOEI_SET_G_BESIDE;
 }
 
-/* Whether the tensors fit a family: every name is known to it, and every set that it needs
-   occurs. */
+/* Whether the tensors fit a family: it knows every name, and every set that it needs occurs. */
 static int moei_family_fits(const moei_importer *r, const moei_family *family, int by_names) {
     long seen = 0, needs = r->kind == MOEI_IMPORT_GGUF ? family->gguf_needs : family->needs;
     size_t i, expert;
@@ -3238,7 +3238,7 @@ static const char *moei_family_advice(const char *suffix) {
     return "";
 }
 
-/* The error when the names do not fit: a family, or (NULL) any family. */
+/* The error for names that do not fit a family, or (NULL) any family. */
 static moe_status moei_family_refuse(const moei_importer *r, const moei_family *family) {
     const long sets = family != NULL ? moei_sets_of_family(r, family) : moei_sets_of_file(r);
     long missing = family == NULL ? 0 : r->kind == MOEI_IMPORT_GGUF ? family->gguf_needs : family->needs;
@@ -3263,8 +3263,8 @@ static moe_status moei_family_refuse(const moei_importer *r, const moei_family *
                       r->prefix);
 }
 
-/* The families that the preset, model_type or general.architecture leaves, as a bit mask.
-   *by_names: nothing but the tensor names identifies the family. */
+/* The families that the preset, model_type or general.architecture allows, as a bit mask.
+   *by_names: only the tensor names identify the family. */
 static moe_status moei_family_candidates(moei_importer *r, uint32_t *candidates, int *by_names) {
     const char *const key = r->kind == MOEI_IMPORT_GGUF ? "general.architecture" : "config.json: model_type";
     char type[MOEI_IMPORT_VALUE];
@@ -3301,7 +3301,7 @@ static moe_status moei_family_find(moei_importer *r) {
     uint32_t candidates = 0, bit = 1;
     int by_names = 0, n = 0;
     char text[MOEI_IMPORT_VALUE];
-    /* norm_topk_prob in the settings makes equal names unambiguous */
+    /* norm_topk_prob in the settings distinguishes families with equal tensor names */
     const int normed = moei_import_value(r, "norm_topk_prob", text) != MOEI_VALUE_NONE;
     moe_status status = moei_family_candidates(r, &candidates, &by_names);
     if (status != MOE_OK) return status;
@@ -3460,7 +3460,7 @@ static moe_status moei_settings_read(moei_importer *r) {
     return MOE_OK;
 }
 
-/* Refuses a GGUF file without a key that llama.cpp has no default for; 0 (none) is no value. */
+/* Refuses a GGUF file without a key that llama.cpp has no default for; 0 counts as absent. */
 static moe_status moei_settings_required(const moei_importer *r) {
     char text[MOEI_IMPORT_VALUE];
     const char *key = r->family->gguf_key;
@@ -3514,7 +3514,7 @@ static moe_status moei_settings_sizes(moei_importer *r) {
     return MOE_OK;
 }
 
-/* The gate or the weights that a preset of the caller is known for, where the file says others. */
+/* Refuses a file whose gate or weights differ from those of the caller's preset. */
 static moe_status moei_preset_check(const moei_importer *r, const moe_layer_config *before) {
     static const char *const names[] = {"gate", "weight"};
     char said[52], found[52];
@@ -3532,7 +3532,7 @@ static moe_status moei_preset_check(const moei_importer *r, const moe_layer_conf
     return MOE_OK;
 }
 
-/* Whether the file leaves all settings of the caller as they are. */
+/* Refuses a file that changes a setting of the caller. */
 static moe_status moei_changes_check(const moei_importer *r) {
     moe_layer_config wanted = r->settings;
     const moe_field *field;
@@ -3632,7 +3632,7 @@ static void moei_tensor_view_copy(const moei_tensor_view *p, size_t first, size_
     }
 }
 
-/* Elements first .. first + n - 1 of a tensor that keeps its scales apart, from their bytes. */
+/* Dequantizes elements first .. first + n - 1 of a tensor with separate scales. */
 static void moei_import_unscale(const moei_import_tensor *f, const unsigned char *scales, size_t first, size_t n,
                                 const unsigned char *bytes, moe_real *values) {
     const size_t columns = f->shape[f->n_dims - 1], rows = f->shape[f->n_dims - 2];
@@ -3650,7 +3650,7 @@ static void moei_import_unscale(const moei_import_tensor *f, const unsigned char
     }
 }
 
-/* The scales of a tensor, which the caller frees, after an error too; NULL and MOE_OK: it has
+/* Reads the scales of a tensor, which the caller frees, after an error too. NULL and MOE_OK: it has
    none. */
 static moe_status moei_import_scales_read(moei_importer *r, const moei_import_tensor *f, unsigned char **scales) {
     *scales = NULL;
@@ -3715,8 +3715,7 @@ static int moei_import_mark(uint64_t *seen, size_t experts, const moei_tensor_na
     return fresh;
 }
 
-/* The parameters that a tensor fills and that the layer has in this size, as a bit mask: it has no
-   other place. */
+/* The parameters that a tensor fills and that the layer has in this size, as a bit mask. */
 static uint64_t moei_import_places(const moei_importer *r, const moe_layer *layer, const moei_import_tensor *f) {
     const uint64_t params = moei_tensor_name_params(f->row) & layer->present;
     const size_t parts = moei_is_per_expert(f->row) ? r->sizes[MOEI_SIZE_E] : 1;
@@ -3732,8 +3731,8 @@ static uint64_t moei_import_places(const moei_importer *r, const moe_layer *laye
     return places;
 }
 
-/* The error for a parameter that no tensor fills. It names a tensor in the form that the other
-   tensors of the layer have. */
+/* The error for a parameter that no tensor fills. It names the missing tensor in the style of the
+   layer's other tensors. */
 static moe_status moei_import_missing(const moei_importer *r, const moe_layer *layer, int param, size_t expert) {
     char shown[112], suffix[MOEI_IMPORT_SUFFIX];
     const moei_tensor_name *row, *best = NULL;
@@ -3819,7 +3818,7 @@ static moe_status moei_import_fill(moei_importer *r, moe_layer *layer) {
 
 /* Opens the file, detects its format and reads what precedes the tensors. */
 static moe_status moei_import_open(moei_importer *r, const char *name) {
-    /* of an index */
+    /* largest index in bytes */
     const size_t most = SIZE_MAX > 65535 ? (size_t)(MOEI_FILE_MAX_HEADER & SIZE_MAX) : (size_t)32768;
     unsigned char begin[9];
     uint64_t size;
@@ -3849,9 +3848,9 @@ static moe_status moei_import_open(moei_importer *r, const char *name) {
     return moei_import_config_open(r);
 }
 
-/* ---- >>models: what a whole model is ---- */
+/* ---- >>models: architectures and their tensors ---- */
 
-/* What an architecture has; bits. Those of a block leave out what this block does without. */
+/* Traits of an architecture; bits. Those of a block leave out what this block lacks. */
 #define MOEI_ARCH_NEIGHBOURS (UINT64_C(1) << 0)    /* rotary pairs are neighbours, not halves */
 #define MOEI_ARCH_SEPARATE (UINT64_C(1) << 1)      /* matrices of queries, keys and values */
 #define MOEI_ARCH_FUSED (UINT64_C(1) << 2)         /* one matrix of all three, or separate ones */
@@ -3861,12 +3860,12 @@ static moe_status moei_import_open(moei_importer *r, const char *name) {
 #define MOEI_ARCH_HEAD_NORM (UINT64_C(1) << 6)     /* norms of each head's query and key */
 #define MOEI_ARCH_MAY_HEAD_NORM (UINT64_C(1) << 7)
 #define MOEI_ARCH_WHOLE_NORM (UINT64_C(1) << 8)    /* norms of all queries and all keys of a token */
-#define MOEI_ARCH_NORM_AFTER (UINT64_C(1) << 9)    /* after the rotation */
+#define MOEI_ARCH_NORM_AFTER (UINT64_C(1) << 9)    /* these norms come after RoPE */
 #define MOEI_ARCH_SINKS (UINT64_C(1) << 10)
 #define MOEI_ARCH_LAYER_NORM (UINT64_C(1) << 11)   /* layer norms, not RMS norms */
 #define MOEI_ARCH_NORM_BIAS (UINT64_C(1) << 12)
 #define MOEI_ARCH_LATENT (UINT64_C(1) << 13)       /* multi-head latent attention */
-#define MOEI_ARCH_CONVOLUTION (UINT64_C(1) << 14)  /* some blocks have one in the place of attention */
+#define MOEI_ARCH_CONVOLUTION (UINT64_C(1) << 14)  /* some blocks have one instead of attention */
 #define MOEI_ARCH_POST_NORM (UINT64_C(1) << 15)    /* norms before both residual sums */
 #define MOEI_ARCH_SECOND_POST (UINT64_C(1) << 16)  /* GGUF: the second norm is post_attention_norm */
 #define MOEI_ARCH_SECOND_ATTN (UINT64_C(1) << 17)  /* GGUF: it is attn_output_norm */
@@ -3876,20 +3875,20 @@ static moe_status moei_import_open(moei_importer *r, const char *name) {
 #define MOEI_ARCH_FACTORS (UINT64_C(1) << 21)      /* GGUF: rope_factors_long, _short */
 #define MOEI_ARCH_FREQS (UINT64_C(1) << 22)        /* GGUF: rope_freqs */
 #define MOEI_ARCH_LFM (UINT64_C(1) << 23)          /* names of lfm2 */
-#define MOEI_ARCH_CHUNKS (UINT64_C(1) << 24)       /* llama4: chunks, layers without rotation */
+#define MOEI_ARCH_CHUNKS (UINT64_C(1) << 24)       /* llama4: chunked attention, layers without RoPE */
 #define MOEI_ARCH_ROT_SCALE (UINT64_C(1) << 25)    /* scores are divided by sqrt(n_rot) */
 #define MOEI_ARCH_GROK (UINT64_C(1) << 26)         /* multipliers and a cap of scores by default */
-#define MOEI_ARCH_WINDOW (UINT64_C(1) << 27)       /* a window in blocks 0, 2, ... */
-#define MOEI_ARCH_WINDOWS (UINT64_C(1) << 32)      /* in every block */
+#define MOEI_ARCH_WINDOW (UINT64_C(1) << 27)       /* a sliding window in blocks 0, 2, ... */
+#define MOEI_ARCH_WINDOWS (UINT64_C(1) << 32)      /* a sliding window in every block */
 #define MOEI_ARCH_MULTIPLIERS (UINT64_C(1) << 33)  /* of the embedding, residual sums, scores and logits */
 #define MOEI_ARCH_CLAMP (UINT64_C(1) << 34)        /* of queries, keys and values */
 /* set by a file's sizes */
-#define MOEI_ARCH_LOW_QUERY (UINT64_C(1) << 28)    /* latent: queries by way of a low rank */
-#define MOEI_ARCH_FULL_QUERY (UINT64_C(1) << 29)   /* latent: or not */
+#define MOEI_ARCH_LOW_QUERY (UINT64_C(1) << 28)    /* latent: low-rank queries */
+#define MOEI_ARCH_FULL_QUERY (UINT64_C(1) << 29)   /* latent: full-rank queries */
 #define MOEI_ARCH_HALVES_B (UINT64_C(1) << 30)     /* latent: attn_k_b and attn_v_b */
 #define MOEI_ARCH_WHOLE_B (UINT64_C(1) << 31)      /* latent: attn_kv_b */
 
-/* An architecture: how blocks are made. Its mixtures are rows of moei_families. */
+/* An architecture and the traits of its blocks. Its MoE layers are rows of moei_families. */
 typedef struct moei_arch {
     const char *archs, *types;     /* general.architecture and model_type; "": there are none */
     uint64_t both, gguf, folder;   /* MOEI_ARCH_ of GGUF and folders, of GGUF, of folders */
@@ -3933,7 +3932,7 @@ static const moei_arch moei_archs[] = {
     {"grok", "", MOEI_ARCH_PLAIN | MOEI_ARCH_POST_NORM | MOEI_ARCH_GROK, 0, 0},
     {NULL, NULL, 0, 0, 0}};
 
-/* Places of a model's tensors outside its mixtures. */
+/* Tensors of a model outside its MoE layers. */
 enum {
     MOEI_PLACE_EMBEDDING, MOEI_PLACE_NORM, MOEI_PLACE_NORM_BIAS, MOEI_PLACE_HEAD, MOEI_PLACE_HEAD_BIAS,
     MOEI_PLACE_FREQS, MOEI_PLACE_LONG, MOEI_PLACE_SHORT,
@@ -3947,7 +3946,7 @@ enum {
     MOEI_PLACE_GATE, MOEI_PLACE_UP, MOEI_PLACE_DOWN, MOEI_PLACE_IGNORED, MOEI_PLACE_COUNT
 };
 
-/* The name of a place. Letters of a shape: V vocabulary, H d_model, h heads, D width of a key, Q
+/* The name of a tensor. Letters of a shape: V vocabulary, H d_model, h heads, D width of a key, Q
    all queries, K all keys, U all values, O all heads' outputs, T = Q + K + U, r half of n_rot, F
    width of a dense block, L kernel of the convolution, 3 = 3 H; latent: A rank of queries, C of
    keys and values, R = C + n_rot, n and v widths of a head's unrotated key and of its value, N =
@@ -4052,17 +4051,17 @@ typedef struct moei_model {
     int original, nextn, window, chunk, kernel, experts, full_blocks;
     int query_rank, kv_rank, key_mla, value_mla, nope, tuning_floor;
     int vocabulary, d_dense; /* of the tensors */
-    int is_long;             /* 1: a context longer than that of the training */
+    int is_long;             /* 1: the context is longer than in training */
     moe_real eps, base, base_window, rotated_part, factor, attention_factor, log_multiplier;
     moe_real beta_fast, beta_slow, mscale, mscale_all, low_freq, high_freq, long_mscale, short_mscale, alpha;
     moe_real embedding_scale, residual_scale, attention_scale, logit_scale, clamp, output_scale, score_cap, logit_cap;
     moe_real tuning;
     const moei_import_tensor *places[MOEI_PLACE_FIRST];
-    const moei_import_tensor *factors; /* of single rotary pairs; NULL: none */
+    const moei_import_tensor *factors; /* RoPE factors, one per rotary pair; NULL: none */
 } moei_model;
 
-/* A setting of a model: keys in GGUF (after "ARCH.") and in config.json, of which the first that
-   exists counts. */
+/* A setting of a model: its keys in GGUF (after "ARCH.") and in config.json; the first that exists
+   counts. */
 typedef struct moei_model_key {
     const char *gguf, *folder;
     size_t offset;
@@ -4130,7 +4129,7 @@ static const moei_model_key moei_model_keys[] = {
     MOEI_MODEL_INT("", "floor_scale", tuning_floor, 1, 16777216),
     {NULL, NULL, 0, 0, 0.0, 0.0}};
 
-/* What one block is. */
+/* One block of a model. */
 typedef struct moei_model_block {
     uint64_t traits;
     int is_moe, is_convolution, rotates, qk_plain;
@@ -4141,8 +4140,8 @@ typedef struct moei_model_block {
 
 /* ---- >>model_names ---- */
 
-/* The rest of a tensor's name behind its block's prefix; *block receives the block's number, -1 for
-   the model's own tensors. */
+/* A tensor's name after its block's prefix; *block receives the block's index, -1 for tensors
+   outside the blocks. */
 static const char *moei_model_rest(const moei_importer *r, const char *name, int *block) {
     const char *rest = name, *p;
     int digits = 0, number = 0;
@@ -4204,12 +4203,12 @@ static const char *moei_place_text(const moei_importer *r, const moei_place_name
     return r->kind == MOEI_IMPORT_GGUF ? row->gguf : row->folder;
 }
 
-/* Whether a row is of the model itself (block -1) or of its blocks. */
+/* Whether a row applies to this block, or (block -1) to tensors outside the blocks. */
 static int moei_place_is_of(const moei_place_name *row, int block) {
     return (row->place < MOEI_PLACE_FIRST) == (block < 0);
 }
 
-/* The row of a tensor outside the mixtures; NULL: none. */
+/* The row of a tensor outside the MoE layers; NULL: none. */
 static const moei_place_name *moei_place_find(const moei_importer *r, uint64_t traits, int block, const char *rest) {
     const moei_place_name *row;
     for (row = moei_place_names; row->place != MOEI_PLACE_COUNT; row++) {
@@ -4223,7 +4222,7 @@ static const moei_place_name *moei_place_find(const moei_importer *r, uint64_t t
 
 /* ---- >>model_settings ---- */
 
-/* Reads a setting from the first of its keys that the file has. *have: it has one. */
+/* Reads a setting from the first of its keys that the file has. */
 static moe_status moei_model_key_read(moei_importer *r, const moei_model_key *row, moei_model *m) {
     const char *keys = r->kind == MOEI_IMPORT_GGUF ? row->gguf : row->folder;
     const char *sources = moei_settings_source(r);
@@ -4304,7 +4303,7 @@ static moe_status moei_model_required(const moei_importer *r, const moei_model *
     return moei_error(r->error, MOE_ERR_NOT_FOUND, "%s: %s is missing", moei_settings_source(r), lacks);
 }
 
-/* Reads the settings that block `block` sees; what the tensors told stays. */
+/* Reads the settings that apply to block `block`; keeps what the tensors determined. */
 static moe_status moei_model_read(moei_importer *r, moei_model *m, size_t block) {
     const moei_model before = *m;
     const moei_model_key *row;
@@ -4335,7 +4334,7 @@ static moe_status moei_model_read(moei_importer *r, moei_model *m, size_t block)
 
 /* ---- >>model_blocks ---- */
 
-/* The size that a letter of a place's shape stands for; 0: any. */
+/* The size that a letter of a shape in moei_place_names stands for. */
 static size_t moei_place_size(const moei_model *m, char letter) {
     const size_t heads = (size_t)m->heads, kv = (size_t)m->kv_heads;
     const size_t key = (size_t)m->key, value = (size_t)m->value;
@@ -4364,8 +4363,8 @@ static size_t moei_place_size(const moei_model *m, char letter) {
     }
 }
 
-/* Checks the shape of a tensor outside the mixtures; the vocabulary and the width of a dense block
-   come from the first one that has them. */
+/* Checks the shape of a tensor outside the MoE layers; the vocabulary and the width of a dense
+   block come from the first tensor that has them. */
 static moe_status moei_place_check(const moei_importer *r, moei_model *m, const moei_place_name *row,
                                    const moei_import_tensor *f) {
     char shown[112], want[80], have[80];
@@ -4385,7 +4384,7 @@ static moe_status moei_place_check(const moei_importer *r, moei_model *m, const 
                       moei_shape_text(f->shape, f->n_dims, have));
 }
 
-/* Puts a tensor at its place. */
+/* Checks a tensor and stores it in places[]. */
 static moe_status moei_place_take(const moei_importer *r, moei_model *m, const moei_place_name *row,
                                   const moei_import_tensor *f, const moei_import_tensor **places) {
     char shown[112];
@@ -4400,7 +4399,7 @@ static moe_status moei_place_take(const moei_importer *r, moei_model *m, const m
     return status;
 }
 
-/* Names a tensor that is missing. */
+/* Refuses a model or a block that lacks a tensor. */
 static moe_status moei_places_complete(const moei_importer *r, uint64_t traits, int block,
                                        const moei_import_tensor *const *places) {
     const moei_place_name *row;
@@ -4413,7 +4412,7 @@ static moe_status moei_places_complete(const moei_importer *r, uint64_t traits, 
     return MOE_OK;
 }
 
-/* The name of a tensor of a mixture, behind the name of the block's part that holds it. */
+/* The name of an MoE layer's tensor after the name of the block's part that holds the layer. */
 static const char *moei_model_suffix(const moei_importer *r, const char *rest) {
     static const char *const parts[] = {"mlp.", "block_sparse_moe.", "feed_forward."};
     int i;
@@ -4422,8 +4421,8 @@ static const char *moei_model_suffix(const moei_importer *r, const char *rest) {
     return rest;
 }
 
-/* What the tensors of a block tell: whether it has a router, a convolution, which form of latent
-   attention, one matrix of queries, keys and values. */
+/* Derives from the tensors of a block whether it has a router, a convolution, a fused matrix of
+   queries, keys and values, and which form of latent attention. */
 static void moei_model_block_traits(const moei_importer *r, const moei_model *m, int block, moei_model_block *b) {
     size_t i, n = moei_import_tensor_count(&r->all);
     int halves = 0, fused = 0;
@@ -4449,14 +4448,14 @@ static void moei_model_block_traits(const moei_importer *r, const moei_model *m,
     }
 }
 
-/* A truth value of config.json; `otherwise` where it is absent. */
+/* A boolean of config.json; `otherwise` where it is absent. */
 static int moei_model_flag(const moei_importer *r, const char *key, int otherwise) {
     char text[MOEI_IMPORT_VALUE];
     if (moei_import_value(r, key, text) != MOEI_VALUE_SCALAR) return otherwise;
     return moei_strcmp(text, "false") != 0 && moei_strcmp(text, "0") != 0;
 }
 
-/* Llama 4: blocks see chunks and are rotated, or see everything, are not rotated, and their queries
+/* Llama 4: a block has chunked attention with RoPE, or full attention without RoPE, whose queries
    grow with the position. */
 static void moei_model_block_chunks(const moei_importer *r, const moei_model *m, int by_type, int is_chunked,
                                     moei_model_block *b) {
@@ -4468,7 +4467,7 @@ static void moei_model_block_chunks(const moei_importer *r, const moei_model *m,
     if (by_type ? !is_chunked : !b->rotates) b->chunk = 0;
 }
 
-/* Window, chunk and rotation of a block. */
+/* Window, chunk and RoPE of a block. */
 static moe_status moei_model_block_span(const moei_importer *r, const moei_model *m, moei_model_block *b) {
     static const char *const known[] = {"full_attention", "conv", "sliding_attention", "chunked_attention"};
     char type[MOEI_IMPORT_VALUE];
@@ -4497,12 +4496,12 @@ static moe_real moei_ln(moe_real x) { return (moe_real)MOEI_D(log)((double)x); }
 
 static int moei_is_zero(moe_real x) { return !(x < MOEI_R(0.0)) && !(x > MOEI_R(0.0)); }
 
-/* 1 + 0.1 s ln factor, as yarn's authors and DeepSeek's program compute magnitudes. */
+/* 1 + 0.1 s ln factor, as in YaRN's paper and DeepSeek's program. */
 static moe_real moei_yarn_magnitude(moe_real factor, moe_real s) {
     return factor > MOEI_R(1.0) ? MOEI_R(1.0) + MOEI_R(0.1) * s * moei_ln(factor) : MOEI_R(1.0);
 }
 
-/* How config.json scales the angles. */
+/* The RoPE scaling of config.json. */
 static moe_status moei_folder_rotary(const moei_importer *r, const moei_model *m, moe_attention_config *c) {
     const moe_real all = moei_yarn_magnitude(m->factor, m->mscale_all);
     const double longer = m->original > 1 && m->context > m->original ? (double)m->context / (double)m->original : 1.0;
@@ -4513,7 +4512,7 @@ static moe_status moei_folder_rotary(const moei_importer *r, const moei_model *m
     if (kind == MOEI_VALUE_NONE || moei_strcmp(type, "default") == 0) return MOE_OK;
     c->rotary_factor = m->factor;
     if (moei_strcmp(type, "linear") == 0) c->rotary_scaling = MOE_ROTARY_LINEAR;
-    else if (moei_strcmp(type, "dynamic") == 0) { /* without alpha, angles up to context do not change */
+    else if (moei_strcmp(type, "dynamic") == 0) { /* without alpha, angles do not change up to context */
         if (m->alpha > MOEI_R(0.0) && m->key > 2)
             c->rotary_base *= (moe_real)MOEI_D(pow)((double)m->alpha, (double)m->key / ((double)m->key - 2.0));
     } else if (moei_strcmp(type, "llama3") == 0) {
@@ -4547,7 +4546,7 @@ static moe_status moei_folder_rotary(const moei_importer *r, const moei_model *m
     return MOE_OK;
 }
 
-/* How llama.cpp scales the angles. Angles with factors of single pairs are scaled linearly, too. */
+/* The RoPE scaling of llama.cpp. Angles with factors per pair are also scaled linearly. */
 static moe_status moei_gguf_rotary(const moei_importer *r, const moei_model *m, moe_attention_config *c) {
     char type[MOEI_IMPORT_VALUE];
     const int kind = moei_import_value(r, "rope.scaling.type", type);
@@ -4576,7 +4575,7 @@ static moe_status moei_gguf_rotary(const moei_importer *r, const moei_model *m, 
             c->rotary_magnitude *= moei_yarn_magnitude(m->factor, MOEI_R(1.0));
     } else if (!none && (m->factor < MOEI_R(1.0) || m->factor > MOEI_R(1.0)))
         c->rotary_scaling = MOE_ROTARY_LINEAR;
-    /* deepseek2: the magnitude, which linear scaling then has too, also multiplies the scores */
+    /* deepseek2: the magnitude also multiplies the scores, with linear scaling too */
     if (c->kv_lora > 0) {
         const moe_real more = none ? MOEI_R(0.0) : moei_ln(m->factor);
         moe_real s = c->rotary_magnitude;
@@ -4600,7 +4599,7 @@ static moe_real moei_model_block_scale(const moei_model *m) {
     return moei_is_zero(scale) ? MOEI_R(1.0) / (moe_real)MOEI_D(sqrt)((double)width) : scale;
 }
 
-/* The attention of a block whose tensors have their places. */
+/* The attention of a block whose places[] are filled. */
 static moe_status moei_model_block_attention(const moei_importer *r, const moei_model *m, const moei_model_block *b,
                                        moe_attention_config *c) {
     moe_status status = MOE_OK;
@@ -4641,9 +4640,9 @@ static moe_status moei_model_block_attention(const moei_importer *r, const moei_
     return status;
 }
 
-/* ---- >>model_check: every tensor has its place ---- */
+/* ---- >>model_check: every tensor is known ---- */
 
-/* The mixture of a block, from r->found. */
+/* The MoE layer of a block, from r->found. */
 static moe_status moei_model_block_mixture(moei_importer *r, const moei_model *m, moei_model_block *b) {
     moe_layer layer;
     uint64_t *seen;
@@ -4665,7 +4664,7 @@ static moe_status moei_model_block_mixture(moei_importer *r, const moei_model *m
     return status;
 }
 
-/* Finds places for all tensors of a block. Those of its mixture are then in r->found. */
+/* Assigns all tensors of a block. Those of its MoE layer are then in r->found. */
 static moe_status moei_model_block_read(moei_importer *r, moei_model *m, int block, moei_model_block *b) {
     const size_t n = moei_import_tensor_count(&r->all);
     moe_status status = moei_model_read(r, m, (size_t)block);
@@ -4705,7 +4704,7 @@ static moe_status moei_model_block_read(moei_importer *r, moei_model *m, int blo
     return MOE_OK;
 }
 
-/* Opens the file and finds places for the tensors outside blocks. */
+/* Opens the file and assigns the tensors outside blocks. */
 static moe_status moei_model_open(moei_importer *r, const char *name, int context, moei_model *m) {
     size_t i;
     char shown[112];
@@ -4737,8 +4736,8 @@ static moe_status moei_model_open(moei_importer *r, const char *name, int contex
     return MOE_OK;
 }
 
-/* Names of files and values in a message come from strangers: what is not UTF-8 or cannot be shown
-   becomes a question mark. */
+/* File names and values in a message are not trusted: bytes that are not UTF-8 or not printable
+   become question marks. */
 static void moei_import_clean(char *text) {
     const char *next = text;
     uint32_t code;
@@ -4763,7 +4762,8 @@ struct moei_owned {
     moei_owned_part *parts;
 };
 
-/* Owns something from now on. When there is no memory to remember it, it is released. */
+/* Takes ownership of memory or a mapping; releases it and returns 0 if there is no memory to record
+   it. */
 static int moei_owned_keep(struct moei_owned *o, void *memory, size_t size, void (*release)(void *, size_t)) {
     moei_owned_part *part = (moei_owned_part *)moei_alloc(&o->allocator, 1, sizeof *part);
     if (part == NULL && release != NULL) release(memory, size);
@@ -4803,8 +4803,8 @@ void moe_import_free(moe_imported *model) {
 
 /* ---- >>model_build: the network of a model ---- */
 
-/* State of one build. The blocks are walked twice: first their modules are appended, then, when the
-   network is built, the modules get their tensors. */
+/* State of one build, which walks the blocks twice: the first pass appends the modules, the second,
+   after the network is built, gives them their tensors. */
 typedef struct moei_build {
     moei_importer *r;
     const moe_import_options *options;
@@ -4855,7 +4855,7 @@ static moe_status moei_build_map(moei_build *b, moei_import_shard *shard) {
     return MOE_OK;
 }
 
-/* Where bytes of a file lie in memory. */
+/* The address of a file's bytes in memory. */
 static moe_status moei_build_bytes(moei_build *b, const moei_import_shard *of, uint64_t at,
                                    const unsigned char **bytes) {
     moei_import_shard *shard = b->r->shards;
@@ -4884,7 +4884,7 @@ static moe_status moei_build_matrix(moei_build *b, const moei_import_tensor *f, 
     return moei_build_bytes(b, f->scales.shard, f->scales.at, &w->scales);
 }
 
-/* Makes row `first` the first one, and of the rows from there every step-th one a row. */
+/* Narrows w to every step-th row from row `first` on. */
 static moe_status moei_build_rows(const moei_build *b, const moei_import_tensor *f, size_t first, size_t step,
                                   moe_external *w) {
     w->data += first * w->row;
@@ -4898,18 +4898,19 @@ static moe_status moei_build_rows(const moei_build *b, const moei_import_tensor 
     return MOE_OK;
 }
 
-/* Whether a parameter is a matrix of experts, which is read where it lies. */
+/* Whether a parameter is a matrix of experts, which is read in place. */
 static int moei_build_is_matrix(int param) {
     return param == MOE_EXPERTS_GATE || param == MOE_EXPERTS_UP || param == MOE_EXPERTS_DOWN ||
            param == MOE_SHARED_GATE || param == MOE_SHARED_UP || param == MOE_SHARED_DOWN;
 }
 
-/* Whether it has a bias of each expert. */
+/* Whether a parameter is a bias of experts. */
 static int moei_build_is_bias(int param) {
     return param == MOE_EXPERTS_GATE_BIAS || param == MOE_EXPERTS_UP_BIAS || param == MOE_EXPERTS_DOWN_BIAS;
 }
 
-/* The matrix or bias of one expert in a tensor of a mixture; second: that of up in a fused one. */
+/* The matrix or bias of one expert in a tensor of an MoE layer; second: that of up in a fused
+   tensor. */
 static moe_status moei_build_expert(moei_build *b, const moei_import_tensor *f, size_t expert, int second,
                                     moe_external *w) {
     const moei_tensor_name *row = f->row;
@@ -4943,7 +4944,7 @@ static moe_status moei_build_expert(moei_build *b, const moei_import_tensor *f, 
 
 /* ---- numbers ---- */
 
-/* Whether a tensor's bytes are numbers that this machine can read where they lie. */
+/* Whether a tensor's bytes are moe_real numbers that this machine can read in place. */
 static int moei_build_is_plain(const moei_import_tensor *f, const unsigned char *bytes) {
     const uint32_t one = 1;
     unsigned char low;
@@ -4952,7 +4953,7 @@ static int moei_build_is_plain(const moei_import_tensor *f, const unsigned char 
            (size_t)((uintptr_t)bytes % sizeof(moe_real)) == 0;
 }
 
-/* A tensor as numbers, where they lie or converted. */
+/* A tensor as moe_real numbers, in place or converted. */
 static moe_status moei_build_reals(moei_build *b, const moei_import_tensor *f, moe_real **values) {
     const unsigned char *bytes;
     moe_external w;
@@ -4977,7 +4978,7 @@ static moe_status moei_build_reals(moei_build *b, const moei_import_tensor *f, m
 
 /* ---- modules ---- */
 
-/* Appends a module, or gives the one that was appended to get its tensors. */
+/* First pass: appends a module. Second pass: *module is the one that was appended. */
 static moe_status moei_build_module(moei_build *b, const moe_module *wanted, moe_module **module) {
     moe_net *net = &b->out->net;
     moe_status status;
@@ -5005,7 +5006,7 @@ static moe_status moei_build_norm(moei_build *b, const moei_import_tensor *weigh
     return status;
 }
 
-/* y = scale x, if scale is neither 0 nor 1, or there is a cap. */
+/* Adds y = scale x, if scale is neither 0 nor 1, or there is a cap. */
 static moe_status moei_build_scale(moei_build *b, moe_real scale, moe_real cap, int *span) {
     moe_module wanted, *module;
     if ((moei_is_zero(scale) || moei_is_zero(scale - MOEI_R(1.0))) && moei_is_zero(cap)) return MOE_OK;
@@ -5025,12 +5026,12 @@ static moe_status moei_build_residual(moei_build *b, int span) {
     return moei_build_module(b, &wanted, &module);
 }
 
-/* A slot of a module and the place of its tensor; matrices are read where they lie. */
+/* A parameter of a module and the index of its tensor in places[]; matrices are read in place. */
 typedef struct moei_build_slot {
     int slot, place, is_matrix;
 } moei_build_slot;
 
-/* Gives a module tensors that the file has. */
+/* Gives a module those of its tensors that the file has. */
 static moe_status moei_build_slots(moei_build *b, moe_module *module, const moei_build_slot *slots, size_t n,
                                    const moei_import_tensor *const *places) {
     void *memory;
@@ -5082,7 +5083,7 @@ static moe_status moei_build_head(moei_build *b) {
     return is_tied ? MOEI_BUILD_SLOTS(b, module, tied, b->m.places) : MOEI_BUILD_SLOTS(b, module, own, b->m.places);
 }
 
-/* Factors of single rotary pairs: of a tensor, or a list of config.json. */
+/* RoPE factors per pair, from a tensor or a list in config.json. */
 static moe_status moei_build_factors(moei_build *b, moe_module *module) {
     const size_t n = (size_t)b->m.n_rot / 2, at = moei_import_config_at(b->r, b->m.is_long ? "rope_scaling.long_factor"
                                                                                          : "rope_scaling.short_factor");
@@ -5111,7 +5112,7 @@ static moe_status moei_build_factors(moei_build *b, moe_module *module) {
     return MOE_OK;
 }
 
-/* Queries, keys and values out of one tensor. */
+/* Splits a fused tensor into queries, keys and values. */
 static moe_status moei_build_fused(moei_build *b, moe_module *module) {
     const moei_import_tensor *f = b->block.places[MOEI_PLACE_FUSED];
     const size_t query = (size_t)b->m.heads * (size_t)b->m.key, key = (size_t)b->m.kv_heads * (size_t)b->m.key;
@@ -5193,7 +5194,7 @@ static moe_status moei_build_matrices(moei_build *b, moe_layer *layer, const moe
     return status;
 }
 
-/* Memory of zeros for the parameters that have no place yet. */
+/* Allocates zeros for the parameters that have no memory yet. */
 static moe_status moei_build_zeros(moei_build *b, moe_layer *layer) {
     int param;
     moe_parameter slot;
@@ -5209,7 +5210,7 @@ static moe_status moei_build_zeros(moei_build *b, moe_layer *layer) {
     return status;
 }
 
-/* Lets a parameter of a mixture lie where its tensor has it. *there: it can. */
+/* Makes a parameter of an MoE layer use its tensor in place. *there: it can. */
 static moe_status moei_build_there(moei_build *b, moe_layer *layer, const moei_import_tensor *f, int *there) {
     const moei_tensor_name *row = f->row;
     const int whole = row->second < 0 && !moei_is_per_expert(row) && !(row->flags & MOEI_TENSOR_TRANSPOSED);
@@ -5229,7 +5230,7 @@ static moe_status moei_build_there(moei_build *b, moe_layer *layer, const moei_i
     return status == MOE_OK && row->second >= 0 ? moei_build_matrices(b, layer, f, row->second, 1) : status;
 }
 
-/* Tensors of a mixture, which are in r->found. */
+/* Gives an MoE layer its tensors, which are in r->found. */
 static moe_status moei_build_layer(moei_build *b, moe_layer *layer) {
     const size_t n = moei_import_tensor_count(&b->r->found);
     size_t i;
@@ -5311,7 +5312,7 @@ static moe_status moei_build_block(moei_build *b, int number) {
     return status == MOE_OK ? moei_build_residual(b, span) : status;
 }
 
-/* All modules once. */
+/* One pass over all modules. */
 static moe_status moei_build_walk(moei_build *b) {
     const int grok = (b->m.traits & MOEI_ARCH_GROK) != 0, scaled = grok || (b->m.traits & MOEI_ARCH_MULTIPLIERS) != 0;
     moe_real in = scaled ? b->m.embedding_scale : MOEI_R(0.0), out = scaled ? b->m.logit_scale : MOEI_R(0.0);
@@ -5331,7 +5332,7 @@ static moe_status moei_build_walk(moei_build *b) {
     return status == MOE_OK ? moei_build_scale(b, out, grok ? b->m.logit_cap : MOEI_R(0.0), &span) : status;
 }
 
-/* The files' sizes against the limit of the caller. */
+/* Checks the total size of the files against options.memory. */
 static moe_status moei_build_sizes(moei_build *b) {
     const moei_import_shard *shard;
     uint64_t bytes = 0;
@@ -5342,7 +5343,7 @@ static moe_status moei_build_sizes(moei_build *b) {
                       b->r->first->shown, (size_t)bytes, (size_t)b->options->memory);
 }
 
-/* Everything between opening the files and closing them. */
+/* Opens the files and builds the network; the caller closes the files. */
 static moe_status moei_build_run(moei_build *b, const char *name) {
     moe_imported *out = b->out;
     moe_status status = moei_model_open(b->r, name, b->options->context, &b->m);
@@ -5396,7 +5397,7 @@ static moe_status moei_model_run(moe_imported *model, const moei_import_folder *
     return moei_error(error, status, "%s", own.message[0] != '\0' ? own.message : moe_status_text(status));
 }
 
-/* "NAME field=value ...", "NAME" or "field=value ...". */
+/* Parses the preset argument: "NAME field=value ...", "NAME" or "field=value ...". */
 static moe_status moei_import_asked(moei_importer *r, const char *text, moe_error *error) {
     char name[52];
     size_t n = 0;
@@ -5448,7 +5449,7 @@ static moe_status moei_import_run(moe_layer *layer, const moei_import_folder *fo
     return status;
 }
 
-/* Sources in memory as a folder. The first one may have no name. */
+/* Sources as a folder. The first one may have no name. */
 typedef struct moei_import_sources {
     const moe_import_source *sources;
     size_t n;
@@ -5582,7 +5583,7 @@ static void *moei_import_map(const char *path, size_t size) {
 }
 #endif
 
-/* Maps a file of the folder; NULL: it cannot be mapped, here or on this system. */
+/* Maps a file of the folder; NULL: it cannot be mapped. */
 static void *moei_import_disk_map(void *ctx, const char *name, size_t size, void (**release)(void *, size_t)) {
     moei_import_disk *d = (moei_import_disk *)ctx;
     void *memory = NULL;
@@ -5681,7 +5682,7 @@ static const char *moei_import_disk_split(moei_import_disk *d, const char *path)
     return path + length;
 }
 
-/* A path as a folder of files and the name of one in it. */
+/* Splits a path into a folder and the name of a file in it. */
 static moe_status moei_import_disk_begin(moei_import_disk *disk, moei_import_folder *folder, const char *path,
                                          const moe_allocator *allocator, const char **name, moe_error *error) {
     moe_status status = MOE_OK;
@@ -5747,8 +5748,8 @@ static const moei_family *moei_family_find_name(const char *name) {
     return NULL;
 }
 
-/* Whether files of the family are written with this name. Where a family has both forms, each
-   expert gets its own tensors. */
+/* Whether a family is exported with this name. Where it has both forms, each expert gets its own
+   tensors. */
 static int moei_is_written(const moei_family *family, const moei_tensor_name *row) {
     return (row->set & family->sets & ~(MOEI_SET_FUSED | MOEI_SET_MXFP4)) != 0;
 }
@@ -5798,8 +5799,8 @@ typedef struct moei_import_writer {
     moe_stream *stream;
 } moei_import_writer;
 
-/* The element type of a tensor: the selection bias is compared with sums of its size, so that
-   families keep it in F32 where weights have 16 bits. */
+/* The element type of a tensor. The selection bias decides between close scores, so families keep
+   it in F32 where weights have 16 bits. */
 static int moei_import_writer_dtype(const moei_import_writer *w, const moei_tensor_name *row) {
     return row->param == MOE_ROUTER_SELECTION_BIAS && w->dtype > MOE_DTYPE_F32 ? (int)MOE_DTYPE_F32 : w->dtype;
 }
@@ -5984,7 +5985,7 @@ static moe_status moei_import_panels_init(moei_import_panels *m, int type, size_
     return MOE_OK;
 }
 
-/* Where byte t of block b of an output lies in its panel. */
+/* Offset of byte t of block b of an output in its panel. */
 static size_t moei_import_panel_at(const moei_import_panels *m, size_t b, size_t output, size_t t) {
     return (b * m->bytes + t) / 4 * MOEI_LINE + output * 4 + t % 4;
 }
@@ -6371,19 +6372,19 @@ static int moei_rune_is_in(uint32_t code, int set) {
            code <= moei_rune_ranges[low].last;
 }
 
-/* ---- cutting text into words -------------------------------------------------------------------
-   Each published expression is a function. It looks at the text at p, which is not empty, and
-   returns how many bytes its match has, or, with *taken = 0, how many cannot be matched. */
+/* ---- splitting text into words -----------------------------------------------------------------
+   Each published expression is a function. It matches the text at p, which is not empty, and
+   returns the bytes of its match or, with *taken = 0, the number of bytes that do not match. */
 
 typedef struct moei_cut_pass {
     size_t (*match)(const struct moei_cut_pass *pass, const char *p, const char *end, int *taken);
-    unsigned mask;   /* moei_pass_run: MOEI_RUNE_ and MOEI_RUNES_ that a run consists of; */
-    int set;         /* moei_pass_cased: ideographs that are no letters */
+    unsigned mask;   /* moei_pass_run: MOEI_RUNE_ classes of a run, which may also be in set */
+    int set;         /* MOEI_RUNES_; moei_pass_cased: ideographs that do not count as letters */
     int least, most; /* length of a run; most digits of a number; 0: any */
-    int option;      /* moei_pass_run: a space may stand before it; moei_pass_cased: an ending may follow */
+    int option;      /* moei_pass_run: a space may precede it; moei_pass_cased: an ending may follow */
 } moei_cut_pass;
 
-/* Runes of a mask from p on, at most `most` (0: any number). */
+/* The end of the runes in mask from p on, at most `most` of them (0: any number). */
 static const char *moei_runes(const char *p, const char *end, unsigned mask, int most) {
     moei_rune r = moei_rune_at(p, end);
     int n = 0;
@@ -6397,10 +6398,10 @@ static const char *moei_runes(const char *p, const char *end, unsigned mask, int
 static int moei_rune_is_line(moei_rune r) { return r.code == '\n' || r.code == '\r'; }
 
 /* White space at p: with `lines`, up to the last line break of the run if it has one; otherwise the
-   run without its last character, which goes to the word behind it. */
+   run without its last character, which belongs to the next word. */
 static const char *moei_runes_white(const char *p, const char *end, int lines) {
     const char *at = p, *last = p;
-    const char *line = p; /* behind the last line break */
+    const char *line = p; /* after the last line break */
     moei_rune r = moei_rune_at(p, end);
     for (; r.kind == MOEI_RUNE_SPACE; r = moei_rune_at(at, end)) {
         last = at;
@@ -6462,7 +6463,7 @@ static size_t moei_pass_words(const moei_cut_pass *pass, const char *p, const ch
     return (size_t)(to - p);
 }
 
-/* A letter or mark of a word that may have case, as bits UPPER and LOWER; 0: none of these. */
+/* The case of a letter or mark as bits UPPER and LOWER (both: without case); 0: another rune. */
 static unsigned moei_rune_case(const moei_cut_pass *pass, moei_rune r) {
     if (moei_rune_is_in(r.code, pass->set)) return 0;
     return r.kind == MOEI_RUNE_UPPER || r.kind == MOEI_RUNE_LOWER ? r.kind
@@ -6470,9 +6471,9 @@ static unsigned moei_rune_case(const moei_cut_pass *pass, moei_rune r) {
                                                                    : 0u;
 }
 
-/* Upper-case letters, then lower-case ones; letters without case and marks are both. lower: one of
-   these must be there, and the first part gives one back if need be; else an upper one must.
-   Returns p if there is no such word. */
+/* Matches upper-case letters, then lower-case ones; letters without case and marks are both. lower:
+   requires one of the lower-case part, for which the upper-case part backtracks; else requires an
+   upper-case one. Returns p if there is no match. */
 static const char *moei_runes_case(const moei_cut_pass *pass, const char *p, const char *end, int lower) {
     const char *at = p, *both = p, *upper;
     moei_rune r = moei_rune_at(at, end);
@@ -6535,7 +6536,7 @@ static size_t moei_pass_deepseek(const moei_cut_pass *pass, const char *p, const
     return to > p ? (size_t)(to - p) : r.size;
 }
 
-/* A run of certain runes; with option, a white space before it belongs to it. */
+/* A run of runes in mask or set; with option, including one white space before it. */
 static size_t moei_pass_run(const moei_cut_pass *pass, const char *p, const char *end, int *taken) {
     const moei_rune first = moei_rune_at(p, end);
     int way, n = 0;
@@ -6562,7 +6563,7 @@ static size_t moei_pass_trail(const moei_cut_pass *pass, const char *p, const ch
     return to > p ? (size_t)(to - p) : moei_rune_at(p, end).size;
 }
 
-/* A word with its U+2581 in front, as SentencePiece's tokenizer.json cuts. */
+/* A word with its U+2581 in front, as SentencePiece's tokenizer.json splits. */
 static size_t moei_pass_meta(const moei_cut_pass *pass, const char *p, const char *end, int *taken) {
     const char *to = p + moei_rune_at(p, end).size;
     (void)pass;
@@ -6649,22 +6650,22 @@ static int moei_list_has(const char *list, const char *word) {
     return 0;
 }
 
-/* ---- the vocabulary: texts, their numbers, pairs that merge ---- */
+/* ---- the vocabulary: texts, their ids, merges ---- */
 
 enum {
     MOEI_SYMBOL_MOST = 1 << 22,          /* tokens of a file */
     MOEI_MERGE_MOST = 1 << 23,
     MOEI_VOCAB_PROBES = 256,             /* steps of a search in a table; a file that needs more is refused */
-    MOEI_SPECIAL_LEFT = 16,              /* of moei_symbol.kind: white space before it belongs to it */
-    MOEI_SPECIAL_RIGHT = 32
+    MOEI_SPECIAL_LEFT = 16,              /* of moei_symbol.kind: removes white space before the token */
+    MOEI_SPECIAL_RIGHT = 32              /* ... after it */
 };
-/* Values of moe_tokenizer.space: what becomes of spaces. */
+/* Values of moe_tokenizer.space: how spaces are encoded. */
 enum {
     MOEI_SPACE_KEPT,
-    MOEI_SPACE_META,   /* they become U+2581 */
-    MOEI_SPACE_EACH,   /* and one stands before each stretch of text between special tokens */
-    MOEI_SPACE_FIRST,  /* before the first only, */
-    MOEI_SPACE_UNLESS  /* before each that does not begin with one */
+    MOEI_SPACE_META,   /* as U+2581 */
+    MOEI_SPACE_EACH,   /* and one is put before each stretch of text between special tokens, */
+    MOEI_SPACE_FIRST,  /* before the first stretch only, */
+    MOEI_SPACE_UNLESS  /* before each stretch that does not begin with one */
 };
 /* Types of tokens, as GGUF numbers them. */
 enum {
@@ -6677,7 +6678,7 @@ enum {
 };
 #define MOEI_NO_SYMBOL 0xffffffffu
 
-/* A text with a number: a token, or a text that only merges have. */
+/* A text with an id: a token, or a text that occurs in merges only. */
 typedef struct moei_symbol {
     uint32_t at, size; /* in texts */
     float score;
@@ -6703,7 +6704,7 @@ static uint64_t moei_vocab_hash(const unsigned char *p, size_t n) {
     return h ^ h >> 33;
 }
 
-/* A place of a hash table: `step` is odd, so that it visits all. */
+/* A position in a hash table; `step` is odd, so that probing visits all slots. */
 typedef struct moei_probe {
     uint32_t *slots;
     size_t mask, at, step;
@@ -6720,7 +6721,7 @@ static moei_probe moei_probe_begin(const moe_buffer *table, uint64_t hash) {
     return p;
 }
 
-/* The number in the slot, less one; MOEI_NO_SYMBOL: the slot is free. */
+/* The value of the slot, which is stored plus one; MOEI_NO_SYMBOL: the slot is free. */
 static uint32_t moei_probe_value(const moei_probe *p) { return p->slots[p->at] - 1u; }
 
 static int moei_probe_next(moei_probe *p) {
@@ -6768,7 +6769,7 @@ static moei_probe moei_pair_probe(const moe_tokenizer *t, uint32_t left, uint32_
 
 /* ---- building the vocabulary ---- */
 
-/* What loads a tokenizer. error is never NULL. */
+/* State of loading a tokenizer. r.error is never NULL. */
 typedef struct moei_vocab {
     moe_tokenizer t;
     moei_importer r;       /* opens and reads files */
@@ -6781,7 +6782,7 @@ static moe_status moei_vocab_memory(moei_vocab *v) {
     return moei_error(v->r.error, MOE_ERR_MEMORY, "%s: no memory for the vocabulary", v->file);
 }
 
-/* A table of 0 for n entries, at least half of it free. */
+/* Allocates a table of zeros for n entries, which fill at most half of it. */
 static moe_status moei_vocab_table(moei_vocab *v, moe_buffer *table, size_t n) {
     size_t slots = 16, bytes;
     while (slots < 2 * n) slots *= 2;
@@ -6813,8 +6814,8 @@ static moe_status moei_symbol_add(moei_vocab *v, size_t size) {
     return MOE_OK;
 }
 
-/* Makes the lookup of the symbols so far, with room for as many again. Of equal texts the last
-   token counts, as in llama.cpp. */
+/* Builds the lookup table of the symbols so far, with room for as many again. Of equal texts the
+   last token counts, as in llama.cpp. */
 static moe_status moei_vocab_index(moei_vocab *v) {
     moe_tokenizer *t = &v->t;
     uint32_t id;
@@ -6846,7 +6847,7 @@ static moe_status moei_symbol_intern(moei_vocab *v, const unsigned char *p, size
     return moei_vocab_index(v);
 }
 
-/* Adds the merge of two texts that lie behind each other; the first of equal merges counts. */
+/* Adds the merge of two consecutive texts; the first of equal merges counts. */
 static moe_status moei_merge_add(moei_vocab *v, const unsigned char *p, size_t left, size_t right) {
     moei_merge m;
     moe_status status;
@@ -6860,7 +6861,7 @@ static moe_status moei_merge_add(moei_vocab *v, const unsigned char *p, size_t l
     return moei_buffer_write(&v->t.merges, &m, sizeof m) == MOE_OK ? MOE_OK : moei_vocab_memory(v);
 }
 
-/* Makes the lookup of pairs when all merges are known. */
+/* Builds the lookup table of pairs, when all merges are known. */
 static moe_status moei_vocab_pairs(moei_vocab *v) {
     moe_tokenizer *t = &v->t;
     const moei_merge *merges = (const moei_merge *)(const void *)t->merges.data;
@@ -6894,7 +6895,7 @@ static size_t moei_byte_stand_in(int byte, unsigned char out[2]) {
     return 2;
 }
 
-/* The byte of a stand-in; -1: the character is none. */
+/* The byte of a stand-in; -1: the character is not a stand-in. */
 static int moei_byte_of(uint32_t code) {
     int byte = 0;
     uint32_t left = code - 0x100u;
@@ -6931,7 +6932,7 @@ static int moei_special_before(const moe_tokenizer *t, uint32_t a, uint32_t b) {
     return p != q ? p < q : x->size != y->size ? x->size > y->size : a < b;
 }
 
-/* Sorts by a heap: sifts the number at `at` down among the first n. */
+/* Heap sort: sifts ids[at] down among the first n. */
 static void moei_special_sift(const moe_tokenizer *t, uint32_t *ids, size_t at, size_t n) {
     for (;;) {
         size_t child = 2 * at + 1;
@@ -6945,7 +6946,7 @@ static void moei_special_sift(const moe_tokenizer *t, uint32_t *ids, size_t at, 
     }
 }
 
-/* Collects the tokens that are cut out of text. */
+/* Collects and sorts the tokens that are matched before text is split. */
 static moe_status moei_vocab_special(moei_vocab *v) {
     moe_tokenizer *t = &v->t;
     uint32_t id, *ids;
@@ -6980,7 +6981,7 @@ static const char *const moei_ends[] = {
     "<end_of_turn>", "[e~[", "<|endoftext|>", MOEI_SENTENCE_END, "<|eom_id|>", "<EOT>", "<|eos|>", "</s>"};
 enum { MOEI_ENDS = (int)(sizeof moei_ends / sizeof *moei_ends) };
 
-/* What follows from the whole vocabulary. */
+/* Sets what depends on the whole vocabulary. */
 static moe_status moei_vocab_finish(moei_vocab *v) {
     moe_tokenizer *t = &v->t;
     int i;
@@ -7029,7 +7030,7 @@ static const char *const moei_vocab_keys[] = {
 #undef X
 };
 
-/* Where the value of a key lies; at 0: the file does not have it. */
+/* Offset and type of a key's value; at 0: the file does not have it. */
 typedef struct moei_vocab_value {
     uint64_t at;
     uint32_t type;
@@ -7067,7 +7068,7 @@ static moe_status moei_vocab_keys_find(moei_vocab_gguf *f) {
     return f->g.status;
 }
 
-/* Goes to the value of a key; 0: there is none. Another type than the wanted one is an error. */
+/* Seeks to the value of a key; 0: there is none. A value of another type is an error. */
 static int moei_vocab_seek(moei_vocab_gguf *f, int key, uint32_t type) {
     const moei_vocab_value *value = f->values + key;
     if (value->at == 0 || f->g.status != MOE_OK) return 0;
@@ -7090,7 +7091,7 @@ static int moei_vocab_flag(moei_vocab_gguf *f, int key, int otherwise) {
     return moei_vocab_seek(f, key, MOEI_GGUF_BOOL) ? moei_gguf_number(&f->g, 1) != 0 : otherwise;
 }
 
-/* Goes to an array; its length, 0 if there is none. */
+/* Seeks to an array; returns its length, 0 if there is none. */
 static size_t moei_vocab_array(moei_vocab_gguf *f, int key, uint32_t type, size_t most) {
     uint32_t own;
     uint64_t n;
@@ -7106,7 +7107,7 @@ static size_t moei_vocab_array(moei_vocab_gguf *f, int key, uint32_t type, size_
     return f->g.status == MOE_OK ? (size_t)n : 0;
 }
 
-/* Appends a string of the file to a buffer; its length. */
+/* Appends a string of the file to a buffer; returns its length. */
 static size_t moei_vocab_string(moei_vocab_gguf *f, moe_buffer *to) {
     const uint64_t n = moei_gguf_number(&f->g, 8);
     if (f->g.status == MOE_OK && n > moei_gguf_left(&f->g))
@@ -7121,7 +7122,7 @@ static size_t moei_vocab_string(moei_vocab_gguf *f, moe_buffer *to) {
     return (size_t)n;
 }
 
-/* A wrong number of scores or types. */
+/* Refuses a wrong number of scores or types. */
 static void moei_vocab_count(moei_vocab_gguf *f, int key, size_t n) {
     if (f->g.status == MOE_OK && n > 0 && n != (size_t)f->v->t.n_tokens)
         f->g.status = moei_error(f->v->r.error, MOE_ERR_FORMAT, "%s: %s has %z elements for %d tokens", f->v->file,
@@ -7190,7 +7191,7 @@ static int moei_vocab_cut(moe_tokenizer *t, const char *pre) {
     return 1;
 }
 
-/* The kind of tokenizer and its cut. */
+/* The kind of tokenizer and its pre-tokenizer. */
 static void moei_vocab_kind(moei_vocab_gguf *f) {
     moe_tokenizer *t = &f->v->t;
     char model[MOEI_IMPORT_VALUE] = "", pre[MOEI_IMPORT_VALUE] = "default";
@@ -7304,13 +7305,13 @@ static int moei_pattern_find(const char *text) {
     return MOEI_PASS_NONE;
 }
 
-/* Whether the member of an object is true; otherwise: it has none. */
+/* Whether a member of an object is true; `otherwise` if it is absent or null. */
 static int moei_vocab_true(const moe_buffer *text, size_t at, const char *key, int otherwise) {
     at = moei_import_json_member(text, at, key);
     return at == 0 || text->data[at] == 'n' ? otherwise : text->data[at] == 't';
 }
 
-/* A member that is a string, truncated; 0: it is not there. */
+/* Copies a member that is a string, truncated; 0: there is none. */
 static int moei_vocab_text(const moe_buffer *text, size_t at, const char *key, char *to, size_t room) {
     moei_json j;
     moei_span s;
@@ -7322,7 +7323,7 @@ static int moei_vocab_text(const moe_buffer *text, size_t at, const char *key, c
     return 1;
 }
 
-/* Goes to the next element of an array; 0: its end. The text was checked. */
+/* Moves to the next element of an array; 0: its end. The text was checked. */
 static int moei_vocab_item(moei_json *j, int first) {
     if (moei_json_peek(j) != (first ? '[' : ',')) return 0;
     j->at++;
@@ -7378,7 +7379,6 @@ static moe_status moei_vocab_normalizer(moei_vocab *v, size_t at, const char *ty
     return moei_vocab_refuse(v, "normalizer", type);
 }
 
-/* Adds a pass. */
 static moe_status moei_vocab_pass(moei_vocab *v, int pass) {
     moe_tokenizer *t = &v->t;
     if (t->n_passes == (int)sizeof t->passes) return moei_vocab_refuse(v, "pre_tokenizer", "more than 8 steps");
@@ -7473,7 +7473,8 @@ typedef struct moei_vocab_entry {
     int kind;
 } moei_vocab_entry;
 
-/* The entry that j is at: of BPE (form 'b') "text": id, of Unigram ["text", score]; 0: the end. */
+/* Reads the next entry: of BPE (form 'b') "text": id, of Unigram ["text", score]; 0: the end, or an
+   error. */
 static int moei_vocab_entry_next(moei_json *j, int form, int first, moei_vocab_entry *e, moe_status *status) {
     moei_span number;
     int more = 0;
@@ -7519,7 +7520,7 @@ static int moei_vocab_added_next(const moe_buffer *text, moei_json *j, int first
     return *status == MOE_OK;
 }
 
-/* Goes through the vocabulary at `at` (form 'b' or 'u'; 'a': added_tokens). set = 0: counts entries
+/* Walks over the vocabulary at `at` (form 'b' or 'u'; 'a': added_tokens). set = 0: counts entries
    and finds the highest id; 1: sets the texts. */
 static moe_status moei_vocab_entries(moei_vocab *v, size_t at, int form, int set, size_t *count, size_t *highest) {
     const moe_buffer *text = &v->r.index;
@@ -7547,7 +7548,7 @@ static moe_status moei_vocab_entries(moei_vocab *v, size_t at, int form, int set
                : moei_error(v->r.error, status, "%s, %s", v->file, why.message);
 }
 
-/* Reads the tokens. A vocabulary may leave ids out, but not most of them. */
+/* Reads the tokens. A vocabulary may skip ids, but not most of them. */
 static moe_status moei_vocab_json_tokens(moei_vocab *v, size_t vocab, int form, size_t added) {
     moe_tokenizer *t = &v->t;
     size_t count = 0, highest = 0, bytes, i;
@@ -7668,7 +7669,7 @@ static moe_status moei_vocab_chat(moei_vocab *v, const moe_buffer *text) {
     return status;
 }
 
-/* What the files beside tokenizer.json say. */
+/* Reads tokenizer_config.json and config.json beside tokenizer.json. */
 static moe_status moei_vocab_beside(moei_vocab *v) {
     moe_tokenizer *t = &v->t;
     moe_buffer config;
@@ -7751,7 +7752,7 @@ static moe_status moei_vocab_json_read(moei_vocab *v, const moei_import_shard *f
 
 /* A part of a word while it is merged. */
 typedef struct moei_part {
-    uint32_t symbol;     /* MOEI_NO_SYMBOL: a text without a number */
+    uint32_t symbol;     /* MOEI_NO_SYMBOL: a text without an id */
     uint32_t at, size;   /* in the word; size 0: merged into another */
     uint32_t prev, next; /* MOEI_NO_SYMBOL: none */
 } moei_part;
@@ -7767,7 +7768,7 @@ typedef struct moei_encoder {
     int32_t *ids;
     size_t room, n;
     moe_status status;
-    const unsigned char *word;     /* that is merged */
+    const unsigned char *word;     /* being merged */
     moe_buffer parts, heap, text;
     int begun;                     /* some text was encoded */
 } moei_encoder;
@@ -7807,7 +7808,7 @@ static moei_bigram moei_bigram_pop(moei_encoder *e) {
     return first;
 }
 
-/* A number that is smaller for a higher score. */
+/* A rank that is lower for a higher score. */
 static uint32_t moei_score_rank(float score) {
     uint32_t bits;
     memcpy(&bits, &score, sizeof bits);
@@ -7902,14 +7903,14 @@ static void moei_encode_merge(moei_encoder *e, size_t size) {
         else moei_encode_unknown(e, parts + i);
 }
 
-/* The best way to a place of a text: the sum of scores, the token that ends here. */
+/* The best tokens up to a position in a text: their sum of scores, and the last of them. */
 typedef struct moei_way {
     double sum;
     uint32_t size, symbol; /* MOEI_NO_SYMBOL: a character without a token */
 } moei_way;
 
-/* Turns the way to the end of a word round, so that each place has the token that begins there, and
-   appends the ids. Neighbours without a token are one unknown token. */
+/* Traces the best tokens back, so that each position has the token that begins there, and appends
+   the ids. Neighboring characters without a token are one unknown token. */
 static void moei_encode_way(moei_encoder *e, moei_way *ways, size_t size) {
     moei_way way = ways[size];
     moei_part part;
@@ -7937,8 +7938,8 @@ static void moei_encode_way(moei_encoder *e, moei_way *ways, size_t size) {
     }
 }
 
-/* The cut of a text with the highest sum of scores. An unknown character counts as ten less than
-   the lowest score, as in SentencePiece. */
+/* The tokens of a text with the highest sum of scores. An unknown character scores 10 less than the
+   lowest score, as in SentencePiece. */
 static void moei_encode_unigram(moei_encoder *e, size_t size) {
     const moe_tokenizer *t = e->t;
     const char *word = (const char *)e->word, *end = word + size;
@@ -7992,7 +7993,7 @@ static void moei_encode_word(moei_encoder *e, const char *word, size_t size) {
     else moei_encode_merge(e, size);
 }
 
-/* Cuts a text by the passes from `pass` on; each cuts the pieces of the one before it. */
+/* Splits a text by the passes from `pass` on; each splits the pieces of the one before it. */
 static void moei_encode_cut(moei_encoder *e, int pass, const char *p, const char *end) {
     const char *gap = p;
     if (p == end) return;
@@ -8051,7 +8052,7 @@ static uint32_t moei_special_at(const moe_tokenizer *t, const char *p, const cha
 
 static int moei_is_white(int c) { return c == ' ' || (c >= 9 && c <= 13); }
 
-/* Cuts special tokens out and encodes the rest. */
+/* Encodes special tokens and the text between them. */
 static void moei_encode_text(moei_encoder *e, const char *p, const char *end, int flags) {
     const moe_tokenizer *t = e->t;
     const char *from = p;
@@ -8099,7 +8100,7 @@ moe_status moe_tokenizer_encode(const moe_tokenizer *t, const char *text, size_t
 
 /* ---- decoding ---- */
 
-/* Appends the bytes of a token to out, which has room for moe_tokenizer_room; their number. */
+/* Writes the bytes of a token to out (moe_tokenizer_room bytes); returns their number. */
 static size_t moei_decode_token(const moe_decoder *d, int32_t id, unsigned char *out) {
     const moe_tokenizer *t = d->tokenizer;
     const moei_symbol *s = moei_symbols(t) + id;
@@ -8127,8 +8128,8 @@ static size_t moei_decode_token(const moe_decoder *d, int32_t id, unsigned char 
     return n;
 }
 
-/* How many of the last bytes begin a character whose rest is missing, 0 to 3. The second byte may
-   exclude that: overlong forms, surrogates, code points beyond U+10FFFF. */
+/* How many of the last bytes belong to an incomplete character, 0 to 3. The second byte may exclude
+   one: overlong forms, surrogates, code points beyond U+10FFFF. */
 static size_t moei_decode_open(const char *text, size_t n) {
     size_t back;
     for (back = 1; back <= 3 && back <= n; back++) {
@@ -8296,8 +8297,8 @@ moe_status moe_import_tokenizer(moe_tokenizer *t, const char *path, const moe_al
 #define MOEI_DEEP(word) "<\357\275\234" word "\357\275\234>" /* DeepSeek's bars are U+FF5C, its space U+2581 */
 #define MOEI_CHATML "<|im_start|>"
 
-/* Forms, those with more particular marks first; system, user, assistant. From the authors'
-   templates. */
+/* Chat formats, from the authors' templates; those with more specific marks first. before and
+   after: system, user, assistant. */
 static const moe_chat moei_chats[] = {
     {"kimi", {"<|im_middle|>", NULL}, "kimi-k2", "",
      {"<|im_system|>system<|im_middle|>", "<|im_user|>user<|im_middle|>", "<|im_assistant|>assistant<|im_middle|>"},
