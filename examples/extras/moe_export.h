@@ -395,8 +395,8 @@ typedef struct moei_op_note {
     uint32_t clock, module;
     uint32_t mixture;        /* of an inner operation: its MoE layer */
     uint32_t output_of;      /* 1 + the module whose output it makes; 0: none */
-    /* product: index in floats of weights [n,k] and biases [n] of each matrix; attention: the vector
-       of values */
+    /* product: index in floats of weights [n,k] and biases [n] of each matrix; attention: the
+       vector of values */
     uint32_t reference;
     int in_block;            /* its constants are in the block of an expert */
     int act, rest;           /* curve: as moei_points */
@@ -580,7 +580,7 @@ static int32_t moei_nearest(double x, double limit) {
     return (int32_t)(x < limit ? floor(x + 0.5) : limit);
 }
 
-/* The largest shift up to `most` for which multiplier * 2^(bits + shift) fits a factor; -1: none. */
+/* The largest shift up to `most` for which multiplier * 2^(bits + shift) fits a factor, or -1. */
 static int moei_shift_for(double multiplier, int bits, int most) {
     int shift = most;
     while (shift >= 0 && multiplier * ldexp(1.0, bits + shift) > 32767.0) shift--;
@@ -1186,7 +1186,7 @@ static void moei_note_matrix(moei_maker *m, const moei_matrix *x) {
     if (status != MOE_OK) moei_maker_fail(m, status);
 }
 
-/* Packs the constants of a product: into those of the model, or for experts into a new piece of
+/* Packs the constants of a product into those of the model or, for experts, into a new piece of
    their blocks. */
 static uint32_t moei_product_constants(moei_maker *m, const moei_matrix *x, moei_codes *l, uint32_t in, double unit) {
     const double in_scale = moei_input_scale(m, in);
@@ -1202,8 +1202,8 @@ static uint32_t moei_product_constants(moei_maker *m, const moei_matrix *x, moei
     return (uint32_t)at;
 }
 
-/* Where an int4 product finds the sums of its input: those of an earlier product that has certainly
-   run, or new ones. */
+/* The vector for the input sums of an int4 product: that of an earlier product that is sure to have
+   run, or a new one. */
 static uint32_t moei_product_sums(moei_maker *m, uint32_t in, moei_int_op *op) {
     const moei_vector v = m->vectors[in];
     uint32_t sums;
@@ -1234,7 +1234,7 @@ static void moei_product_append(moei_maker *m, moei_int_op op, int adding, uint3
     moei_op_append(m, op, in, room, out);
 }
 
-/* What the sums of a product are multiplied by, besides its factors, is the inverse of this; see
+/* The inverse of what the sums of a product are multiplied by besides its factors; see
    moei_int_op_int16. */
 static double moei_product_unit(const moei_maker *m, uint32_t in) {
     if (m->status != MOE_OK || m->vectors[in].limit != MOEI_WIDE) return 1;
@@ -1322,8 +1322,8 @@ static double moei_matrix_max_scale(moei_maker *m, const moei_matrix *x, double 
 
 enum { MOEI_SOFTPLUS = MOE_ACT_COUNT }; /* an additional function of curves */
 
-/* Beyond this, an activation of alpha x differs from max(x, 0), -1, 0 or 1 by at most 5e-4 of x; 0:
-   it has no such end. */
+/* The |x| beyond which an activation of alpha x differs from max(x, 0), -1, 0 or 1 by at most 5e-4
+   of x; 0: there is none. */
 static double moei_curve_end(int act, double alpha) {
     switch (act) {
     case MOE_ACT_GELU:
@@ -1349,9 +1349,9 @@ static uint32_t moei_positive(moei_maker *m, uint32_t in, int limit, double scal
     return y;
 }
 
-/* y = f(alpha x) / alpha, x wide, with f the activation, or with rest what it is above max(alpha x,
-   0). The curve has y at 65 points, which lie over all codes of its input: at a finer scale than x
-   has if data reach less than three quarters of those, as sums of few inputs do, or f ends
+/* y = f(alpha x) / alpha, x wide; f is the activation or, with rest, its difference from max(alpha
+   x, 0). The curve has y at 65 points over all codes of its input. x is rescaled to finer codes
+   first if data reach less than three quarters of its codes, as sums of few inputs do, or if f ends
    there. */
 static uint32_t moei_points(moei_maker *m, int act, int rest, double alpha, uint32_t in, int limit, double scale,
                             double range) {
@@ -1387,8 +1387,8 @@ static uint32_t moei_points(moei_maker *m, int act, int rest, double alpha, uint
     return out;
 }
 
-/* y = act(alpha x) / alpha, x wide: a curve, but where the points would be too far apart: relu2 is
-   a product, silu and gelu are max(x, 0) and a curve of the rest. */
+/* y = act(alpha x) / alpha, x wide: a curve, except where its points would be too far apart: relu2
+   is a product; silu and gelu are max(x, 0) plus a curve of the rest. */
 static uint32_t moei_curve_of(moei_maker *m, int act, double alpha, uint32_t in, int limit, double scale,
                               double range) {
     const double end = moei_curve_end(act, alpha);
@@ -1424,7 +1424,7 @@ static uint32_t moei_curve(moei_maker *m, int act, uint32_t in, int limit, doubl
 }
 
 /* y = act(alpha gate) / alpha * up. The scale of the curve is chosen to give y its scale.
-   act_range: of the gate; the activation may pass it. */
+   act_range: of the gate; the activation may exceed it. */
 static uint32_t moei_gated_product(moei_maker *m, int act, double alpha, uint32_t gate, uint32_t up, double act_range,
                                    int limit, double range) {
     double scale = moei_hidden_scale(limit, range), finest, fine;
@@ -1433,7 +1433,7 @@ static uint32_t moei_gated_product(moei_maker *m, int act, double alpha, uint32_
     uint32_t curved, out;
     if (m->status != MOE_OK) return 0;
     if (!(scale > 0)) scale = 1;
-    moe_activate(NULL, act, 1, &most, &most); /* relu2 and sigmoid: above the gate */
+    moe_activate(NULL, act, 1, &most, &most); /* relu2 and sigmoid may exceed the gate */
     if ((double)most / alpha > act_range) act_range = (double)most / alpha;
     finest = (act_range > 0 ? act_range : 1) * MOEI_HEADROOM / MOEI_WIDE * m->vectors[up].scale;
     while (shift < 30 && ldexp(finest, shift + 1) <= scale) shift++;
@@ -1514,8 +1514,8 @@ static uint32_t moei_shaped_product(moei_maker *m, const moei_expert_run *run, i
                                (range < limit ? range : limit) + fabs(offset), 0);
 }
 
-/* The limit of an activation's codes. Score attentive compares one of them with an 8-bit key; three
-   more products follow a low one. */
+/* The limit of an activation's codes. Score attentive compares one of them with an 8-bit key; LOW
+   is wide, since three more products follow it. */
 static int moei_node_limit(const moei_maker *m, const moei_expert_run *run, int node, const moei_range *range) {
     const moe_layer_config *c = &run->layer->config;
     if (c->router.score == MOE_SCORE_ATTENTIVE && moei_scored_activation(c) == node) return MOEI_NARROW;
@@ -1593,7 +1593,7 @@ static uint32_t moei_product_accumulate(moei_maker *m, const moei_matrix *x, uin
     return y;
 }
 
-/* Appends all operations of an expert run. range: of their outputs. */
+/* Appends the last product of an expert run. range: of its output. */
 static uint32_t moei_expert_ops(moei_maker *m, const moei_expert_run *run, size_t count, uint32_t hidden,
                                 const moei_sum_units *to, double range) {
     moei_matrix last = moei_last_matrix(run, count);
@@ -1665,13 +1665,12 @@ static const moei_ir_weight_row moei_ir_weights[] = {{MOE_WEIGHT_SUM, moei_int_w
                                                      {MOE_WEIGHT_ONE, moei_int_weight_one, 0},
                                                      {MOE_WEIGHT_SPARSEMIXER, moei_int_weight_sparsemixer, 1}};
 
-/* No gate and no kind of weights is without a row. */
+/* Every gate and every kind of weights has a row. */
 typedef char moei_ir_rows_are_all[sizeof moei_ir_gates / sizeof *moei_ir_gates == MOE_GATE_COUNT &&
                                           sizeof moei_ir_weights / sizeof *moei_ir_weights == MOE_WEIGHT_COUNT
                                       ? 1
                                       : -1];
 
-/* The row of a value. */
 static const moei_ir_gate_row *moei_ir_gate_of(int value) {
     const moei_ir_gate_row *row = moei_ir_gates;
     while (row->value != value) row++;
@@ -1701,7 +1700,7 @@ typedef struct moei_ir_planner {
     int by_logits;        /* selection reads z */
     int biased;
     int most;              /* experts that a token may take */
-    double z_unit, p_unit; /* real value of a unit of z, and of what selection reads */
+    double z_unit, p_unit; /* float value of a unit of z, and of what selection reads */
 } moei_ir_planner;
 
 static moe_status moei_ir_refuse(const moei_ir_planner *s, const char *name, const char *why) {
@@ -1870,7 +1869,7 @@ static moe_status moei_ir_put_bias(moei_ir_planner *s) {
 static int32_t moei_ir_theta(const moei_ir_planner *s, size_t e) {
     const moe_router_config *c = s->c;
     const double raw = c->threshold_learned ? (double)s->tensors[MOE_ROUTER_THRESHOLD][e] : (double)c->threshold;
-    if (c->select == MOE_SELECT_EXPERT_THRESHOLD) { /* at the cutoff is above theta */
+    if (c->select == MOE_SELECT_EXPERT_THRESHOLD) { /* a value at the cutoff is above theta */
         const moe_real a = s->tensors[MOE_ROUTER_CUTOFF][e], updates = s->tensors[MOE_ROUTER_CUTOFF_UPDATES][0];
         return -1 - moei_ir_floor(-(double)moei_cutoff(c, a, updates) / s->p_unit);
     }
@@ -1950,7 +1949,7 @@ static moe_status moei_ir_put_scales(moei_ir_planner *s, double unit) {
     return MOE_OK;
 }
 
-/* Whether the count entries of a table of rows of k are experts, each at most once in a row. */
+/* Checks that the count entries of a table of rows of k are experts, each at most once in a row. */
 static moe_status moei_check_table(const moe_real *table, size_t count, size_t k, int n_experts, moe_error *error) {
     size_t i, other;
     for (i = 0; i < count; i++) {
@@ -2013,7 +2012,7 @@ static void moei_ir_plan_select(moei_ir_planner *s) {
     }
 }
 
-/* Where weight_over leaves choices out, they keep p. */
+/* Choices that weight_over leaves out keep p. */
 static void moei_ir_plan_over(moei_ir_planner *s) {
     const moe_router_config *c = s->c;
     moei_int_router *r = &s->made.router;
@@ -2163,7 +2162,7 @@ typedef struct moei_scoring {
     uint32_t latent;           /* with d_latent what the experts read, else entering */
     uint32_t expert, n_expert; /* scores that read experts: operations of one, its activations */
     uint32_t node[MOE_NODE_COUNT];
-    double output_scale, output_unit; /* the last product: float = t * output_unit; scale of a wide vector of it */
+    double output_scale, output_unit; /* the last product: scale of a wide vector of it; float = t * output_unit */
     uint32_t begun;                   /* the clock at the start of the MoE layer */
     uint32_t n_list;                  /* operations that run for each expert, which follow the others */
 } moei_scoring;
@@ -2256,7 +2255,7 @@ static uint32_t moei_logits_previous(moei_maker *m, const moei_scoring *s, size_
     return z;
 }
 
-/* The logit that the cap makes z of; beyond 5 caps tanh is 1. */
+/* The logit that the cap maps to z; beyond 5 caps tanh is 1. */
 static double moei_before_cap(double cap, double z) {
     return z < 0.999 * cap ? cap * 0.5 * log((cap + z) / (cap - z)) : 5 * cap;
 }
@@ -2365,8 +2364,8 @@ static uint32_t moei_router_input(moei_maker *m, const moei_scoring *s, int limi
     return limit == MOEI_NARROW ? moei_narrowed(m, s->entering) : s->entering;
 }
 
-/* linear, random */
-/* The rows of the predictor, whose outputs' signs alone count: as large as those of the score. */
+/* The rows of the predictor, scaled to the magnitude of the score's; only the signs of its outputs
+   count. */
 static void moei_predictor_rows(const moei_scoring *s, const moe_real *w, const moe_real *gain, moe_real *to) {
     const size_t n = (size_t)s->now.n_experts, d = (size_t)s->now.d_model;
     const moe_real *from = s->layer->tensors[MOE_ROUTER_PREDICTOR];
@@ -2382,7 +2381,7 @@ static void moei_predictor_rows(const moei_scoring *s, const moe_real *w, const 
     }
 }
 
-/* With a predictor its outputs follow the logits. */
+/* Scores linear and random. A predictor's outputs follow the logits. */
 static uint32_t moei_logits_linear(moei_maker *m, moei_scoring *s) {
     const size_t n = (size_t)s->now.n_experts, d = (size_t)s->now.d_model;
     const size_t rows = s->now.predictor ? 2 * n : n;
@@ -2478,7 +2477,7 @@ static uint32_t moei_logits_grap(moei_maker *m, moei_scoring *s) {
     return z;
 }
 
-/* The note of the last operation says what that of inner operation i says. */
+/* Copies the note of inner operation i to that of the last operation. */
 static void moei_note_copy(moei_maker *m, uint32_t i) {
     const moei_op_note *from;
     if (m->trace == NULL || m->status != MOE_OK) return;
@@ -2554,8 +2553,8 @@ static uint32_t moei_activation_copy(moei_maker *m, const moei_scoring *s, int s
     return v;
 }
 
-/* z_e = factor * measure of an activation of every expert. other: the vector that match compares it
-   with. */
+/* z_e = factor * measure of an activation of every expert. other: the vector that moei_int_op_match
+   compares it with. */
 static uint32_t moei_logits_of_experts(moei_maker *m, moei_scoring *s,
                                        void (*measure)(const moei_int_op *op, moei_int_run *run), double most_levels,
                                        double factor, uint32_t other) {
@@ -2725,10 +2724,10 @@ typedef struct moei_summand {
     double in_scale, range;
     double code_scale; /* of the codes that are multiplied, for bounds */
     int bits;
-    size_t most; /* how many of them */
+    size_t most; /* number of such summands */
 } moei_summand;
 
-/* The units of a sum to which products add directly, and an input of scale rest_scale (0: none)
+/* The units of a sum to which products add directly, as does an input of scale rest_scale (0: none)
    with a weight up to 1. As fine as possible: factors must fit in 15 bits, the sum in 32. */
 static void moei_sum_units_direct(moei_maker *m, const moei_summand *part, size_t n, double rest_scale,
                                   moei_sum_units *to) {
@@ -2854,12 +2853,12 @@ static void moei_add_rest(moei_maker *m, const moei_int_mixture *mixture, const 
     m->note->alpha = ldexp(1, mixture->weight_bits);
 }
 
-/* The operations that follow have the weight in_k. */
+/* Sets the weight of the operations that follow to in_k. */
 static void moei_set_weight(moei_maker *m, uint32_t in, size_t k) {
     if (m->status == MOE_OK) moei_op_append(m, moei_op(moei_int_op_set_weight, 1, k, 0, 0, 0), in, in, in);
 }
 
-/* The operations that follow have the weight sigmoid(v . x). */
+/* Sets the weight of the operations that follow to sigmoid(v . x). */
 static void moei_shared_sigmoid(moei_maker *m, const moe_layer *layer, uint32_t x, double range) {
     const moei_matrix v =
         moei_matrix_of(layer->tensors[MOE_SHARED_SIGMOID], NULL, 1, 1, (size_t)layer->config.router.d_model);
@@ -2868,7 +2867,7 @@ static void moei_shared_sigmoid(moei_maker *m, const moe_layer *layer, uint32_t 
     moei_set_weight(m, share, 0);
 }
 
-/* 1/32767 of a bound of what experts without matrices add to the sum. */
+/* 1/32767 of a bound on what experts without matrices add to the sum. */
 static double moei_without_scale(const moei_maker *m, const moei_scoring *s, const moei_int_mixture *mixture) {
     const moe_router_config *c = &s->layer->config.router;
     const size_t count = (size_t)c->n_constant * (size_t)c->d_model;
@@ -2949,8 +2948,8 @@ static void moei_constant_ops(moei_maker *m, const moei_scoring *s, size_t i, co
     moei_router_matrix_free(m, zeros, d, 1);
 }
 
-/* The operations of experts without matrices. A copy has the weight on its output, wherever the
-   others have it. */
+/* The operations of experts without matrices. A copy applies the weight to its output, whatever
+   apply_to says. */
 static void moei_mixture_without(moei_maker *m, const moei_scoring *s, moei_int_mixture *mixture, moei_sum_units to) {
     const moe_router_config *c = &s->layer->config.router;
     const size_t counted = m->counted;
@@ -2992,7 +2991,7 @@ static void moei_mixture_logits(moei_maker *m, moei_scoring *s, moei_int_mixture
     mixture->n_score = moei_ops_count(m) - mixture->score - s->n_list;
 }
 
-/* How wide the sum of the experts is. */
+/* The width of the sum of the experts. */
 static size_t moei_sum_width(const moe_layer *layer) {
     return (size_t)moei_activation_width(&layer->config, layer->config.expert, MOE_NODE_OUTPUT);
 }
@@ -3082,7 +3081,7 @@ static int moei_additions(const moei_maker *m, uint32_t first, uint32_t n) {
     return count;
 }
 
-/* W_in x, which experts read instead of x: finely where they multiply it by a weight. */
+/* W_in x, which experts read instead of x; with fine codes if experts multiply it by a weight. */
 static uint32_t moei_latent_input(moei_maker *m, const moe_layer *layer, uint32_t x, const moei_range *range) {
     const moe_layer_config *c = &layer->config;
     const moei_matrix in =
@@ -3091,7 +3090,7 @@ static uint32_t moei_latent_input(moei_maker *m, const moe_layer *layer, uint32_
     return moei_product(m, &in, x, limit, 0, range->most, 0);
 }
 
-/* y = W_out sum + the shared expert of x: operations of the model's own. */
+/* y = W_out sum + the shared expert of x, in operations outside the layer's. */
 static uint32_t moei_latent_output(moei_maker *m, const moei_scoring *s, const moei_expert_run *shared, uint32_t x,
                                    uint32_t sum, int limit) {
     const moe_layer_config *c = &s->layer->config;
@@ -3114,7 +3113,7 @@ static uint32_t moei_latent_output(moei_maker *m, const moei_scoring *s, const m
                       s->range->y.most);
 }
 
-/* What the layer reads and writes is in use to its end. */
+/* Keeps what the layer reads and writes alive to its end. */
 static void moei_mixture_use(moei_maker *m, const moei_scoring *s, const moei_int_mixture *mixture) {
     moei_vector_use(m, s->latent);
     moei_vector_use(m, s->entering);
@@ -3422,7 +3421,7 @@ static moei_matrix moei_attention_matrix(const moe_module *module, int slot) {
     return moei_matrix_of(module->tensors[slot], NULL, 1, moei_heads_of(module).q, (size_t)module->d_in);
 }
 
-/* The query: codes as fine as keep scores below 2^30. */
+/* The query, with the finest codes that keep scores below 2^30. */
 static uint32_t moei_query_ops(moei_maker *m, const moe_module *module, uint32_t x, double range) {
     const moei_matrix w = moei_attention_matrix(module, MOE_MODULE_QUERY);
     const double most = 1073741823.0 / (127.0 * 1.4143 * (double)module->attention.d_head);
@@ -3632,7 +3631,7 @@ typedef void moei_op_function(const moei_int_op *op, moei_int_run *run);
 static moei_op_function *const moei_list_acts[] = {MOE_ACTS(MOEI_FLOAT_ACT)};
 #undef MOEI_FLOAT_ACT
 
-/* The mixture that operations are being made for, and its router's configuration now. */
+/* The MoE layer whose operations are being appended, and its router's current configuration. */
 typedef struct moei_list_router {
     const moe_layer *layer;
     moe_router_config now;
@@ -3685,7 +3684,7 @@ static const char *moei_list_layer_obstacle(const moe_module *module) {
 }
 #endif
 
-/* Why a float model is no list of operations; NULL if it is one. */
+/* Why a float model is not a list of operations; NULL if it is one. */
 static const char *moei_list_obstacle(const moe_net *net, size_t length) {
 #if !MOE_REAL_IS_DOUBLE && !defined(MOE_NO_QUANT)
     size_t i, works = 0;
@@ -3775,7 +3774,8 @@ static uint32_t moei_list_norm(moei_maker *m, moei_op_function *run, const moe_r
     return moei_list_op(m, run, n, n, at, in, in);
 }
 
-/* The steps of experts, or of one; the last product adds to sum, or makes a vector. */
+/* The steps of experts, or of one; the last product adds to sum, or (MOEI_INT_NONE) makes a
+   vector. */
 static uint32_t moei_list_expert(moei_maker *m, const moei_expert_run *run, size_t count, uint32_t x, uint32_t sum) {
     uint32_t node[MOE_NODE_COUNT], made = x;
     int i;
@@ -3835,7 +3835,7 @@ static void moei_list_choices(moei_maker *m, const moei_list_router *r, moei_op_
     moei_op_append(m, op, in, r->mixture.choices, z);
 }
 
-/* The thresholds of all experts, and what is taken if none is passed. */
+/* Chooses the experts above their thresholds, with the fallback if there are none. */
 static void moei_list_above(moei_maker *m, const moei_list_router *r, uint32_t p, uint32_t z) {
     const uint32_t at = (uint32_t)m->made.weights.size;
     moe_router router;
@@ -3906,7 +3906,7 @@ static void moei_list_weights(moei_maker *m, const moei_list_router *r, uint32_t
     moei_list_choices(m, r, moei_float_op_weigh_scale, 0, at, from, z);
 }
 
-/* What a layer adds to its experts. */
+/* What a layer adds to its experts: the input and the shared expert. */
 static void moei_list_rest(moei_maker *m, const moei_list_router *r, uint32_t x, uint32_t y) {
     const moe_layer *layer = r->layer;
     const moei_expert_run run = moei_expert_run_begin(layer, MOEI_SHARED, 0);
@@ -3995,7 +3995,7 @@ static uint32_t moei_list_mixture(moei_maker *m, const moe_module *module) {
     return y;
 }
 
-/* The rows of an embedding behind the biases of the module that is tied to them. */
+/* The rows of an embedding, after the biases of the module that is tied to them. */
 static uint32_t moei_list_embedding(moei_maker *m, const moe_module *module) {
     const size_t n = (size_t)module->n_rows, k = (size_t)module->d_out;
     const moe_real *bias = NULL;
@@ -4312,7 +4312,7 @@ static moe_status moei_float_model(moe_built_model *made, const moe_net *net, mo
     return status == MOE_OK ? MOE_OK : moei_error(error, status, "the network: %s", moe_status_text(status));
 }
 
-/* Models take one input per call, classifiers too: a router that reads others is refused. */
+/* Refuses a router that reads other inputs: models take one input per call, classifiers too. */
 static moe_status moei_mixture_alone(const moe_net *net, size_t i, moe_error *error) {
     moe_router_config c;
     moei_obstacle o;
@@ -4368,7 +4368,7 @@ static void moei_model_link(moe_built_model *b) {
     b->model.attentions = b->attentions;
 }
 
-struct moei_trace; /* without MOE_NO_QUANT alone */
+struct moei_trace; /* defined only without MOE_NO_QUANT */
 
 /* Makes a model that is a list of operations. */
 static moe_status moei_listed(moe_built_model *made, const moe_net *net, const moe_model_config *config,
@@ -4489,7 +4489,7 @@ static const char *moei_function_name(moei_any_function function) {
     return NULL;
 }
 
-/* ---- >>profiles: every operation beside the same in float ---- */
+/* ---- >>profiles: every operation compared with the same in float ---- */
 
 #ifndef MOE_NO_QUANT
 /* Sums over all calls of an operation. */
@@ -4499,7 +4499,7 @@ typedef struct moei_tally {
 } moei_tally;
 
 typedef struct moei_profiler {
-    moe_model model; /* first, for run->model leads back from it: every operation calls moei_profile_op */
+    moe_model model; /* first, since moei_profile_op, which every operation calls, casts run->model to this */
     moe_built_model built;
     const moe_net *net;
     const moe_data *data;
@@ -4508,7 +4508,7 @@ typedef struct moei_profiler {
     moei_tally *tally;                            /* [operations, then routers] */
     double *in, *other, *wanted, *each, *before;  /* [the widest vector] */
     unsigned char *memory; /* scratch, input, output */
-    const moei_int_op *measured; /* the score that reads experts whose operations run; NULL: none */
+    const moei_int_op *measured; /* the score for which operations of experts run; NULL: none */
     const moe_net_pass *pass;    /* of the network, and the row in it */
     size_t row, place;
     size_t fetched; /* the offset of the block that was fetched last */
@@ -4541,13 +4541,13 @@ static const double *moei_profile_load(const moei_profiler *p, const moei_int_ru
     return to;
 }
 
-/* The weight of the present expert. */
+/* The weight of the current expert. */
 static double moei_profile_weight(const moei_profiler *p, const moei_op_note *note, const moei_int_run *run) {
     if (moei_profile_is_float(p)) return (double)run->share;
     return run->weight == 32767 ? note->alpha : run->weight / 32768.0 * note->alpha;
 }
 
-/* The number of the expert whose block is read. */
+/* The index of the expert whose block is read. */
 static size_t moei_profile_expert(const moei_profiler *p, const moei_op_note *note, const moei_int_run *run) {
     const moei_int_mixture *m;
     size_t at;
@@ -4557,7 +4557,7 @@ static size_t moei_profile_expert(const moei_profiler *p, const moei_op_note *no
     return m->stride > 0 ? (at - m->experts) / m->stride : 0;
 }
 
-/* References: p->wanted is what the operation would write in float; they return how many. */
+/* References store what the operation would write in float in p->wanted, and return its length. */
 #define MOEI_REFERENCE_ARGUMENTS \
     const moei_profiler *p, const moei_int_op *op, const moei_op_note *note, const moei_int_run *run
 typedef size_t moei_reference_function(MOEI_REFERENCE_ARGUMENTS);
@@ -4669,7 +4669,7 @@ static size_t moei_reference_cluster(MOEI_REFERENCE_ARGUMENTS) {
     return n;
 }
 
-/* Both norms; those of float lists have eps, gain and bias before them. */
+/* Both norms; in float lists eps, gain and bias are constants of the operation. */
 static size_t moei_reference_norm(MOEI_REFERENCE_ARGUMENTS) {
     const moe_module *module = &p->net->modules[note->module];
     const moe_real *gain = module->tensors[MOE_MODULE_WEIGHT], *bias = module->tensors[MOE_MODULE_BIAS];
@@ -4745,7 +4745,7 @@ static size_t moei_reference_attention(MOEI_REFERENCE_ARGUMENTS) {
     return width;
 }
 
-/* The sum is as it was left, with what makes its shift round to nearest. */
+/* The sum still has the term that makes its shift round to nearest. */
 static size_t moei_reference_mixture(MOEI_REFERENCE_ARGUMENTS) {
     const moei_int_mixture *m = &p->model.mixtures[op->index];
     const double scale = ldexp(moei_profile_scale(p, note->out), -op->shape.shift);
@@ -4759,14 +4759,14 @@ static size_t moei_reference_mixture(MOEI_REFERENCE_ARGUMENTS) {
     return op->shape.n;
 }
 
-/* What a profile knows of each function: its reference, and flags. */
+/* The reference and the flags of each function. */
 enum {
     MOEI_HAS_CONSTANTS = 1, /* at op->at */
     MOEI_MULTIPLIES = 2,    /* each constant with an input; twice: MOEI_TWICE */
     MOEI_TWICE = 4,
     MOEI_ADDS = 8,          /* to a sum */
-    MOEI_MEASURES = 16,     /* experts */
-    MOEI_NESTS = 32         /* a mixture */
+    MOEI_MEASURES = 16,     /* experts, for a score */
+    MOEI_NESTS = 32         /* an MoE layer */
 };
 
 static const struct moei_profile_kind {
@@ -4858,7 +4858,7 @@ static void moei_profile_compare(moei_profiler *p, size_t i, size_t n, const dou
                        (double)p->pass->modules[note->output_of - 1].y[p->row * n + j]);
 }
 
-/* The measure of the present expert, in float. */
+/* The measure of the current expert, in float. */
 static void moei_profile_measure(moei_profiler *p, const moei_int_run *run) {
     const moei_int_op *op = p->measured;
     const moei_op_note *note = &p->trace.notes[op - p->ops];
@@ -4877,7 +4877,7 @@ static void moei_profile_measure(moei_profiler *p, const moei_int_run *run) {
     p->each[moei_profile_expert(p, &block, run)] = note->alpha * (is == moei_int_op_norm_l2 ? sqrt(sum) : sum);
 }
 
-/* The routing weights against the network's. */
+/* Compares the routing weights with the network's. */
 static void moei_profile_route(moei_profiler *p, const moei_int_op *op, size_t module, const moei_int_run *run) {
     const moei_int_mixture *m = &p->model.mixtures[op->index];
     const moe_routing *routing = &p->pass->modules[module].layer->routing;
@@ -4957,8 +4957,8 @@ static moe_status moei_profile_batch(void *ctx, const moe_net_pass *pass) {
 /* ---- rows ---- */
 
 /* Instructions of a call on a Cortex-M4 (see Profiles), with features a, b, c of the operation:
-   factor[0] + factor[1] a + factor[2] b + factor[3] c. Between the marks
-   tests/port/devices.sh --write-costs writes. */
+   factor[0] + factor[1] a + factor[2] b + factor[3] c. tests/port/devices.sh --write-costs writes
+   the rows between the marks. */
 typedef struct moei_cost {
     moei_any_function function;
     double factor[4];
@@ -5070,8 +5070,8 @@ static int moei_profile_has(const moei_profiler *p, size_t i, int *in_block) {
     return flags & MOEI_HAS_CONSTANTS;
 }
 
-/* Where constants begin, the first at or after `at`, or where all end. mixture: in its blocks;
-   MOEI_INT_NONE: in those of the model. */
+/* The offset of the first constants at or after `at`, or the end of all. mixture: within its
+   blocks; MOEI_INT_NONE: within the constants of the model. */
 static size_t moei_profile_next(const moei_profiler *p, size_t at, uint32_t mixture) {
     const int blocks = mixture != MOEI_INT_NONE;
     size_t end = blocks ? p->model.mixtures[mixture].stride : p->model.weights_size, i, j;
@@ -5104,7 +5104,7 @@ static size_t moei_profile_bytes(const moei_profiler *p, size_t i) {
         experts = m->zeros > 0 ? m->zeros : m->router.n_experts;
     }
     end = moei_profile_next(p, at + 1, in_block ? note->mixture : MOEI_INT_NONE);
-    if (moei_profile_next(p, 0, in_block ? note->mixture : MOEI_INT_NONE) == at) at = 0; /* what no operation reads */
+    if (moei_profile_next(p, 0, in_block ? note->mixture : MOEI_INT_NONE) == at) at = 0; /* and what no one reads */
     return experts * (end - at);
 }
 
@@ -5122,7 +5122,7 @@ static void moei_profile_sums(const moei_tally *t, moe_profile_row *row) {
 static moe_profile_row moei_profile_row(const moei_profiler *p, size_t i) {
     const moei_int_op *op = &p->built.ops[i];
     const struct moei_profile_kind *kind = moei_profile_kind_of(op);
-    const int chooses = moei_profile_is_float(p) && op->shape.low > 0; /* then it is the most choices */
+    const int chooses = moei_profile_is_float(p) && op->shape.low > 0; /* then low is the most choices */
     const double n = op->shape.n, k = chooses ? op->shape.low : op->shape.k;
     moe_profile_row row;
     memset(&row, 0, sizeof row);
@@ -5155,7 +5155,7 @@ static moe_profile_row moei_profile_row(const moei_profiler *p, size_t i) {
     return row;
 }
 
-/* The row of the router of a mixture; those of float lists are operations. */
+/* The row of an MoE layer's router; routers of float lists are operations with their own rows. */
 static moe_profile_row moei_profile_router(const moei_profiler *p, size_t mixture, size_t module) {
     const moei_int_router *r = &p->model.mixtures[mixture].router;
     const double n = r->n_experts, most = r->most;
@@ -5181,7 +5181,7 @@ static moe_profile_row moei_profile_router(const moei_profiler *p, size_t mixtur
     return row;
 }
 
-/* The inner operations of a mixture come before it, its router after its last score. */
+/* The inner operations of an MoE layer precede its row; its router follows its last score. */
 static void moei_profile_rows(const moei_profiler *p, moe_profile *profile) {
     size_t i, inner = p->model.n_main, n = 0;
     for (i = 0; i < p->model.n_main; i++) {
@@ -5203,7 +5203,7 @@ static void moei_profile_rows(const moei_profiler *p, moe_profile *profile) {
     profile->n_rows = n;
 }
 
-/* Adds a vector, by offset. */
+/* Inserts a vector, in the order of offsets. */
 static void moei_profile_vector(moe_profile *profile, size_t at, size_t size, size_t first, size_t last) {
     moe_profile_vector *v = profile->vectors, one;
     size_t i = profile->n_vectors++;
@@ -5215,8 +5215,8 @@ static void moei_profile_vector(moe_profile *profile, size_t at, size_t size, si
     v[i] = one;
 }
 
-/* A vector is alive from the operation after the one when it was made, but for those that two
-   operations share and an operation's own room. */
+/* A vector is live from the operation after the clock of its creation, except vectors that two
+   operations share and an operation's own workspace. */
 static void moei_profile_vectors(const moei_profiler *p, moe_profile *profile) {
     size_t i, r;
     if (p->model.state_size > 0) moei_profile_vector(profile, 0, p->model.state_size, 0, profile->n_rows - 1);
@@ -5291,7 +5291,7 @@ static moe_status moei_profile_check(const moe_net *net, const moe_data *data, m
     return moei_inputs_check(net, data, error);
 }
 
-/* What stands in p->built and p->trace. */
+/* Makes the profile of p->built and p->trace. */
 static moe_status moei_profile_make(moei_profiler *p, moe_profile *profile, moe_error *error) {
     moe_status status;
     if (p->built.ops == NULL)
@@ -5377,7 +5377,7 @@ static void moei_print_flush(moei_printer *p) {
     p->text.length = 0;
 }
 
-/* Up to 512 characters. */
+/* Prints up to 512 characters. */
 static void moei_print_arguments(moei_printer *p, const char *format, va_list arguments) {
     if (p->text.length + 512 > sizeof p->room) moei_print_flush(p);
     moei_put_format(&p->text, format, arguments);
@@ -5566,8 +5566,8 @@ static void moei_print_list_model(moei_printer *p, const moe_model *model) {
 }
 
 /* ---- float models: the network as a constant ----
-   Initializers list the members in their order. Tables of fields print the configurations; a member
-   without a row ends the printing. */
+   Initializers list the members in their order. Configurations are printed by tables of fields; a
+   member without a row is an error. */
 
 /* An item of a list: "NAME_module_part", dots replaced; without a part "NAME". */
 static void moei_print_name(moei_printer *p, const char *part, size_t module) {
@@ -5793,8 +5793,8 @@ static void moei_keep_module(uint32_t *masks, const moe_module *module) {
     if (c->n_shared > 0) moei_keep(masks, MOEI_KEPT_ACTS, moei_expert_run_begin(&module->layer, MOEI_SHARED, 0).act);
 }
 
-/* Before moe.h, in a file that compiles inference alone: the masks that the model needs, and no
-   messages. After moe.h: an error if another model's header has set smaller ones. */
+/* Before moe.h, in a file that compiles inference only: the masks that the model needs, and no
+   messages. After moe.h: an error if another model's header has set smaller masks. */
 static void moei_print_masks(moei_printer *p, const moe_net *net, int after) {
     uint32_t masks[MOEI_KEPT_COUNT];
     size_t i;
@@ -5813,7 +5813,7 @@ static void moei_print_masks(moei_printer *p, const moe_net *net, int after) {
         moei_print(p,
                    ")\n#error \"%s needs what another model's header has left out: define MOE_KEEP_ALL before both\"\n",
                    p->name);
-    /* firmware pays for them in flash, and nobody reads them there */
+    /* messages take flash, and a device has no one to read them */
     if (!after) moei_print(p, "#ifndef MOE_NO_MESSAGES\n#define MOE_NO_MESSAGES\n#endif\n");
     moei_print(p, "#endif\n\n");
 }
@@ -5823,7 +5823,7 @@ static void moei_print_masks(moei_printer *p, const moe_net *net, int after) {
 /* Whether experts come through a loader. */
 static int moei_has_loader(const moe_model *model) { return model->experts == NULL && model->experts_size > 0; }
 
-/* The structs of a model where pointers and sizes have 4 bytes: their size there. */
+/* The structs of a model as on machines whose pointers and sizes have 4 bytes, for their size. */
 typedef struct moei_op_32 {
     uint32_t run;
     moei_int_shape shape;
@@ -5893,7 +5893,7 @@ static void moei_print_call(moei_printer *p, const moe_model *model) {
 
 /* ---- the profile in the comment ---- */
 
-/* A number with `digits` digits, or a dash, behind spaces up to the width. */
+/* A number with `digits` digits, or a dash, padded with spaces in front to the width. */
 static void moei_print_cell(moei_printer *p, size_t width, int is_there, double value, int digits) {
     char room[40];
     moei_text t;
@@ -5909,7 +5909,7 @@ static void moei_print_cell(moei_printer *p, size_t width, int is_there, double 
     moei_print(p, "%s", room);
 }
 
-/* Rounded, as decibels and percents are printed. */
+/* Rounded to tenths, as decibels and percentages are printed. */
 static double moei_tenths(double value) { return fabs(value) < 1e9 ? floor(value * 10 + 0.5) / 10 : value; }
 
 static void moei_print_profile_row(moei_printer *p, const moe_profile_row *row, size_t number) {
@@ -5931,7 +5931,7 @@ static void moei_print_profile_row(moei_printer *p, const moe_profile_row *row, 
     moei_print_cell(p, 9, row->instructions > 0, floor(row->instructions + 0.5), 12);
 }
 
-/* A line for each vector: a sign for each operation, or for several if there are many. */
+/* A line for each vector: a character for each operation, or for several if there are many. */
 static void moei_print_profile_map(moei_printer *p, const moe_profile *profile) {
     const size_t each = (profile->n_rows + 79) / 80;
     size_t i, r;
