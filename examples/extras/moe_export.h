@@ -124,13 +124,13 @@
      Profiles.   Which operation loses accuracy, wastes range, takes time or memory:
        moe_model_profile(&profile, &net, &config, NULL, &error);    runs on config.calibration
        built.profile = &profile;                   the first comment of the header shows it
-     snr measures the error of one operation, given its inputs; net_snr measures the error that has
-     accumulated up to a module's output. Saturated outputs call for more calibration data; a range
-     that is hardly used, for data without outliers. The map has a line for each vector, also where
-     vectors share memory at different times. Instructions are estimated for gcc -Os without wait
-     states, from constants per function that are fitted to an emulator's counts; for the digits of
-     examples/mcu the estimate is within 10 % of the longest run. Float models that are not lists of
-     operations have no profile.
+     snr measures the error of one operation, given its inputs; net_snr the error accumulated up to
+     a module's output. Saturated outputs call for more calibration data; a range that is hardly
+     used, for data without outliers. The map has a line for each vector, also where vectors share
+     memory at different times. Instructions are estimated for gcc -Os without wait states, from
+     constants per function, fitted to an emulator's counts; for the digits of examples/mcu the
+     estimate is within 10 % of the longest run. Float models that are not lists of operations have
+     no profile.
 
      Integer models.   Everything is an integer, from the input to the output, so every machine
      computes the same bits. A float is code * scale: scale the input to int8 codes with
@@ -221,7 +221,7 @@ typedef struct moe_model_config {
     int same_bits;               /* float: 1: never a list of operations, see Float models [0] */
 } moe_model_config;
 
-/* A model and the memory that it owns. model points into this struct, so do not move or copy it.
+/* A model and the memory that it owns. model points into this struct: do not move or copy it.
    Pass &built.model to moe_infer. All other fields but profile are private. */
 typedef struct moe_built_model {
     moe_model model;
@@ -240,7 +240,7 @@ typedef struct moe_built_model {
 /* Makes an inference model of a built network, which stays the caller's. A float model without a
    list of operations points to the network's parameters; all others copy what they need. config
    NULL: {0}.
-   Integers: each vector gets one scale, from the largest magnitude that calibration shows there;
+   Integers: each vector gets one scale, from the largest magnitude that calibration finds in it;
    each matrix gets one scale per output (int4: and one factor per 32 inputs).
    Errors; error (may be NULL) names the module, setting or parameter:
      MOE_ERR_ARGUMENT     NULL; no calibration data; no allocator
@@ -291,7 +291,7 @@ typedef struct moe_profile_vector {
 } moe_profile_vector;
 
 typedef struct moe_profile {
-    moe_profile_row *rows;       /* in the order in which vectors are laid out */
+    moe_profile_row *rows;       /* in the order of vectors' lifetimes */
     size_t n_rows;
     moe_profile_vector *vectors; /* by offset */
     size_t n_vectors;
@@ -792,7 +792,6 @@ static moe_status moei_each_batch(const moe_net *net, const moe_data *data, cons
     return status;
 }
 
-/* Runs the network over the calibration data. */
 static void moei_calibrate(moei_maker *m) {
     const moe_status status =
         moei_each_batch(m->net, m->config->calibration, &m->made.allocator, moei_ranges_batch, m);
@@ -885,7 +884,6 @@ static moei_matrix moei_matrix_of(const moe_real *w, const moe_real *bias, size_
     return x;
 }
 
-/* The bias of row i. */
 static double moei_matrix_bias(const moei_matrix *x, size_t i) {
     return (x->bias != NULL ? (double)x->bias[i] : 0) + x->offset;
 }
@@ -1202,8 +1200,8 @@ static uint32_t moei_product_constants(moei_maker *m, const moei_matrix *x, moei
     return (uint32_t)at;
 }
 
-/* The vector for the input sums of an int4 product: that of an earlier product that is sure to have
-   run, or a new one. */
+/* The vector of an int4 product's input sums: that of an earlier product that surely has run, or a
+   new one. */
 static uint32_t moei_product_sums(moei_maker *m, uint32_t in, moei_int_op *op) {
     const moei_vector v = m->vectors[in];
     uint32_t sums;
@@ -1514,8 +1512,8 @@ static uint32_t moei_shaped_product(moei_maker *m, const moei_expert_run *run, i
                                (range < limit ? range : limit) + fabs(offset), 0);
 }
 
-/* The limit of an activation's codes. Score attentive compares one of them with an 8-bit key; LOW
-   is wide, since three more products follow it. */
+/* The limit of an activation's codes. Score attentive compares one of them with an 8-bit key; with
+   int8 weights LOW is wide, since three more products follow it. */
 static int moei_node_limit(const moei_maker *m, const moei_expert_run *run, int node, const moei_range *range) {
     const moe_layer_config *c = &run->layer->config;
     if (c->router.score == MOE_SCORE_ATTENTIVE && moei_scored_activation(c) == node) return MOEI_NARROW;
@@ -2047,8 +2045,8 @@ static double moei_ir_plan_weight(moei_ir_planner *s) {
     return ldexp(moei_ir_unit(s, c->gate), 15 + r->weight_shift);
 }
 
-/* Whether weights divide by a sum of p with both signs, which can be near 0, so that the weights
-   have no bound. */
+/* Whether weights are divided by a sum of p of both signs, which can be near 0, so that they are
+   unbounded. */
 static int moei_ir_signs_mix(const moei_ir_planner *s) {
     const moe_router_config *c = s->c;
     size_t e;
@@ -2229,8 +2227,8 @@ static void moei_mixture_plan(moei_maker *m, moei_scoring *s, double finest) {
     moei_free(&m->made.allocator, table, s->plan.table_size);
 }
 
-/* W_g times the logits of the MoE layer before, for router_residual; n rows, those beyond W_g are
-   0. Those logits have 16 bits, so the matrix has 8. *most bounds the result. */
+/* W_g times the logits of the previous MoE layer, for router_residual; n rows, those beyond W_g are
+   0. The logits have 16 bits, so the matrix has 8. *most bounds the result. */
 static uint32_t moei_logits_previous(moei_maker *m, const moei_scoring *s, size_t n, double *most) {
     const size_t previous = moei_previous_mixture(m->net, m->module), experts = (size_t)s->now.n_experts;
     const moe_real *residual = s->layer->tensors[MOE_ROUTER_RESIDUAL];
@@ -2820,7 +2818,6 @@ static uint32_t moei_weighted(moei_maker *m, uint32_t x, int bits, int limit, co
     return y;
 }
 
-/* w x for an expert's input. */
 static uint32_t moei_weighted_input(moei_maker *m, const moei_scoring *s, const moei_int_mixture *mixture) {
     const moei_range *range = &s->range->weighted_input;
     return moei_weighted(m, s->latent, mixture->weight_bits, moei_limit_for(m, range), range);
@@ -4109,7 +4106,6 @@ static int moei_residual_reads(const moe_net *net, size_t i) {
     return 0;
 }
 
-/* Whether an MoE layer needs a wide input. */
 static int moei_mixture_reads_wide(const moe_layer_config *c) {
     return c->router.input == MOE_INPUT_SCALED_RMS || c->router.input == MOE_INPUT_ADAPTIVE_CLUSTERING ||
            c->router.grap_cosine ||
@@ -4312,7 +4308,7 @@ static moe_status moei_float_model(moe_built_model *made, const moe_net *net, mo
     return status == MOE_OK ? MOE_OK : moei_error(error, status, "the network: %s", moe_status_text(status));
 }
 
-/* Refuses a router that reads other inputs: models take one input per call, classifiers too. */
+/* Refuses a router that compares inputs: models take one input per call, classifiers too. */
 static moe_status moei_mixture_alone(const moe_net *net, size_t i, moe_error *error) {
     moe_router_config c;
     moei_obstacle o;
@@ -4370,7 +4366,6 @@ static void moei_model_link(moe_built_model *b) {
 
 struct moei_trace; /* defined only without MOE_NO_QUANT */
 
-/* Makes a model that is a list of operations. */
 static moe_status moei_listed(moe_built_model *made, const moe_net *net, const moe_model_config *config,
                               struct moei_trace *trace, moe_error *error) {
 #ifndef MOE_NO_QUANT
@@ -4448,7 +4443,7 @@ void moe_model_free(moe_built_model *built) {
 
 typedef void (*moei_any_function)(void);
 
-/* The functions that constants name. */
+/* Names of the functions that constants refer to. */
 static const struct moei_named_function {
     moei_any_function function;
     const char *name;
@@ -4541,7 +4536,6 @@ static const double *moei_profile_load(const moei_profiler *p, const moei_int_ru
     return to;
 }
 
-/* The weight of the current expert. */
 static double moei_profile_weight(const moei_profiler *p, const moei_op_note *note, const moei_int_run *run) {
     if (moei_profile_is_float(p)) return (double)run->share;
     return run->weight == 32767 ? note->alpha : run->weight / 32768.0 * note->alpha;
@@ -5104,11 +5098,10 @@ static size_t moei_profile_bytes(const moei_profiler *p, size_t i) {
         experts = m->zeros > 0 ? m->zeros : m->router.n_experts;
     }
     end = moei_profile_next(p, at + 1, in_block ? note->mixture : MOEI_INT_NONE);
-    if (moei_profile_next(p, 0, in_block ? note->mixture : MOEI_INT_NONE) == at) at = 0; /* and what no one reads */
+    if (moei_profile_next(p, 0, in_block ? note->mixture : MOEI_INT_NONE) == at) at = 0; /* plus what no op reads */
     return experts * (end - at);
 }
 
-/* Copies the sums to a row. */
 static void moei_profile_sums(const moei_tally *t, moe_profile_row *row) {
     row->compared = t->compared;
     row->net_compared = t->net_compared;
@@ -5215,7 +5208,7 @@ static void moei_profile_vector(moe_profile *profile, size_t at, size_t size, si
     v[i] = one;
 }
 
-/* A vector is live from the operation after the clock of its creation, except vectors that two
+/* A vector is live from the operation after the one that created it, except vectors that two
    operations share and an operation's own workspace. */
 static void moei_profile_vectors(const moei_profiler *p, moe_profile *profile) {
     size_t i, r;
@@ -5820,7 +5813,6 @@ static void moei_print_masks(moei_printer *p, const moe_net *net, int after) {
 
 /* ---- the comment on top, the macros ---- */
 
-/* Whether experts come through a loader. */
 static int moei_has_loader(const moe_model *model) { return model->experts == NULL && model->experts_size > 0; }
 
 /* The structs of a model as on machines whose pointers and sizes have 4 bytes, for their size. */
@@ -5851,7 +5843,6 @@ static size_t moei_tables_32(const moe_model *model) {
            model->n_attentions * sizeof(moei_int_attention);
 }
 
-/* Parameters of one expert. */
 static size_t moei_expert_parameters(const moe_layer *layer) {
     moe_parameter parameter;
     size_t count = 0;

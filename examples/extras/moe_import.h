@@ -270,7 +270,7 @@ typedef struct moe_import_source {
     moe_status (*read_at)(void *ctx, uint64_t at, void *to, size_t size);
 } moe_import_source;
 
-/* A source in memory. The bytes stay the caller's and must outlive it. bytes NULL: empty. */
+/* A source in memory. The bytes remain the caller's and must outlive it. bytes NULL: empty. */
 MOE_API moe_import_source moe_import_memory(const char *name, const void *bytes, size_t size);
 
 /* moe_import_layer without paths. sources[0], n_sources >= 1, is a safetensors file, an index or a
@@ -285,7 +285,7 @@ MOE_API moe_status moe_import_read(moe_layer *layer, const moe_import_source *so
 /* How a model is imported. {0} is a valid default; 0 means the value in brackets. */
 typedef struct moe_import_options {
     /* 1: products of quantized weights read activations as floats: the outputs are those of the
-       dequantized weights to rounding [0: activations are quantized too where this is faster] */
+       dequantized weights up to rounding [0: activations are quantized too where this is faster] */
     int exact;
     /* tokens of the longest sequence; some models choose their RoPE factors by it [the file's
        value] */
@@ -302,7 +302,7 @@ typedef struct moe_import_options {
    and biases. Calls on the network do not modify it, so threads may share it. */
 typedef struct moe_imported {
     moe_net net;              /* token ids to logits; not trainable, not saved */
-    const char *architecture; /* as general.architecture of GGUF names it; constant */
+    const char *architecture; /* its name in GGUF's general.architecture; constant */
     int vocabulary, context;  /* context: options.context, or the file's value; 0: the file has none */
     int n_blocks;
     uint64_t file_bytes;      /* of all files */
@@ -312,7 +312,7 @@ typedef struct moe_imported {
 #ifndef MOE_NO_STDIO
 /* Loads a model's files as a network that computes what the authors' program computes (GGUF: what
    llama.cpp computes).
-     path   a .gguf file (of a split one, any part), a .safetensors file, an index (.json), or a
+     path   a .gguf file (any part of a split one), a .safetensors file, an index (.json), or a
             folder with config.json and model.safetensors or model.safetensors.index.json
    The files stay mapped until moe_import_free and must not change. Weights are read in place, and
    of the experts only those that a token uses. Files that cannot be mapped are read into memory.
@@ -325,7 +325,7 @@ typedef struct moe_imported {
      MOE_ERR_FORMAT       a malformed file; a tensor that occurs twice
      MOE_ERR_MEMORY       also: the files are larger than options.memory
      MOE_ERR_ARGUMENT, MOE_ERR_IO, MOE_ERR_OVERFLOW
-   It allocates some kilobytes per block, less than 100 bytes per matrix of an expert, and moe_real
+   It allocates a few kilobytes per block, less than 100 bytes per matrix of an expert, and moe_real
    copies of the norms and of the biases outside experts that the file stores in another type (16
    bits, blocks); while it runs, also the headers of the files and about 300 bytes per tensor.
    Files are not trusted. Thread-safe. */
@@ -341,7 +341,7 @@ MOE_API moe_status moe_import_read_model(moe_imported *model, const moe_import_s
    harmless. */
 MOE_API void moe_import_free(moe_imported *model);
 
-/* ---- >>save: writing a family's names ---- */
+/* ---- >>save: exporting under a family's names ---- */
 
 #ifndef MOE_NO_TRAIN
 #ifndef MOE_NO_STDIO
@@ -377,7 +377,7 @@ MOE_API moe_status moe_import_write(const moe_layer *layer, moe_stream *stream, 
    packed: panels as moe_pack makes them, stride panels apart. Both directions are lossless.
      MOE_ERR_ARGUMENT  another type; stride = 0
      MOE_ERR_SHAPE     inner is not a multiple of 32
-     MOE_ERR_OVERFLOW  a size
+     MOE_ERR_OVERFLOW  a size overflows
    Thread-safe. */
 MOE_API moe_status moe_import_pack_blocks(int type, size_t n, size_t inner, const void *blocks, void *packed,
                                           size_t stride);
@@ -433,7 +433,7 @@ typedef struct moe_tokenizer {
 
 #ifndef MOE_NO_STDIO
 /* Loads the tokenizer of a model.
-     path       a .gguf file (of a split one, part 1), a tokenizer.json, or a folder with
+     path       a .gguf file (part 1 of a split one), a tokenizer.json, or a folder with
                 tokenizer.json; tokenizer_config.json and config.json beside it are read if they
                 exist
      allocator  NULL: the standard heap
@@ -480,7 +480,7 @@ typedef struct moe_decoder {
     unsigned char held[4];
 } moe_decoder;
 
-/* Appends the text of an id to text[0..room-1]; returns the number of bytes, without a terminating
+/* Writes the text of an id to text[0..room-1]; returns the number of bytes, without a terminating
    zero. A negative id ends the text: held bytes are written as they are. All outputs together are
    the bytes that were encoded, valid UTF-8 or not, unless encode met an unknown character. An id
    that does not exist yields nothing. If the text has more than room bytes, which
@@ -494,7 +494,7 @@ MOE_API int32_t moe_tokenizer_find(const moe_tokenizer *t, const char *text);
 /* 1 if generation ends at this id: eos, eot, and tokens whose text says so (<|endoftext|>, ...). */
 MOE_API int moe_tokenizer_is_end(const moe_tokenizer *t, int32_t id);
 
-/* ---- >>chat: the texts around messages ---- */
+/* ---- >>chat: chat formats ---- */
 
 enum { MOE_CHAT_SYSTEM, MOE_CHAT_USER, MOE_CHAT_ASSISTANT, MOE_CHAT_ROLES };
 
@@ -863,7 +863,7 @@ moe_import_source moe_import_memory(const char *name, const void *bytes, size_t 
     moe_import_source s;
     s.name = name;
     s.size = bytes != NULL ? size : 0;
-    memcpy(&s.ctx, &bytes, sizeof s.ctx); /* only read through */
+    memcpy(&s.ctx, &bytes, sizeof s.ctx); /* is only read */
     s.read_at = moei_import_memory_read;
     return s;
 }
@@ -1004,7 +1004,6 @@ static moe_status moei_import_read_at(const moei_importer *r, const moei_import_
                       r->folder->reason != NULL ? r->folder->reason(r->folder->ctx) : moe_status_text(status));
 }
 
-/* Reads the first size bytes of a file. */
 static moe_status moei_import_read_start(moei_importer *r, const moei_import_shard *shard, size_t size,
                                          moe_buffer *buffer) {
     moe_status status;
@@ -2287,7 +2286,7 @@ static size_t moei_direct_blocks(void (*rows)(const moei_direct_four *from, size
     moei_direct_four four;
     moei_direct f;
     size_t i, j, p, count, from, groups;
-    if (k->unpacked != moei_unpacked_vnni512 || k->panels != moei_panels_avx512) return 0; /* they round otherwise */
+    if (k->unpacked != moei_unpacked_vnni512 || k->panels != moei_panels_avx512) return 0; /* the bits would differ */
     if (w->column != (size_t)w->type->bytes) return 0;
     four.f = &f;
     four.row = w->row;
@@ -2781,7 +2780,6 @@ static void moei_import_walk_begin(moei_import_walk *w, const moei_importer *r, 
     (void)moei_json_take(&w->json, '{');
 }
 
-/* Next tensor of a safetensors file. */
 static moe_status moei_import_walk_file(moei_import_walk *w, const moei_import_shard *shard,
                                         char name[MOEI_IMPORT_NAME], moei_import_tensor *f) {
     moe_file_tensor t;
@@ -3198,7 +3196,6 @@ static moe_status moei_import_collect(moei_importer *r) {
 
 /* ---- >>family of the layer ---- */
 
-/* Whether a family reads a key. */
 static int moei_family_reads(const moei_family *family, const char *key) {
     return moei_is_word_of(key, moei_family_common_keys) || moei_is_word_of(key, family->keys);
 }
@@ -3851,7 +3848,7 @@ static moe_status moei_import_open(moei_importer *r, const char *name) {
 /* ---- >>models: architectures and their tensors ---- */
 
 /* Traits of an architecture; bits. Those of a block leave out what this block lacks. */
-#define MOEI_ARCH_NEIGHBOURS (UINT64_C(1) << 0)    /* rotary pairs are neighbours, not halves */
+#define MOEI_ARCH_NEIGHBOURS (UINT64_C(1) << 0)    /* rotary pairs are neighbors, not halves */
 #define MOEI_ARCH_SEPARATE (UINT64_C(1) << 1)      /* matrices of queries, keys and values */
 #define MOEI_ARCH_FUSED (UINT64_C(1) << 2)         /* one matrix of all three, or separate ones */
 #define MOEI_ARCH_BIAS (UINT64_C(1) << 3)          /* biases of queries, keys and values */
@@ -4587,7 +4584,6 @@ static moe_status moei_gguf_rotary(const moei_importer *r, const moei_model *m, 
     return MOE_OK;
 }
 
-/* The scale of scores. */
 static moe_real moei_model_block_scale(const moei_model *m) {
     const moe_real width = (moe_real)((m->traits & MOEI_ARCH_ROT_SCALE) != 0 ? m->n_rot : m->key);
     moe_real scale = MOEI_R(0.0);
@@ -4868,7 +4864,7 @@ static moe_status moei_build_bytes(moei_build *b, const moei_import_shard *of, u
 
 /* ---- matrices ---- */
 
-/* The whole of a tensor as a matrix whose rows are its last dimension. */
+/* A tensor as a matrix whose rows are its last dimension. */
 static moe_status moei_build_matrix(moei_build *b, const moei_import_tensor *f, moe_external *w) {
     const moei_block_type *type = f->dtype < MOE_DTYPE_COUNT ? moei_type_of_dtype(f->dtype) : f->type;
     const size_t columns = f->shape[f->n_dims - 1];
@@ -4962,7 +4958,7 @@ static moe_status moei_build_reals(moei_build *b, const moei_import_tensor *f, m
     moe_status status = moei_build_bytes(b, f->shard, f->at, &bytes);
     if (status != MOE_OK) return status;
     if (moei_build_is_plain(f, bytes)) {
-        memcpy(values, &bytes, sizeof *values); /* only read through */
+        memcpy(values, &bytes, sizeof *values); /* is only read */
         return MOE_OK;
     }
     memset(&w, 0, sizeof w);
@@ -5468,7 +5464,6 @@ static moe_status moei_import_sources_open(void *ctx, const char *name, moe_impo
     return MOE_ERR_NOT_FOUND;
 }
 
-/* The folder of sources. */
 static moei_import_folder moei_import_sources_folder(moei_import_sources *s) {
     moei_import_folder folder;
     folder.ctx = s;
@@ -5520,7 +5515,6 @@ typedef struct moei_import_disk {
     int opened;                /* number of files opened; only the first must exist */
 } moei_import_disk;
 
-/* An open file and its position. */
 typedef struct moei_import_disk_file {
     moei_import_disk *disk;
     FILE *file;
@@ -5672,7 +5666,6 @@ static moe_status moei_import_disk_folder(moei_import_disk *d, const char *path,
     return MOE_OK;
 }
 
-/* Splits path into folder and file name. */
 static const char *moei_import_disk_split(moei_import_disk *d, const char *path) {
     size_t length = moei_strlen(path);
     while (length > 0 && path[length - 1] != '/' && path[length - 1] != '\\') length--;
@@ -5754,7 +5747,6 @@ static int moei_is_written(const moei_family *family, const moei_tensor_name *ro
     return (row->set & family->sets & ~(MOEI_SET_FUSED | MOEI_SET_MXFP4)) != 0;
 }
 
-/* Checks that layer and family have the same tensors. */
 static moe_status moei_family_check(const moe_layer *layer, const moei_family *family, moe_error *error) {
     const moei_tensor_name *row;
     uint64_t have = 0;
@@ -5787,7 +5779,6 @@ static moe_status moei_family_check(const moe_layer *layer, const moei_family *f
     return MOE_OK;
 }
 
-/* State of one write. */
 typedef struct moei_import_writer {
     const moe_layer *layer;
     const moei_family *family;
@@ -5805,7 +5796,6 @@ static int moei_import_writer_dtype(const moei_import_writer *w, const moei_tens
     return row->param == MOE_ROUTER_SELECTION_BIAS && w->dtype > MOE_DTYPE_F32 ? (int)MOE_DTYPE_F32 : w->dtype;
 }
 
-/* Adds a tensor to the header. */
 static moe_status moei_import_writer_entry(moei_import_writer *w, const moei_tensor_name *row, size_t expert,
                                            moe_error *error) {
     char name[MOEI_IMPORT_NAME];
@@ -5855,7 +5845,6 @@ static uint64_t moei_import_bits(int dtype, moe_real x) {
     return bits;
 }
 
-/* Writes the values of a tensor. */
 static moe_status moei_import_writer_values(moei_import_writer *w, const moei_tensor_name *row, size_t expert,
                                             moe_error *error) {
     unsigned char bytes[MOEI_IMPORT_CHUNK * 8];
@@ -6753,7 +6742,6 @@ static int32_t moei_token_find(const moe_tokenizer *t, const char *text) {
     return id < (uint32_t)t->n_tokens ? (int32_t)id : -1;
 }
 
-/* The slot of a pair. */
 static moei_probe moei_pair_probe(const moe_tokenizer *t, uint32_t left, uint32_t right) {
     const moei_merge *merges = (const moei_merge *)(const void *)t->merges.data;
     uint64_t h = ((uint64_t)left << 32 | right) * 0x9e3779b97f4a7c15u;
@@ -7043,7 +7031,6 @@ typedef struct moei_vocab_gguf {
     moei_gguf g;
 } moei_vocab_gguf;
 
-/* Finds the keys. */
 static moe_status moei_vocab_keys_find(moei_vocab_gguf *f) {
     char key[MOEI_IMPORT_NAME];
     uint64_t version, n_kv;
@@ -7447,7 +7434,6 @@ static moe_status moei_vocab_post(moei_vocab *v, size_t at, const char *type) {
     return MOE_OK;
 }
 
-/* Sets the text of a token from a JSON string. */
 static moe_status moei_vocab_set(moei_vocab *v, size_t id, moei_span s, int kind, float score) {
     moei_chars chars = moei_chars_of(s);
     moe_buffer *texts = &v->t.texts;
@@ -7465,7 +7451,6 @@ static moe_status moei_vocab_set(moei_vocab *v, size_t id, moei_span s, int kind
     return MOE_OK;
 }
 
-/* One entry of the vocabulary. */
 typedef struct moei_vocab_entry {
     moei_span text;
     size_t id;
@@ -7573,7 +7558,6 @@ static moe_status moei_vocab_json_tokens(moei_vocab *v, size_t vocab, int form, 
     return status == MOE_OK ? moei_vocab_index(v) : status;
 }
 
-/* Adds an unescaped string to a buffer. */
 static moe_status moei_vocab_unescape(moei_vocab *v, moei_json *j, moe_buffer *to) {
     moei_span s;
     moei_chars chars;
@@ -7757,7 +7741,7 @@ typedef struct moei_part {
     uint32_t prev, next; /* MOEI_NO_SYMBOL: none */
 } moei_part;
 
-/* A pair of neighbours that can merge. */
+/* A pair of neighbors that can merge. */
 typedef struct moei_bigram {
     uint32_t rank, at; /* rank of the merge, index of the left part */
     uint32_t left, right, result;
@@ -7969,7 +7953,6 @@ static void moei_encode_unigram(moei_encoder *e, size_t size) {
     moei_encode_way(e, ways, size);
 }
 
-/* Encodes a word. */
 static void moei_encode_word(moei_encoder *e, const char *word, size_t size) {
     const moe_tokenizer *t = e->t;
     unsigned char out[2];
