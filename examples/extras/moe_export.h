@@ -1786,7 +1786,7 @@ static moe_status moei_ir_scale_z(moei_ir_planner *s, double logit_most) {
                               (double)c->gate_temperature, logit_most);
         if (room * octaves < 1.0)
             return moei_error(s->error, MOE_ERR_UNSUPPORTED,
-                              "logits up to %g have no integer form: scale your inputs, as to mean 0 and variance 1",
+                              "logits up to %g have no integer form: scale your inputs to mean 0 and variance 1",
                               logit_most);
         while (bits < most && ldexp(1.0, bits + 1) <= room * octaves) bits++;
         if (c->gate == MOE_GATE_SQRT_SOFTPLUS) bits -= bits % 2;
@@ -4077,8 +4077,8 @@ static void moei_maker_check(moei_maker *m) {
     size_t i, j;
     if (m->status != MOE_OK) return;
     if (data == NULL || data->n == 0)
-        m->status = moei_error(m->error, MOE_ERR_ARGUMENT, "calibration: integer weights need some rows of inputs, "
-                                                           "to find the ranges of activations");
+        m->status = moei_error(m->error, MOE_ERR_ARGUMENT, "calibration: integer weights need some rows of inputs "
+                                                           "to determine the ranges of activations");
     else if (data->length > 0 && data->n % data->length != 0)
         m->status = moei_error(m->error, MOE_ERR_ARGUMENT, "calibration: n = %z: must be a multiple of length = %z",
                                data->n, data->length);
@@ -4094,7 +4094,7 @@ static void moei_maker_check(moei_maker *m) {
     for (i = 0; i < m->net->n_modules; i++)
         if (m->net->modules[i].d_in > MOEI_INT_MAX_WIDTH || m->net->modules[i].d_out > MOEI_INT_MAX_WIDTH)
             MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED,
-                              "module %z: wider than %d has no integer form; use MOE_WEIGHTS_FLOAT", i,
+                              "module %z: widths above %d have no integer form; use MOE_WEIGHTS_FLOAT", i,
                               (int)MOEI_INT_MAX_WIDTH);
 }
 

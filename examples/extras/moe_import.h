@@ -2531,8 +2531,8 @@ static moe_status moei_gguf_open_part(moei_importer *r, uint32_t no, moei_import
     status = moei_import_shard_open(r, name, part);
     if (status == MOE_ERR_NOT_FOUND)
         return moei_error(r->error, status,
-                          "%s: part %d of %d of this split file is missing; it lies beside the others", r->first->shown,
-                          (int)no + 1, (int)count);
+                          "%s: part %d of %d of this split file is missing; it must lie beside the others",
+                          r->first->shown, (int)no + 1, (int)count);
     if (status == MOE_OK) status = moei_import_read_at(r, *part, 0, begin, sizeof begin);
     if (status != MOE_OK) return status;
     if (moei_memcmp(begin, "GGUF", 4) != 0)
@@ -2751,7 +2751,7 @@ static moe_status moei_import_config_open(moei_importer *r) {
                                           moei_strcmp(text, "e4m3") == 0))
         return MOE_OK;
     return moei_error(r->error, MOE_ERR_UNSUPPORTED,
-                      "config.json: quantization_config: this kind of quantized model is not supported; save it "
+                      "config.json: quantization_config: this quantization is not supported; save the model "
                       "dequantized (bf16) or as GGUF");
 }
 
@@ -3080,8 +3080,8 @@ static moe_status moei_import_join_fp8(const moei_importer *r, moei_import_tenso
         good = of->shape[i] == f->shape[i] / block + (f->shape[i] % block != 0);
     }
     if (!good)
-        return moei_error(r->error, MOE_ERR_SHAPE, "tensor '%s': not F8_E4M3 with one F32 scale per "
-                          "quantization_config.weight_block_size of it", f->suffix);
+        return moei_error(r->error, MOE_ERR_SHAPE, "tensor '%s': not F8_E4M3 with one F32 scale per block of "
+                          "quantization_config.weight_block_size", f->suffix);
     f->type = moei_gguf_type_find(MOEI_TYPE_E4M3);
     f->dtype = MOE_DTYPE_COUNT;
     f->scales.width = of->shape[n - 1];
@@ -3231,7 +3231,7 @@ static const char *moei_family_advice(const char *suffix) {
     for (p = suffix; *p != '\0'; p++)
         if (moei_import_starts(p, "_blocks") || moei_import_starts(p, "scale") || moei_import_starts(p, "_packed") ||
             moei_import_starts(p, "qweight") || moei_import_starts(p, "qzeros"))
-            return ": MXFP4, FP8, GPTQ and AWQ are not supported; save it dequantized (bf16) or as GGUF Q8_0";
+            return ": this quantization is not supported; save the model dequantized (bf16) or as GGUF Q8_0";
     return "";
 }
 
@@ -3522,7 +3522,7 @@ static moe_status moei_preset_check(const moei_importer *r, const moe_layer_conf
         moe_field_text(field, &r->settings, found, sizeof found);
         if (moei_strcmp(said, found) != 0)
             return moei_error(r->error, MOE_ERR_CONFIG,
-                              "preset = %s has %s = %s, but %s says %s; \"%s %s=%s\" is a preset with a change",
+                              "preset = %s has %s = %s, but %s says %s; \"%s %s=%s\" would agree",
                               r->preset->name, names[i], said, moei_settings_source(r), found, r->preset->name,
                               names[i], found);
     }
@@ -4672,7 +4672,7 @@ static moe_status moei_model_block_read(moei_importer *r, moei_model *m, int blo
     moei_put_integer(&prefix, block);
     moei_model_block_traits(r, m, block, b);
     if (!b->is_convolution && (m->heads == 0 || m->kv_heads == 0 || m->heads % m->kv_heads != 0))
-        return moei_error(r->error, MOE_ERR_CONFIG, "%s: block %d: heads = %d: must be a multiple of those of keys, %d",
+        return moei_error(r->error, MOE_ERR_CONFIG, "%s: block %d: heads = %d: must be a multiple of the key heads, %d",
                           moei_settings_source(r), block, m->heads, m->kv_heads);
     r->found.size = r->parts.size = 0;
     m->d_dense = 0;
@@ -7194,7 +7194,7 @@ static void moei_vocab_kind(moei_vocab_gguf *f) {
     } else if (moei_strcmp(model, "gpt2") == 0) {
         if (!moei_vocab_cut(t, pre))
             f->g.status = moei_error(f->v->r.error, MOE_ERR_UNSUPPORTED,
-                                     "%s: tokenizer.ggml.pre = %s: this way to cut text into words is not supported",
+                                     "%s: tokenizer.ggml.pre = %s: this pre-tokenizer is not supported",
                                      f->v->file, pre);
     } else {
         f->g.status = moei_error(f->v->r.error, MOE_ERR_UNSUPPORTED,
