@@ -148,9 +148,9 @@
        ffn_gate.%, ffn_up.%, ffn_down.%; ffn_gate_shexp, ffn_up_shexp, ffn_down_shexp,
        ffn_gate_inp_shexp; exp_probs_b; .bias of router and experts
      Each family has a preset of the same name, except that qwen3_next uses that of qwen2_moe,
-     glm4_moe and dots1 that of deepseek_v3, grok grok1, and those from granite_moe_shared to
-     bailing_moe_v2 have none. model_type and general.architecture hold these names or the
-     programs' own (phimoe, granitemoe, deepseek2, ...).
+     glm4_moe and dots1 use that of deepseek_v3, grok uses grok1, and those from granite_moe_shared
+     to bailing_moe_v2 have none of their own. model_type and general.architecture hold these names
+     or the programs' own (phimoe, granitemoe, deepseek2, ...).
 
      Models, by general.architecture (GGUF) / model_type (folder):
        llama (with experts) / mixtral, granitemoe / granitemoe and granitemoeshared, olmoe / olmoe,
@@ -166,8 +166,8 @@
        IQ4_NL, IQ4_XS and MXFP4; in safetensors FP8 (E4M3, with a scale for each block) and MXFP4.
        All are dequantized exactly (rounded once). Others (IQ1 to IQ3, GPTQ, AWQ) are refused.
      - GGUF versions 2 and 3, little-endian. config.json up to 1 MiB.
-     - Experts are SwiGLU, those of grok and gemma4 glu with gelu_tanh. Any other hidden_act is
-       refused, as is an unknown tensor. grok's dense branch beside the experts is read only with a
+     - Experts are SwiGLU; those of grok and of the preset gemma4 are glu with gelu_tanh. Any other
+       hidden_act is refused, as is an unknown tensor. grok's dense part beside the experts needs a
        whole model; moe_import_layer refuses it, since a layer does not scale the sum.
      - Losses, noise and learning rates of the original training are not read.
      - deepseek_v2 with norm_topk_prob ignores routed_scaling_factor, like its own program.
