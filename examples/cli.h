@@ -32,7 +32,7 @@ static inline const char *const *example_headers(void) {
     return paths;
 }
 
-/* NULL if path can be written, else the reason. Called before the long work; it leaves no file
+/* NULL if path can be written, else the reason. Called before long computations; leaves no file
    behind. */
 static inline const char *not_writable(const char *path) {
     FILE *f = fopen(path, "rb");

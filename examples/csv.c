@@ -140,7 +140,7 @@ typedef struct column {
     /* NULL: the cell is a number; else the value is 1 if the cell is this word, else 0 */
     const char *word;
     size_t place;       /* in the table, from 0 */
-    size_t source;      /* the columns that are read, counted from 0 */
+    size_t source;      /* index among the columns that are read */
     double mean, scale; /* the network reads (value - mean) / scale */
 } column;
 
@@ -316,7 +316,7 @@ static int bad_cell(const char *file, const csv_table *t, size_t row, const colu
     return 1;
 }
 
-/* The class of a label's text; adds new ones while there is room and `growing`; -1: none. */
+/* The class of a label's text, or -1. growing: adds a new class if there is room. */
 static int32_t class_of(schema *s, const char *text, int growing) {
     size_t c;
     for (c = 0; c < s->n_classes; c++)
@@ -442,8 +442,8 @@ static int read_table(csv_table *t, schema *s, samples *d) {
 
 /* ---- the classifier ---- */
 
-/* As many experts without matrices for each with them as the preset has, at least one of a kind;
-   groups that are as many as divide the experts. */
+/* Sets n_experts experts with matrices. Keeps the preset's ratio of experts without matrices to
+   these, at least one of each kind, and lowers the number of groups until it fits. */
 static void scale_experts(moe_router_config *c, int top_k_of_preset) {
     int *const without[] = {&c->n_zero, &c->n_copy, &c->n_constant};
     const int real = c->n_experts - c->n_zero - c->n_copy - c->n_constant;
@@ -459,8 +459,8 @@ static void scale_experts(moe_router_config *c, int top_k_of_preset) {
     if (c->groups_kept > c->groups) c->groups_kept = c->groups;
 }
 
-/* The network is one MoE layer, whose experts output the logits of the classes. Where it
-   adds its input to its output, a linear layer follows. */
+/* The network is one MoE layer, whose experts output the logits of the classes. If the layer adds
+   its input to its output or has copy or constant experts, a linear layer follows. */
 static moe_status build(moe_net *net, const schema *s, moe_error *error) {
     moe_layer_config config;
     moe_status status = moe_layer_preset(router != NULL ? router : "mixtral", &config, error);
@@ -571,7 +571,7 @@ static size_t best_of(const moe_real *y, size_t n) {
     return best;
 }
 
-/* ---- who went where ---- */
+/* ---- which expert gets which rows ---- */
 
 static void print_cut(const char *text, int columns) {
     char shown[CSV_SHOWN_SIZE];
@@ -634,10 +634,10 @@ static void show_experts(const moe_report *r, const schema *s) {
            r->information_chance);
 }
 
-/* Statistics of the lines by first expert. */
+/* Statistics of the lines by first choice. */
 typedef struct kinds {
-    double *mean;  /* [experts,features] of their columns, in standard deviations */
-    double *lines; /* [experts] how many they are */
+    double *mean;  /* [experts,features] in standard deviations */
+    double *lines; /* [experts] number of lines */
     size_t experts;
 } kinds;
 
@@ -694,7 +694,7 @@ static void show_kinds(const kinds *k, const schema *s) {
 
 enum { SIDE = 60, MOST_FIGURES = 6 };
 
-/* The map of the plane, if two numbers describe a line. */
+/* The map of first choices, for tables with two features. */
 static int map_of(const moe_net *net, const schema *s, moe_figure *figure, int32_t *experts, double *axes) {
     moe_real *x = (moe_real *)malloc(SIDE * SIDE * 2 * sizeof *x);
     answers a = {0};
@@ -921,7 +921,7 @@ static moe_status put_program(moe_stream *stream, const char *text, const char *
     return status;
 }
 
-/* Classes, scales, rows, their labels and their lines, as C. */
+/* Classes, means, scales, rows, their labels and their lines, as C. */
 static moe_status put_firmware_tables(moe_stream *stream, const trained *k) {
     const schema *s = k->s;
     const size_t n = k->d->n - k->n_train < DEVICE_ROWS ? k->d->n - k->n_train : DEVICE_ROWS;
@@ -1042,7 +1042,7 @@ static int save(trained *k) {
 
 /* ---- prediction ---- */
 
-/* A number of a schema's table. */
+/* Reads a number of the schema's table; 0 if it is not in [least, most]. */
 static int schema_number(const csv_table *t, size_t row, size_t cell, double least, double most, double *value) {
     return csv_number(t->cells[row * t->columns + cell], value) == CSV_NUMBER && *value >= least && *value <= most;
 }
@@ -1162,7 +1162,7 @@ static int predict(const moe_net *net, schema *s) {
     return failed;
 }
 
-/* ---- the whole ---- */
+/* ---- training ---- */
 
 /* The share of the most frequent label: the accuracy of a constant classifier. */
 static double most_frequent(const schema *s, const samples *d) {

@@ -76,8 +76,8 @@ static inline char csv_separator(const char *line) {
 
 static inline int csv_is_blank(char c) { return c == ' ' || c == '\r' || c == '\t'; }
 
-/* Takes one cell from *p, terminates it, and leaves *p at the separator behind it (which the
-   terminator may have replaced: *after has it). Returns NULL if a quote is not closed on its
+/* Takes one cell from *p, terminates it, and leaves *p at the separator after it, which the
+   terminator may have replaced: *after holds it. Returns NULL if a quote is not closed on its
    line. */
 static inline char *csv_cell(char **p, char separator, char *after) {
     char *from, *to, *s = *p;

@@ -87,7 +87,7 @@ static int read_options(int count, char **words) {
 /* ---- the calibration ---- */
 
 typedef struct samples {
-    moe_data data;   /* as calibration data */
+    moe_data data; /* the calibration data; points into the others */
     moe_real *x;
     int32_t *ids, *labels; /* labels: NULL, or the expected class of each row */
 } samples;
@@ -110,7 +110,7 @@ static const char *read_row(char *const *cells, size_t columns, size_t width, si
     return columns < width ? "fewer numbers than the network has inputs" : NULL;
 }
 
-/* Skips a header line of names. */
+/* Reads the calibration file; skips a header line. */
 static int read_rows(samples *s, const moe_net *net) {
     csv_table t = {.rows = 0};
     size_t width = (size_t)net->d_in, row;
@@ -147,14 +147,14 @@ static int read_rows(samples *s, const moe_net *net) {
     return failed;
 }
 
-/* Reads bytes as ids; the label of a token is the next one. */
+/* Reads bytes as token ids; the label of a token is the next token. */
 static int read_tokens(samples *s, const moe_net *net, const moe_buffer *text) {
     s->ids = (int32_t *)calloc((size_t)most_rows + 1, sizeof *s->ids);
     if (s->ids == NULL) return fail(text_path, "out of memory");
     for (; s->data.n < text->size && s->data.n <= (size_t)most_rows; s->data.n++)
         if ((s->ids[s->data.n] = text->data[s->data.n]) >= net->modules[0].n_rows)
             return fail(text_path, "its bytes are not tokens of this network: does it use words?");
-    s->data.n -= s->data.n > 0; /* the last one has no next */
+    s->data.n -= s->data.n > 0; /* the last token has no label */
     if (net->d_out >= net->modules[0].n_rows &&
         (s->labels = (int32_t *)calloc(s->data.n + 1, sizeof *s->labels)) != NULL)
         memcpy(s->labels, s->ids + 1, s->data.n * sizeof *s->labels);
@@ -178,7 +178,7 @@ static int read_text(samples *s, const moe_net *net) {
     return failed;
 }
 
-/* sequences: 1 if the model processes them; s->data is truncated to whole ones. */
+/* sequences: 1 if the model processes them; s->data is then cut to complete ones. */
 static int read_samples(samples *s, const moe_net *net, size_t sequences) {
     const char *from = net->d_in > 0 ? rows_path : text_path;
     if (from == NULL && weights == MOE_WEIGHTS_FLOAT) return 0;
@@ -242,7 +242,7 @@ static moe_status runner_step(runner *r, const samples *s, size_t row) {
     return status;
 }
 
-/* Errors by first expert. */
+/* Errors for the inputs with one first choice. */
 typedef struct expert {
     double rows, wrong, size; /* wrong, size: sums of squares */
 } expert;
@@ -339,7 +339,7 @@ static int compare(const samples *s, const moe_model *floats, const moe_model *i
     return status == MOE_OK ? 0 : fail("comparing", moe_status_text(status));
 }
 
-/* ---- the whole ---- */
+/* ---- the model ---- */
 
 static moe_status write_header(void *ctx, moe_stream *stream) {
     return moe_export_c((const moe_built_model *)ctx, name, stream, NULL);
@@ -377,7 +377,7 @@ static const char *operation_name(const moe_profile_row *row, size_t number) {
     return report_text(text);
 }
 
-/* What one number per operation shows; what a row has not is left out. */
+/* Adds a bar chart with one number per operation; HUGE_VAL: no bar. */
 static void report_operations(const moe_profile *p, const char *const *names, const char *title, const char *label,
                               const char *caption, int decimals, double (*value)(const moe_profile_row *row)) {
     moe_figure *f = report_add(MOE_FIGURE_BARS, title, p->n_rows, 1);
@@ -427,7 +427,7 @@ static void report_rows(const moe_profile *p, const char *const *names) {
                  "its module, or the routing weights, with the network's.";
 }
 
-/* Which operations need which scratch memory. */
+/* The lifetimes of the vectors in scratch memory. */
 static void report_map(const moe_profile *p, const char *const *names) {
     moe_figure *f = report_add(MOE_FIGURE_HEAT, "Scratch memory by lifetime", p->n_vectors, p->n_rows);
     double *values = (double *)report_grab(p->n_vectors * p->n_rows, sizeof *values);

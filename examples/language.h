@@ -38,7 +38,7 @@ typedef struct language_word {
     int32_t id;
 } language_word;
 
-/* The vocabulary. {0} until language_learn. */
+/* The vocabulary. {0} before language_learn. */
 typedef struct language {
     int words;           /* 1: words, id 0 for all that are not in the vocabulary; 0: bytes, id = value */
     int size;            /* ids are 0..size-1 */
@@ -83,7 +83,7 @@ static inline moe_status language_split(const moe_buffer *text, size_t parts, do
     return MOE_OK;
 }
 
-/* The next word at or behind *at; 0 if there is none. */
+/* The next word at or after *at; 0 if there is none. */
 static inline int language_next(const char *bytes, size_t size, size_t *at, language_word *word) {
     while (*at < size && isspace((unsigned char)bytes[*at])) ++*at;
     if (*at >= size) return 0; /* bytes may be NULL */

@@ -54,7 +54,7 @@ static void forward(void) {
         for (int e = 0; e < E; e++) sum += p[t][e] = expf(z[e] - largest);
         for (int e = 0; e < E; e++) p[t][e] /= sum;
 
-        /* top-k: K times the best remaining expert; the first of equals */
+        /* top-k: K times the best remaining expert; ties go to the first */
         int taken[E] = {0};
         float chosen = 0;
         for (int k = 0; k < K; k++) {

@@ -111,7 +111,7 @@ static int show_experts(const moe_model *model, const moe_data *test) {
     return 0;
 }
 
-/* External flash, played by the experts' bytes in memory. */
+/* External flash, simulated by the experts' bytes in memory. */
 static moe_status read_flash(void *ctx, size_t at, size_t size, void *to) {
     const moe_buffer *flash = (const moe_buffer *)ctx;
     if (at > flash->size || size > flash->size - at) return MOE_ERR_IO;
@@ -119,8 +119,8 @@ static moe_status read_flash(void *ctx, size_t at, size_t size, void *to) {
     return MOE_OK;
 }
 
-/* Bytes that a digit reads from external flash, the mean of data's, with a cache of n experts in
-   memory; negative: it failed. */
+/* Mean bytes that a digit of data reads from external flash, with a cache of n experts in memory;
+   negative: failed. */
 static double flash_bytes(moe_built_model *built, const moe_data *data, size_t n, void *memory, void *scratch) {
     const moe_loader flash = {&built->experts, read_flash};
     const size_t block = built->model.mixtures[0].stride;
@@ -137,7 +137,7 @@ static double flash_bytes(moe_built_model *built, const moe_data *data, size_t n
     return (double)cache.bytes / (double)data->n;
 }
 
-/* What a cache of experts saves if they lie in external flash. */
+/* Prints what a cache of experts saves if they are in external flash. */
 static int show_flash(const moe_net *net, moe_model_config config, const moe_data *test) {
     moe_built_model built;
     moe_error error = {0};

@@ -16,7 +16,7 @@ enum { SIDE = 8, PIXELS = SIDE * SIDE, CLASSES = 10, MAX_ROWS = 5000, COPIES = 4
 enum { EXPERTS = 8, TOP_K = 2, WIDTH = 20 /* of an expert's output */ };
 
 typedef struct microdigits {
-    moe_data train, test, calibration; /* calibration: the training digits as they are; they lie in memory */
+    moe_data train, test, calibration; /* calibration: the unchanged training digits; all point into memory */
     moe_real *memory;
     int32_t *labels;
 } microdigits;
@@ -89,7 +89,7 @@ static inline void microdigits_warp(const moe_real *from, moe_real *to, moe_rng 
     }
 }
 
-/* Rotates a digit by that many quarter turns, in place. */
+/* Rotates a digit by `quarters` quarter turns, in place. */
 static inline void microdigits_turn(moe_real *image, size_t quarters) {
     moe_real old[PIXELS];
     for (quarters %= TURNS; quarters > 0; quarters--) {
@@ -112,7 +112,7 @@ static inline int microdigits_read(microdigits *d, const char *path, uint64_t se
     if ((n = microdigits_rows(path, x, labels, rng)) == 0) return 0;
     n_train = n - n / 5;
     for (at = 0; at < (COPIES + TURNS) * n; at++) {
-        /* behind the file's rows: variants for training, and held-out digits in all orientations */
+        /* after the file's rows: variants for training, then held-out digits in all orientations */
         size_t trained = at < COPIES * n_train, held_out = at - COPIES * n_train;
         size_t from = trained ? at % n_train : n_train + held_out % (n - n_train);
         if (!trained && held_out / (n - n_train) >= (turned ? TURNS : 1)) break;
@@ -171,7 +171,7 @@ static inline int microdigits_answer(const moe_model *model, const moe_real *pix
     return best;
 }
 
-/* Accuracy of the model in percent; negative: it failed. */
+/* Accuracy of the model in percent; negative: failed. */
 static inline double microdigits_accuracy(const moe_model *model, const moe_data *data) {
     void *scratch = malloc(model->scratch_size);
     double right = 0;

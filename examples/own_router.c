@@ -1,5 +1,5 @@
 /* A router of your own: cc -std=c99 -O2 -I. examples/own_router.c -o own_router -lm
-   z_e = -|u - c_e|^2, c [E,D] trained, dz_e/dc_e = 2 (u - c_e); chosen is what has p above ctx. */
+   z_e = -|u - c_e|^2, c [E,D] trained, dz_e/dc_e = 2 (u - c_e); selected: experts with p > *ctx. */
 #define MOE_IMPLEMENTATION
 #include "moe.h"
 #include <stdio.h>
@@ -16,7 +16,7 @@ static moe_status score(void *ctx, const moe_router *router, const moe_call *cal
 static moe_status score_backward(void *ctx, const moe_router *router, const moe_call *call, const moe_real *u,
                                  const moe_real *dz, moe_real *du, moe_real *dc) {
     for (size_t i = 0; i < call->n_tokens * E * D; i++) {
-        const size_t at = i / (E * D) * D + i % D; /* i is a feature of a center of a token */
+        const size_t at = i / (E * D) * D + i % D; /* i runs over [token, center, feature] */
         const moe_real slope = 2 * (u[at] - router->tensors[MOE_ROUTER_CUSTOM][i % (E * D)]) * dz[i / D];
         du[at] -= slope;
         if (dc != NULL) dc[i % (E * D)] += slope; /* NULL: the centers are frozen */
@@ -44,7 +44,7 @@ int main(int argc, char *argv[]) {
     if (argc > 1) return puts("own_router: trains, saves, loads a router of its own") < 0 || argv[1][0] != '-' ? 2 : 0;
     for (int i = 0; i < N * D; i++) x[i] = (moe_real)(i * 37 % 101) / 25 - 2;
     for (int i = 0; i < N * D; i++) y[i] = x[i] < 0 ? -x[i] : x[i]; /* linear in each quadrant */
-    for (int i = 0; i < 3 && !failed; i++) { /* the linear score; the own router; the same, loaded */
+    for (int i = 0; i < 3 && !failed; i++) { /* the linear score; the custom router; the same, loaded */
         moe_layer_config layer = {0};
         failed = i == 2 ? moe_net_save(&net[1], path, &error) || moe_net_load(&net[2], path, 0, 0, NULL, &error)
                         : moe_fields_apply(moe_layer_fields(), &layer, settings[i], &error) ||

@@ -18,7 +18,7 @@ enum {
     MIXTURE = 2 /* module index */
 };
 enum {
-    MAX_ROWS = 5000, COPIES = 5, CALIBRATION = 512 /* digits that errors are measured on */, SEEDS = 3 /* of a check */,
+    MAX_ROWS = 5000, COPIES = 5, CALIBRATION = 512 /* digits for measuring errors */, SEEDS = 3 /* of a check */,
     UNPACKED = -1
 };
 
@@ -36,8 +36,8 @@ static const char *doing; /* the current step, for error messages */
 static moe_real x[MAX_ROWS * PIXELS], train_x[COPIES * MAX_ROWS * PIXELS], calibration_x[CALIBRATION * WIDTH];
 static int32_t digits[MAX_ROWS], train_digits[COPIES * MAX_ROWS];
 
-/* The rows of the table. limit: of a check, 0: none. lost: percentage points, summed over the
-   seeds. */
+/* The rows of the table. limit: of --check in percentage points, 0: none. lost: percentage points,
+   summed over the seeds. */
 static struct {
     int type;
     const char *name;
@@ -146,7 +146,7 @@ static moe_data training_set(size_t n) {
     return data;
 }
 
-/* Adds the modules up to the MoE layer, which reads the output of the last one. */
+/* Adds the modules before the MoE layer. */
 static void build_front(moe_net *net) {
     moe_net_init(net, PIXELS, 0, NULL);
     moe_net_linear(net, WIDTH);
@@ -176,8 +176,8 @@ static moe_status train(moe_net *net, const moe_data *data, uint64_t seed, moe_e
     return status == MOE_OK ? moe_fit(net, data, NULL, &training, error) : status;
 }
 
-/* Computes the input of the MoE layer for the first training digits, by a network of the modules
-   before it with their tensors. */
+/* Computes the input of the MoE layer for the first training digits, with a network of the modules
+   before it that has copies of their tensors. */
 static moe_status calibrate(const moe_net *net, const moe_data *data, moe_call *calibration, moe_error *error) {
     moe_call call = {.n_tokens = data->n < CALIBRATION ? data->n : CALIBRATION, .x = data->x};
     moe_net front;
@@ -201,8 +201,8 @@ static moe_status calibrate(const moe_net *net, const moe_data *data, moe_call *
     return status;
 }
 
-/* Packs the layer into new memory, which inference reads from then on, and measures each expert's
-   error; frees the old memory. */
+/* Packs the layer into new memory, which inference then reads, and measures each expert's error;
+   frees the old memory. */
 static moe_status pack(moe_layer *layer, int type, const moe_call *calibration, void **memory, size_t *bytes,
                        moe_quant_error *errors, moe_error *error) {
     size_t work_bytes;
@@ -263,7 +263,7 @@ static void show_errors(const moe_quant_error *errors, double *row) {
     row[LARGEST_ERROR] = largest;
 }
 
-/* Smooths the network on the first training digits; the inputs of its MoE layer change with it. */
+/* Smooths the network on the first training digits and recomputes the inputs of its MoE layer. */
 static moe_status smooth(moe_net *net, const moe_data *data, moe_call *calibration, moe_error *error) {
     moe_data first = {.n = calibration->n_tokens, .x = data->x};
     moe_smooth_result found;

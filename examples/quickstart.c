@@ -153,7 +153,7 @@ typedef struct training_record {
     moe_evaluation result;         /* of the last epoch */
     moe_history steps;             /* the losses and RIGHT over steps, the others over epochs */
     moe_history epochs;
-    int32_t first[2][MAX_ROWS];    /* the held-out digits' first experts, of this epoch and the one before */
+    int32_t first[2][MAX_ROWS];    /* first choices of held-out digits, in this and the previous epoch */
 } training_record;
 static training_record record;
 
@@ -195,7 +195,7 @@ static int show_progress(void *ctx, const moe_progress *p) {
 }
 
 /* Runs data through the network in calls of `batch` digits. Outputs go to out, routings to metrics
-   and the first experts to first, unless these are NULL. */
+   and first choices to first, unless these are NULL. */
 static moe_status predict(const moe_net *net, const moe_data *data, size_t batch, moe_real *out, moe_metrics *metrics,
                           int32_t *first) {
     moe_call call = {0};

@@ -23,7 +23,7 @@
 
 static const char *report_path; /* of --report; NULL: none */
 
-/* NULL if the report can be written, else the reason. Called before the long work. */
+/* NULL if the report can be written, else the reason. Called before long computations. */
 static inline const char *report_refused(void) {
     static const char *const known[] = {".html", ".htm", ".svg", ".txt", ".text", ".md", ".log"};
     const char *path = report_path, *base = path == NULL ? NULL : strrchr(path, '/');
@@ -39,8 +39,8 @@ static inline moe_status report_to_screen(void *ctx, const void *from, size_t si
     return fwrite(from, 1, size, (FILE *)ctx) == size ? MOE_OK : MOE_ERR_IO;
 }
 
-/* ---- figures that gather while a program works: their arrays and texts live until the report is
-   written ---- */
+/* ---- figures that a program collects while it runs; their arrays and texts are kept until the
+   report is written ---- */
 
 enum { REPORT_MOST = 64 };
 static moe_figure report_figures[REPORT_MOST + 1];
@@ -60,7 +60,7 @@ static inline const char *report_text(const char *text) {
     return (const char *)memcpy(report_grab(strlen(text) + 1, 1), text, strlen(text) + 1);
 }
 
-/* Adds a figure with these fields, others zero; beyond the limit it returns a spare one. */
+/* Adds a figure with these fields, others zero; beyond REPORT_MOST it returns a spare one. */
 static inline moe_figure *report_add(int kind, const char *title, size_t rows, size_t columns) {
     moe_figure *f = &report_figures[report_n < REPORT_MOST ? report_n++ : REPORT_MOST];
     memset(f, 0, sizeof *f);

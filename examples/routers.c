@@ -18,19 +18,20 @@ static const char *const help =
     "          --tokens N    number of tokens, 1 to 64 (6)\n"
     "          --seed N      other tokens and tensors (1)\n" REPORT_HELP;
 
-/* The first row is for explaining, the second for showing, with formulas from column WHY on. */
+/* The first row has the sizes for explaining, the second for --show, where formulas start at column
+   WHY. */
 enum { D_MODEL = 512, D_FF = 1024, COLUMNS = 100, LONG = 1000,
        EXPERTS = 4, WIDTH = 4, HIDDEN = 6, HEADS = 2, IDS = 16, MAX_TOKENS = 64, WHY = 45 };
 enum { TOKEN, N_TOKENS, SEED, N_OPTIONS }; /* the options that take a number */
 #define CALL 512                           /* tokens of the call whose cost is printed */
 #define ANY ((unsigned long)-1)
 
-/* ---- what stages do: the table that explaining and showing read ----
-   A value of a field and its formula. {name} stands for a field's value or, where that is a choice,
-   for its formula; {name?text} is text if the field is not as usual, {name!text} if it is. Value
-   "": a number, told when it is not as usual. No text: nothing happens. A row without a field
-   begins a stage; its text is for when no row of it is told. Soft selection and traits only look
-   like fields. */
+/* ---- the table of stages, which explaining and --show print ----
+   A value of a field and its formula. {name} stands for a field's value or, if the field is a
+   choice, for that choice's formula; {name?text} is text if the field differs from its default,
+   {name!text} if it does not. Value "": a number, printed if it differs from its default. Rows
+   without text are not printed. A row without a field begins a stage; its text is printed if no
+   row of the stage is. "soft" and "trait" are not fields: soft selection and the traits. */
 typedef struct row {
     const char *field, *value, *text;
 } row;
@@ -328,7 +329,7 @@ static const char *const *choices_of(const char *name) {
 static const row *row_of(const char *name, const char *value) {
     const char *const *choices = choices_of(name);
     const row *r;
-    if (strcmp(name, "router_act") == 0) name = "act"; /* another list of the same functions */
+    if (strcmp(name, "router_act") == 0) name = "act"; /* the same functions in another table of choices */
     for (r = rows; r->field != NULL; r++)
         if (strcmp(r->value, value) == 0 &&
             (strcmp(r->field, name) == 0 || (choices != NULL && choices == choices_of(r->field))))
@@ -336,7 +337,7 @@ static const row *row_of(const char *name, const char *value) {
     return NULL;
 }
 
-/* Reads the name behind a brace; 0 if it is not a field's. */
+/* Reads the name after a brace; 0 if no field has it. */
 static int read_name(const char *brace, char name[40]) {
     sprintf(name, "%.*s", (int)strcspn(brace + 1, "?!}") % 40, brace + 1);
     return field_of(name) != NULL;
@@ -392,8 +393,8 @@ static int is_set(const moe_layer_config *c, const char *name) {
     return strcmp(value, plain) != 0;
 }
 
-/* Appends the formula at [s, end), the numbers of c filled in, to out[LONG]; no stage's takes half
-   of that. */
+/* Appends the formula at [s, end), with the values of c, to out[LONG]; that of a stage takes less
+   than half of it. */
 static void fill_in(char *out, const moe_layer_config *c, const char *s, const char *end) {
     for (;;) {
         const char *open = s, *mark, *text;
@@ -402,7 +403,7 @@ static void fill_in(char *out, const moe_layer_config *c, const char *s, const c
         while (open < end && *open != '{') open++;
         strncat(out, s, (size_t)(open - s));
         if (open == end) return;
-        for (s = open + 1; depth > 0; s++) depth += (*s == '{') - (*s == '}'); /* s: behind the brace that closes */
+        for (s = open + 1; depth > 0; s++) depth += (*s == '{') - (*s == '}'); /* s: after the closing brace */
         mark = open + 1 + strcspn(open + 1, "?!}");
         read_name(open, name);
         moe_field_text(field_of(name), c, value, sizeof value);
@@ -417,8 +418,8 @@ static char *formula(char *out, const moe_layer_config *c, const row *r) {
     return out;
 }
 
-/* Whether a row of a stage is printed. After u soft selection leaves the pipeline, and the factor
-   of expert_choice is not a capacity. */
+/* Whether a row of a stage is printed. Soft selection replaces the stages after u; the factor of
+   expert_choice and expert_threshold is not a capacity. */
 static int told(const moe_layer_config *c, const row *r) {
     int soft = c->router.select == MOE_SELECT_SOFT;
     char value[40];
@@ -453,7 +454,7 @@ static void wrap(const char *text, size_t at, size_t indent) {
     printf("\n");
 }
 
-/* 12345678 as 12,345,678; the last eight answers stay good. */
+/* 12345678 as 12,345,678; the last eight results stay valid. */
 static const char *grouped(double number) {
     static char ring[8][40];
     static int turn;
@@ -473,7 +474,7 @@ static int complain(const char *what) {
 
 /* ---- the list ---- */
 
-/* The configuration of a preset, at the size at which it is explained or shown. */
+/* The configuration of a preset, in the size for explaining or for --show. */
 static moe_status configure(const char *name, int shown, moe_layer_config *c, moe_error *error) {
     moe_status status = moe_layer_preset(name, c, error);
     moe_router_config *r = &c->router;
@@ -497,7 +498,7 @@ static moe_status configure(const char *name, int shown, moe_layer_config *c, mo
     return moe_layer_check(c, c, error);
 }
 
-/* The fewest and the most experts of a token; returns 1 if both are the mean that tokens have. */
+/* The fewest and the most experts per token; returns 1 if both are the mean over tokens. */
 static int experts_per_token(const moe_router_config *r, double *least, double *most) {
     double all = r->n_experts, factor = (double)r->capacity_factor;
     *least = *most = r->top_k;
@@ -571,7 +572,7 @@ static int list(int csv) {
     return 0;
 }
 
-/* The list with formulas as a page. */
+/* The list with formulas as a report. */
 static int report_presets(void) {
     static const char *const heads[] = {"formula", "source", "traits"};
     const moe_preset *p;
@@ -644,14 +645,14 @@ static void explain_tensors(const moe_layer_config *c) {
     if (none) printf("  none\n");
 }
 
-/* Multiplications for one token; expert and read are those of one expert, in total and as far as
-   the score runs every expert; numbers: its parameters. */
+/* Multiplications for one token. expert: in one expert; read: the part of these that the score runs
+   in every expert; numbers: the parameters of one expert. */
 typedef struct cost {
     double score, noise, refine, expert, read, numbers, shared;
 } cost;
 
-/* Whether the score runs this matrix, "experts.NAME", of every expert, because its activation needs
-   it. */
+/* Whether the score multiplies by this matrix, "experts.NAME", of every expert, because the
+   activation that it reads depends on it. */
 static int is_read(const moe_router_config *r, const char *matrix) {
     static const char *const made_of[MOE_NODE_COUNT] = {"reduce",
                                                         "gate reduce expand fc1.weight",
@@ -679,7 +680,7 @@ static cost cost_of(const moe_layer_config *c) {
         if (moe_layer_parameter(c, place, &slot) != MOE_OK || slot.n_dims < 2) continue;
         count = (double)slot.count;
         if (place == MOE_ROUTER_TABLE || place == MOE_ROUTER_AC_RUNNING) continue;
-        if (place == MOE_EXPERTS_CONSTANT || place == MOE_EXPERTS_CONSTANT_GATE) continue; /* 2 d beside matrices */
+        if (place == MOE_EXPERTS_CONSTANT || place == MOE_EXPERTS_CONSTANT_GATE) continue; /* only 2 d each */
         if (place == MOE_ROUTER_NOISE_WEIGHT) k.noise = count;
         else if (place == MOE_ROUTER_SIMILARITY) k.refine = count;
         else if (place < MOE_ROUTER_PARAMETER_COUNT) k.score += count;
@@ -735,7 +736,7 @@ static void explain_cost(const moe_layer *layer) {
     if (k.refine > 0) print_cost(r->select == MOE_SELECT_SOFT ? "mixing into slots, back" : "refine", k.refine, 0, "");
     few = least * each + k.shared;
     many = most * each + k.shared;
-    /* the slots are those of all tokens together */
+    /* all tokens of the call share the slots */
     if (r->select == MOE_SELECT_SOFT) few = many = r->n_experts * each * r->slots / CALL;
     sprintf(note, ", %.3g %% of all", percent(router, many));
     if (many > few && router > 0)
@@ -785,9 +786,9 @@ static int explain(const char *name) {
 
 static moe_real y[MAX_TOKENS * WIDTH], clean[MAX_TOKENS * EXPERTS]; /* outputs, logits without noise */
 
-static size_t taken; /* of the pool of draw */
+static size_t taken; /* numbers of draw's pool in use */
 
-/* n normal numbers. */
+/* Draws n normally distributed numbers into a static pool. */
 static moe_real *draw(size_t n, moe_rng *rng) {
     static moe_real pool[MAX_TOKENS * (4 * WIDTH + EXPERTS + HEADS * (MAX_TOKENS + WIDTH))];
     size_t i;
@@ -890,7 +891,7 @@ static void print_cells(const char *symbol, const char *stage, cell *cells, cons
     int e;
     printf("%-4s%-8s", symbol, stage);
     for (e = 0; e < EXPERTS; e++) {
-        /* it would end the line */
+        /* no space at the end of a line */
         int n = (int)strlen(cells[e]), blank = *why == '\0' && e == EXPERTS - 1 && cells[e][n - 1] == ' ';
         printf(" %*.*s", 7 - blank, n - blank, cells[e]);
     }
@@ -1085,8 +1086,8 @@ static int show(const char *name, const unsigned long *number) {
 
 /* ---- the command line ---- */
 
-/* The edit distance of a and b, limit + 1 if larger; all letters that b has behind a count as
-   one. */
+/* The edit distance of a and b, limit + 1 if larger; all letters of b after the end of a count as
+   one edit. */
 static int distance(const char *a, const char *b, int limit) {
     int least, other;
     while (*a != '\0' && *a == *b) {

@@ -1,5 +1,5 @@
-/* Shared by the examples that judge experiments: means of few runs with t-intervals and tests,
-   tables. A missing number is NONE. */
+/* Shared by the examples that evaluate experiments: means of a few runs with t-intervals and tests,
+   and tables. A missing number is NONE. */
 #ifndef STUDY_H
 #define STUDY_H
 
@@ -47,8 +47,8 @@ static inline void holm(double *p, int n) {
 
 static struct {
     char cell[TABLE_ROWS][COLUMNS][CELL];
-    int n_cells[TABLE_ROWS]; /* of a row; a single one is a heading across the table */
-    int n_rows, left;        /* left: so many columns stand at the left */
+    int n_cells[TABLE_ROWS]; /* of a row; a single cell is a heading across the table */
+    int n_rows, left;        /* left: number of left-aligned columns */
     int markdown;            /* 1: for a README */
 } table;
 

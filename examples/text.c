@@ -168,12 +168,12 @@ typedef union block {
 } block;
 static block *blocks;
 
-/* A network and its vocabulary: the 256 bytes, or <unk> and then words in ascending order. */
+/* A network and its vocabulary: the 256 bytes, or <unk> and then the words in ascending order. */
 typedef struct model {
     moe_net net;
     word *words;
     size_t n_words;
-    moe_buffer list; /* the file of words, into which they point */
+    moe_buffer list; /* the contents of the word file; words point into it */
     int bytes;
 } model;
 
@@ -244,7 +244,7 @@ static int compare_counts(const void *a, const void *b) {
     return v->count != w->count ? (v->count < w->count) - (v->count > w->count) : compare_words(a, b);
 }
 
-/* The numbers of all tokens of a text. */
+/* The ids of all tokens of a text. */
 static int32_t *encode(const model *m, const void *text, size_t n, size_t *count) {
     const unsigned char *p = (const unsigned char *)text, *end = p + n;
     int32_t *ids = (int32_t *)grab(n, sizeof *ids);
@@ -383,7 +383,7 @@ static moe_status build(model *m, moe_error *error) {
         moe_net_residual(net, 2);
     }
     moe_net_rms_norm(net);
-    moe_net_tied(net); /* logits of the next token, by the rows of the embedding */
+    moe_net_tied(net); /* logits: products with the rows of the embedding */
     status = moe_net_build(net, 1, (uint64_t)set.seed, error);
     return status == MOE_OK ? moe_net_decode_size(net, 1, 1, NULL, NULL, error) : status;
 }
@@ -397,7 +397,7 @@ static int put(const char *from, const char *to) {
 }
 
 /* Saves network and words. Both are complete before either replaces an old file, so a full disk
-   damages nothing. */
+   leaves the old files intact. */
 static int save_model(const model *m, const char *path) {
     const char *part = beside(path, ".part"), *words = beside(path, ".words");
     const char *words_part = beside(path, ".words.part");
@@ -563,7 +563,7 @@ static int train(model *m, const moe_data *data) {
     return status == MOE_ERR_STOPPED ? STOPPED : FAILED;
 }
 
-/* ---- what was learned ---- */
+/* ---- evaluation ---- */
 
 static const char *const kinds[2][KINDS] = {{"word", "Capital", "number", "name", "punct", "blank", "<unk>"},
                                             {"lower", "upper", "digit", "space", "newline", "punct", "other"}};
@@ -625,7 +625,8 @@ static moe_status start_metrics(moe_metrics *metrics, const moe_layer *layer, si
     return status == MOE_OK ? moe_metrics_init(metrics, experts, classes, grab(bytes, 1), bytes) : status;
 }
 
-/* Runs data through the network, a sequence at a time, and counts in every layer. */
+/* Runs data through the network, a sequence at a time, and adds the routings of every layer to its
+   census. */
 static moe_status take_census(const model *m, const moe_data *data, census *of) {
     moe_call call = {.n_tokens = data->length};
     moe_net_pass pass;
@@ -717,7 +718,7 @@ static int show_experts(const model *m, const moe_data *data) {
     return status == MOE_OK ? 0 : fail("counting experts", moe_status_text(status));
 }
 
-/* Prints a text, below each token its first expert in each layer. */
+/* Prints a text and, below each token, its first choice in each layer. */
 static int show_route(const model *m, const char *text) {
     char cell[LONGEST + 1];
     moe_call call = {0};
@@ -748,7 +749,7 @@ static int show_route(const model *m, const char *text) {
     return 0;
 }
 
-/* The first tokens of a text, colored by their first expert, layer by layer. */
+/* The first tokens of a text, colored by their first choice, layer by layer. */
 static int report_tokens(const model *m, const char *title, const int32_t *ids, size_t n) {
     moe_call call = {.n_tokens = n < (size_t)set.context ? n : (size_t)set.context, .token_ids = ids};
     moe_net_pass pass;
@@ -785,7 +786,7 @@ static int report_tokens(const model *m, const char *title, const int32_t *ids, 
     return 0;
 }
 
-/* ---- writing text ---- */
+/* ---- generation ---- */
 
 static void write_out(const word *w) {
     if (is_unknown(w)) putchar(' ');
@@ -794,8 +795,8 @@ static void write_out(const word *w) {
     fflush(stdout);
 }
 
-/* Generates n tokens after those in ids, of which there is at least one. A full cache restarts with
-   the later half of its tokens. */
+/* Generates n tokens after the `given` ones in ids, at least one. A full cache restarts with the
+   later half of its tokens. */
 static moe_status go_on(const model *m, int32_t *ids, size_t given, size_t n, moe_error *error) {
     moe_sampling how = {
         .temperature = (moe_real)set.temperature, .top_k = (int)set.sample_k, .top_p = (moe_real)set.top_p};
@@ -845,7 +846,7 @@ static int32_t *generate(const model *m, size_t *n) {
     return NULL;
 }
 
-/* ---- the whole way ---- */
+/* ---- the program ---- */
 
 /* Text and tokens: nine tenths for training, the rest held out. */
 typedef struct corpus {
@@ -895,7 +896,7 @@ static int learn(model *m, corpus *c) {
         fail("words", error.message);
         return FAILED;
     }
-    /* words of a run that was killed before its first checkpoint */
+    /* left by a run that was killed before its first checkpoint */
     if (m->bytes && !set.resume) remove(beside(set.checkpoint, ".words"));
     all = moe_net_parameter_count(&m->net, &used);
     if (!set.quiet)
@@ -985,7 +986,7 @@ typedef struct sample {
     size_t n;
 } sample;
 
-/* Trains by the settings; returns FAILED or STOPPED as learn does. */
+/* Trains with the current settings and generates; returns as learn does. */
 static int try_out(sample *s) {
     model m = {.n_words = 0};
     corpus c = {.n = 0};
@@ -1001,8 +1002,7 @@ static int try_out(sample *s) {
     return result;
 }
 
-/* The file that training with words leaves beside its checkpoint if it is killed before there is
-   one. */
+/* The word file that training leaves if it is killed before its first checkpoint. */
 static moe_status write_killed(void *ctx, moe_stream *stream) {
     (void)ctx;
     return stream->write(stream->ctx, "<unk>\na\n", 8);
