@@ -1,11 +1,11 @@
 /* statistics.h - paired comparisons for the examples: Student's t, intervals, equivalence, Holm's
    correction. Plain C99, needs <math.h>.
 
-   Two methods run with the same seeds; d_i is the difference that seed i shows. statistics_paired
-   gives mean and 95 % interval of d and the two-sided p-value of "the mean is 0";
-   statistics_equivalence the p-value of "the mean is not within +-margin"; statistics_holm corrects
-   the p-values of several claims that are judged together: the chance that any of them is accepted
-   wrongly is then 5 % at most. */
+   Two methods run with the same seeds; d_i is their difference for seed i. statistics_paired gives
+   mean and 95 % interval of d and the two-sided p-value of "the mean is 0"; statistics_equivalence
+   the p-value of "the mean is not within +-margin"; statistics_holm corrects the p-values of
+   several claims judged together, so that any of them is accepted wrongly with a chance of at most
+   5 %. */
 #ifndef STATISTICS_H
 #define STATISTICS_H
 
@@ -17,9 +17,9 @@ typedef struct statistics_result {
     size_t n;         /* pairs */
     double mean;      /* of the differences */
     double error;     /* standard error of the mean: sample standard deviation / sqrt(n) */
-    double low, high; /* 95 % interval of the mean by Student's t; without bounds (HUGE_VAL) for n < 2 */
-    /* two-sided p-value of a mean of 0; 1 for n < 2. Differences that are all alike: 1 if they are
-       0, else 0 */
+    double low, high; /* 95 % interval of the mean by Student's t; unbounded (HUGE_VAL) for n < 2 */
+    /* two-sided p-value of a mean of 0; 1 for n < 2. If all differences are equal: 1 if they are 0,
+       else 0 */
     double p;
 } statistics_result;
 
@@ -96,8 +96,8 @@ static inline statistics_result statistics_paired(size_t n, const double *a, con
 }
 
 /* The p-value against equivalence, by two one-sided tests: below 0.05 exactly when the 95 %
-   interval lies within +-margin. (Usual is the 90 % interval; this is stricter, and says the same
-   as the interval that is shown.) */
+   interval lies within +-margin. (The 90 % interval is usual; this is stricter, and agrees with the
+   interval that is shown.) */
 static inline double statistics_equivalence(const statistics_result *r, double margin) {
     double room = margin - fabs(r->mean), p;
     if (r->n < 2) return 1;
@@ -113,7 +113,7 @@ static inline void statistics_holm(size_t m, const double *p, double *adjusted) 
     size_t i, j;
     for (i = 0; i < m; i++) {
         adjusted[i] = 0;
-        for (j = 0; j < m; j++) { /* the largest product among those that come before i, and its own */
+        for (j = 0; j < m; j++) { /* the largest product of i and of those that come before it */
             size_t k, rank = 0;
             double product;
             for (k = 0; k < m; k++) rank += p[k] < p[j] || (!(p[k] > p[j]) && k < j);

@@ -1,6 +1,6 @@
-/* Claims of papers about routers, measured: planted worlds where the best routing is known, text
-   and digits; declared before they are run, tuned on other seeds than they are judged on. claims.h
-   has the tables, README.md what was found.
+/* Measures claims of papers about routers in planted worlds, where the best routing is known, on
+   text and on digits. Claims are declared before they are run; routers are tuned and judged on
+   different seeds. claims.h has the tables, README.md the results.
      sh examples/run bench */
 
 #ifndef _POSIX_C_SOURCE
@@ -22,8 +22,8 @@
 #include <sys/wait.h>
 #endif
 
-/* What the program was made of, by examples/bench/run: the commit, and checksums of the files that
-   the rows of each part depend on. */
+/* Set by examples/bench/run: the commit, and checksums of the files that the rows of each part
+   depend on. */
 #ifndef BENCH_COMMIT
 #define BENCH_COMMIT unknown
 #endif
@@ -101,7 +101,7 @@ typedef struct row {
     int seed, steps;
     double rate, balance, seconds;
     found f;
-    size_t next; /* 1 + the index of the row before of the same world and router */
+    size_t next; /* 1 + the index of the previous row of the same world and router */
 } row;
 
 static row *rows;
@@ -117,7 +117,7 @@ static void forget_rows(void) {
     "claims,world,checksum,arm,router,stage,seed,rate,balance,steps,outcomes,lists,version,commit,build," \
     "compiler,kernels,threads,seconds\n"
 
-/* The file of a run: that of its world, or cost.csv where equal cost sets the steps. */
+/* The file of a run: its world's, or cost.csv if equal cost sets the number of steps. */
 static const char *part_of_run(const world *w, int tuning, int steps) {
     job j;
     memset(&j, 0, sizeof j);
@@ -143,7 +143,7 @@ static const char *path_of(const char *part) {
     return path;
 }
 
-/* What must be the same in all rows of a file. */
+/* The build, which must be the same in all rows of a file. */
 static const char *this_build(const char *part) {
     static char text[96];
     const char *sources = strcmp(part, "worlds") == 0 || *part == 'c' ? BENCH_TEXT(BENCH_WORLDS)
@@ -244,7 +244,7 @@ static int keep_row(const row *r) {
     return 0;
 }
 
-/* Reads a part's rows; running 1: a last line that a stopped run has left incomplete is cut off.
+/* Reads a part's rows; running 1: removes an incomplete last line, which a stopped run has left.
    Rows of two builds in one file are refused. */
 static int read_part(const char *part, int running) {
     static char line[LINE];
@@ -258,7 +258,7 @@ static int read_part(const char *part, int running) {
     if (fgets(line, sizeof line, f) == NULL || strcmp(line, COLUMNS) != 0)
         failed = complain(path, "is no file of rows");
     while (!failed && (good = ftell(f)) >= 0 && fgets(line, sizeof line, f) != NULL) {
-        if (strchr(line, '\n') == NULL) break; /* cut off */
+        if (strchr(line, '\n') == NULL) break; /* incomplete */
         if (!read_row(line, &r)) failed = complain(path, line);
         else if (n_rows > first && strcmp(rows[first].build, r.build) != 0)
             failed = complain(path, "mixes rows of two builds");
@@ -272,7 +272,7 @@ static int read_part(const char *part, int running) {
     return failed;
 }
 
-/* Appends a line in one write, so that processes side by side do not mix theirs. */
+/* Appends a line in one write, so that the lines of parallel processes do not mix. */
 static int append_row(const char *part, const row *r) {
     static char line[2 * LINE], buffer[2 * LINE];
     const char *path = path_of(part);
@@ -287,7 +287,7 @@ static int append_row(const char *part, const row *r) {
     return good ? 0 : complain(path, "cannot be written");
 }
 
-/* ---- what is to be run ---- */
+/* ---- jobs ---- */
 
 static int listed(const char *names, const char *name) {
     size_t length = strlen(name);
@@ -355,8 +355,8 @@ static job make_job(const world *w, const arm *a, int tuning, int seed, double r
     return j;
 }
 
-/* The pair of the grid with the least mean loss over the tuning seeds, in *best; 0 if rows are
-   missing, which are then wanted if `add`. */
+/* Sets *best to the pair of the grid with the least mean loss over the tuning seeds. Returns 0 if
+   rows are missing; add: adds their jobs. */
 static int tuned(const world *w, const arm *a, int add, job *best) {
     double rate[8], balance[8], least = HUGE_VAL;
     int n_rates = read_list(w->rates, rate), n_balances = read_list(w->balances, balance);
@@ -412,7 +412,7 @@ static moe_status run_job(const job *j, row *r, moe_error *error) {
     if (j->w->kind == TEXT) status = run_text(j, &r->f, error);
     else if (j->w->kind == DIGITS || j->w->kind == PATCHES) status = run_digits(j, &r->f, error);
     else status = run_planted(j, &r->f, error);
-    if (status == MOE_ERR_NONFINITE) { /* too high a rate: a result, and the worst */
+    if (status == MOE_ERR_NONFINITE) { /* the rate is too high: counts as the worst result */
         r->f.value[LOSS] = HUGE_VAL;
         status = MOE_OK;
     }
@@ -449,7 +449,7 @@ static void tell(int done, const char *what, time_t begin) {
             (int)left / 3600, (int)left / 60 % 60, (int)left % 60, what, isatty(2) && done < n_jobs ? "" : "\n");
 }
 
-/* Runs the jobs whose numbers come out of a pipe, and writes each number into another. */
+/* Runs the jobs whose indices arrive on pipe `in`; writes the index of each finished one to `out`. */
 static int work_off(int in, int out) {
     int number, failed = 0;
     while (!out_of_time() && read(in, &number, sizeof number) == (long)sizeof number) {
@@ -521,8 +521,8 @@ static int read_rows(int running) {
 
 /* ---- judging ---- */
 
-/* The outcome of an arm by seed after so many steps (0: the world's); the number of leading seeds
-   that have it. */
+/* The outcome of an arm for each seed after `steps` steps (0: the world's); returns the number of
+   leading seeds that have it. */
 static int values_with(const world *w, const char *name, int outcome, int steps, double *out) {
     job j;
     int n = 0;
@@ -540,7 +540,7 @@ static int values_of(const world *w, const char *name, int outcome, double *out)
     return values_with(w, name, outcome, 0, out);
 }
 
-/* The numbers of a list of a run, "name=1:2:3"; how many. */
+/* Reads a list of a run, "name=1:2:3"; returns how many numbers it has. */
 static int list_of(const row *r, const char *name, double *out, int most) {
     const char *at = strstr(r->f.lists, name);
     int n = 0;
@@ -549,7 +549,7 @@ static int list_of(const row *r, const char *name, double *out, int most) {
     return n;
 }
 
-/* Over blocks of the test text, of the mean over seeds. */
+/* The interval over blocks of the test text, of the mean over seeds. */
 static void blocks_of(const claim *c, int seeds, judgement *g) {
     double d[MAX_BLOCKS] = {0}, a[MAX_BLOCKS], b[MAX_BLOCKS];
     job ja, jb;
@@ -591,7 +591,7 @@ static void judge_all(judgement *g) {
         size_t m = 0;
         for (int c = 0; c < N_CLAIMS; c++)
             if (claims[c].kind == PRIMARY && (strcmp(find_world(claims[c].world)->part, "worlds") == 0) == !family) {
-                p[m] = g[c].p; /* 1 where it has not been run: counted all the same */
+                p[m] = g[c].p; /* 1 if not run yet: still counts in the correction */
                 place[m++] = c;
             }
         statistics_holm(m, p, adjusted);
@@ -650,7 +650,7 @@ static void print_claims(const judgement *g, int in_worlds) {
     }
 }
 
-/* What has been declared and not been run. */
+/* The claims that have been declared but not run. */
 static void print_missing(const judgement *g) {
     for (int c = 0; c < N_CLAIMS; c++)
         if (g[c].verdict == NOT_RUN)
@@ -667,7 +667,7 @@ static int is_arm_of(const arm *a, const world *w) {
     return 0;
 }
 
-/* Means of every arm in every world, beside the oracle. */
+/* Means of every arm in every world, and of the oracle. */
 static void print_arms(void) {
     static const int shown[] = {LOSS, LOG_LOSS, RECOVERY, INFORMATION, FLIP, ENTROPY, LOAD_MAX, ROWS, MS};
     enum { SHOWN = sizeof shown / sizeof shown[0] };
@@ -711,7 +711,7 @@ static void print_builds(void) {
 
 #include "cost.h"
 
-/* First the grid, then with its best the seeds for judging, then what equal cost needs. */
+/* Runs the missing jobs: the grid, the judging seeds with its best pair, the runs at equal cost. */
 static int run_missing(void) {
     static char folder[1100];
     started = time(NULL);
@@ -741,7 +741,7 @@ static int run_missing(void) {
 
 /* ---- README.md ---- */
 
-/* Blocks of examples/bench/README.md; the last one is that of README.md. */
+/* Blocks of examples/bench/README.md; the last one is in the README.md at the top. */
 static const char *const blocks[] = {"worlds", "cost", "natural", "missing", "routers", "builds", "verdicts"};
 enum { N_BLOCKS = sizeof blocks / sizeof blocks[0], OWN_BLOCKS = N_BLOCKS - 1 };
 
@@ -773,7 +773,7 @@ static void print_block(const char *name, const judgement *g) {
     else print_builds();
 }
 
-/* A page with blocks [first, last) between "<!-- rows: NAME -->" and "<!-- end -->" made anew. */
+/* Replaces blocks [first, last) of a page, between "<!-- rows: NAME -->" and "<!-- end -->". */
 static int make_page(const moe_buffer *page, const judgement *g, int first, int last, moe_buffer *out) {
     const char *at = (const char *)page->data, *end = at + page->size;
     printed = (moe_buffer){0};
@@ -843,7 +843,7 @@ static int same_bytes(const moe_buffer *a, const moe_buffer *b) {
     return a->size == b->size && memcmp(a->data, b->data, a->size) == 0;
 }
 
-/* A file as it shall be: written, or with --verify compared with what is there. */
+/* Writes a file, or with --verify compares it with the existing one. */
 static int keep_or_verify(const char *path, const moe_buffer *kept, moe_buffer *made) {
     moe_error error;
     if (options.verify) {
@@ -991,9 +991,9 @@ static int read_options(int count, char **words) {
     return 0;
 }
 
-/* ---- once more ---- */
+/* ---- repeating recorded runs ---- */
 
-/* Whether two runs found the same as rows say it, time aside. */
+/* Whether two rows are the same except for time, build and commit. */
 static int same_row(row *a, row *b) {
     static char lines[2][LINE];
     row *both[2];
@@ -1027,8 +1027,8 @@ static int run_again(const job *j, const row *kept) {
     return DIFFERS;
 }
 
-/* Runs the first judged row of each router in each world (every 0: of one router) once more. Rows
-   of another compiler or of other kernels are left out. */
+/* Repeats the first judged run of each router in each world (every 0: of one router). Rows of
+   another compiler or of other kernels are skipped. */
 static int do_again(int every) {
     int found_out[N_AGAIN] = {0, 0, 0};
     if (read_rows(0)) return 1;

@@ -1,4 +1,4 @@
-/* check.h - bench --check: the tables, the statistics against printed values, worlds and their
+/* check.h - bench --check: the tables, the statistics against published values, worlds and their
    oracle, rows, resuming, README.md. */
 #ifndef BENCH_CHECK_H
 #define BENCH_CHECK_H
@@ -35,7 +35,7 @@ static void check_claims(void) {
     check(valid, "every world has a grid, and seeds for judging that are not those for tuning");
 }
 
-/* Against printed tables and numbers worked out by hand. */
+/* Against published tables and numbers computed by hand. */
 static void check_statistics(void) {
     static const double quantiles[][3] = {{0.975, 1, 12.706205}, {0.975, 4, 2.776445}, {0.975, 19, 2.093024},
                                           {0.95, 9, 1.833113},   {0.05, 9, -1.833113}, {0.995, 30, 2.749996}};
@@ -80,14 +80,14 @@ static void check_recovery(void) {
     check(is_near(recovery(three, 3, 2), 8.0 / 14), "more experts than clusters");
 }
 
-/* Whether two runs found the same, time aside. */
+/* Whether two runs found the same, except for time. */
 static int same_found(const found *a, const found *b) {
     for (int i = 0; i < N_OUTCOMES; i++)
         if (i != MS && !(isnan(a->value[i]) && isnan(b->value[i])) && fabs(a->value[i] - b->value[i]) > 0) return 0;
     return strcmp(a->lists, b->lists) == 0;
 }
 
-/* A run twice, and its row through a file. */
+/* Runs a job twice, and reads its row as written. */
 static void check_run(const char *world_name, const char *arm_name, const char *what) {
     static row one, two, three;
     static char line[LINE];
@@ -105,7 +105,7 @@ static void check_run(const char *world_name, const char *arm_name, const char *
     check(!read_row(line, &three), "a row that is cut off is no row");
 }
 
-/* A file of rows: appended to, cut off, of two builds. */
+/* A file of rows: appended to, with an incomplete line, with rows of two builds. */
 static void check_file(void) {
     static row r;
     job j = make_job(find_world("means"), find_arm("autonomy"), 0, 1, 0.01, 0.01);
@@ -158,7 +158,7 @@ static void check_arms(void) {
         }
 }
 
-/* A run on text that is stopped goes on with the same bits. */
+/* A stopped run on text resumes with the same bits. */
 static void check_resume(void) {
     static found whole, parts;
     world w = *find_world("bytes");

@@ -52,15 +52,15 @@ static const struct {
 } outcomes[] = {BENCH_OUTCOMES(BENCH_ROW)};
 
 /* ---- arms: a router as a preset and changes of it ----
-   @name is replaced by a number of the run: balance, sqrt_d. Where it says nothing else an arm has
-   the world's numbers of experts and choices. */
+   @name is replaced by a number of the run: balance, sqrt_d. An arm has the world's numbers of
+   experts and choices unless it sets them. */
 
 typedef struct arm {
     const char *name, *preset; /* preset "": one feed-forward as wide as the active experts */
     const char *settings;
     const char *after; /* settings that replace refinement after training, on frozen weights: the swap-in test */
     const char *where; /* text: one letter per layer, x this arm, . smoe, d dense, the last is repeated; digits.h */
-    int forced;        /* 1: the oracle: the expert of a token is its cluster, and as wide as the K of others */
+    int forced;        /* 1: the oracle: a token's expert is that of its cluster, as wide as the K of others */
     double fast;       /* > 0: the learning rate of expert 0 is multiplied by it */
 } arm;
 
@@ -133,7 +133,7 @@ typedef struct world {
     const char *name, *part; /* part: the file of its rows, results/PART.csv */
     int kind;
     double strength; /* what is varied; see worlds.h */
-    int control;     /* 1: the structure that the mechanism needs is taken away */
+    int control;     /* 1: without the structure that the mechanism needs */
     int d, clusters, experts, top_k, d_ff, batch, steps, tuning_steps;
     const char *rates, *balances; /* the grid: each arm gets the pair of least loss over the tuning seeds */
     int tuning_seeds, seeds;      /* tuning: 1001, 1002, ...; judging: 1, 2, ... */
@@ -191,11 +191,11 @@ static const world worlds[] = {
 };
 enum { N_WORLDS = sizeof worlds / sizeof worlds[0] };
 
-/* ---- claims ---- The arm's outcome less the baseline's, paired by seed, has this sign and is at
-   least the margin in size. PRIMARY: one for each paper and family (planted worlds, natural data),
-   with Holm's correction over papers. FAILS: a negative control, where the same prediction must not
-   come true. KEEPS: the outcome is no worse than by the margin. paper's 1: the margin is the
-   paper's effect in our unit; 0: the smallest effect that we would care about. */
+/* ---- claims ---- The arm's outcome minus the baseline's, paired by seed, has this sign and is at
+   least the margin in magnitude. PRIMARY: one for each paper and family (planted worlds, natural
+   data), with Holm's correction over papers. FAILS: a negative control, where the same prediction
+   must not come true. KEEPS: the outcome is worse by less than the margin. paper's 1: the margin is
+   the paper's effect in our unit; 0: the smallest effect that we would care about. */
 
 enum { PRIMARY, SECONDARY, FAILS, KEEPS };
 

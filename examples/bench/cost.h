@@ -1,6 +1,6 @@
 /* cost.h - claims on loss in planted worlds at equal cost: the router whose step costs more is
-   trained anew for as many steps fewer, by its whole schedule, and judged on the same seeds. Cost
-   is FLOPs, counted, or time, measured by bench --time. Part of bench.c. */
+   trained again for proportionally fewer steps, with a complete schedule, and judged on the same
+   seeds. Cost is counted FLOPs, or time measured by bench --time. Part of bench.c. */
 #ifndef BENCH_COST_H
 #define BENCH_COST_H
 
@@ -12,8 +12,8 @@ static int is_on_cost(const claim *c) {
 
 /* ---- FLOPs ---- */
 
-/* Of a training step per token: 6 for each parameter that it uses, experts counted as tokens
-   reached them; and what refinement multiplies per token of the sequence, three times. */
+/* FLOPs of a training step per token: 6 per parameter that it uses, with the mean number of experts
+   that tokens reached, plus three times those of refinement with the tokens of a sequence. */
 static double flops_of(const world *w, const arm *a) {
     run_state s = {0};
     job j;
@@ -43,7 +43,7 @@ static double flops_of(const world *w, const arm *a) {
 
 /* ---- time ---- */
 
-/* A line of time.csv: how many times as long the arm's step takes, with its 95 % interval. */
+/* A line of time.csv: the arm's time per step divided by the baseline's, with its 95 % interval. */
 static struct timed_pair {
     char world[24], arm[32], baseline[32];
     double ratio, low, high;
@@ -76,7 +76,7 @@ static const struct timed_pair *find_time(const claim *c) {
     return NULL;
 }
 
-/* One of the two networks that are trained in turn. */
+/* One of the two networks that are trained alternately. */
 typedef struct timed {
     job j;
     run_state s;
@@ -117,7 +117,7 @@ static int by_size(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* Both in turn, so that what else the machine does meets both; ratio [3]: median and interval. */
+/* Alternates between both, so that other load affects both; ratio [3]: median and interval. */
 static moe_status time_pair(const claim *c, double *ratio, moe_error *error) {
     static planted p;
     const world *w = find_world(c->world);
@@ -148,7 +148,7 @@ static moe_status time_pair(const claim *c, double *ratio, moe_error *error) {
     return status;
 }
 
-/* --time: every pair of routers of a claim on loss, into a new time.csv. */
+/* --time: times the two routers of every claim on loss and writes a new time.csv. */
 static int do_times(void) {
     FILE *f;
     moe_error error = {MOE_OK, "its rows are missing"};
@@ -173,7 +173,7 @@ static int do_times(void) {
 
 /* ---- verdicts ---- */
 
-/* How many times as much a step of the arm costs as one of its baseline; NaN: not known. */
+/* The cost of a step of the arm divided by that of its baseline; NaN: unknown. */
 static double cost_ratio(const claim *c, int by) {
     const world *w = find_world(c->world);
     const struct timed_pair *t = find_time(c);
@@ -181,8 +181,8 @@ static double cost_ratio(const claim *c, int by) {
     return flops_of(w, find_arm(c->arm)) / flops_of(w, find_arm(c->baseline));
 }
 
-/* The steps of the side whose step costs more, *of_arm: the arm's; 0: both cost the same within a
-   hundredth. */
+/* The reduced number of steps of the side whose step costs more; *of_arm: 1 if it is the arm. 0:
+   the costs are within 1 %. */
 static int fewer_steps(const claim *c, double ratio, int *of_arm) {
     *of_arm = ratio > 1;
     if (!(fabs(log(ratio)) >= 0.01)) return 0;

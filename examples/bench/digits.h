@@ -1,13 +1,14 @@
 /* digits.h - the bench's runs on handwritten digits. Include it after worlds.h.
 
-   The seed decides the order: the first fifth is judged on, the second is what the grid is tuned
-   on, the rest is trained on. All seeds share the digits, so true intervals are somewhat wider.
-     DIGITS   small whole classifiers, mixed by a gate; the loss is -ln sum p_e softmax(o_e). With
-              where = pairs, halves or random an expert first learns its share of the digits alone
-              and is frozen: classes {0,1}, {2,3}, ...; {0-4} or {5-9}; every fifth digit
+   The seed sets the order: the first fifth is for judging, the second for tuning the grid, the rest
+   for training. All seeds share the digits, so true intervals are somewhat wider.
+     DIGITS   small complete classifiers, mixed by a gate; the loss is -ln sum p_e softmax(o_e).
+              With where = pairs, halves or random an expert first learns its share of the digits
+              alone and is frozen: classes {0,1}, {2,3}, ...; {0-4} or {5-9}; every fifth digit
      PATCHES  a transformer reads an image as 16 patches; its second MoE layer is the arm's. A call
-              is one image: what a router computes over the call is about patches of an image. The
-              attack is FGSM with 1/16 of a pixel's range, by the gradient without router losses */
+              is one image, so what a router computes over the call is about one image's patches.
+              The attack is FGSM with 1/16 of a pixel's range, by the gradient without router
+              losses */
 #ifndef BENCH_DIGITS_H
 #define BENCH_DIGITS_H
 
@@ -64,7 +65,7 @@ static int digit_taught(const char *where, size_t place, int32_t label, int e) {
     return (int)(place % 5) == e;
 }
 
-/* Trains on digits drawn from the training part, those of expert e alone unless e < 0. */
+/* Trains on digits drawn from the training part, only on those of expert e unless e < 0. */
 static moe_status digit_train(run_state *s, const size_t *order, int e, double *ms, moe_error *error) {
     const world *w = s->j->w;
     moe_real x[32 * DIGIT_PIXELS];
@@ -230,8 +231,8 @@ static moe_status patch_build(const job *j, double balance, moe_net *net, moe_er
     return moe_net_build(net, 1, (uint64_t)j->seed, error);
 }
 
-/* Patch p has the pixels of rows 2 (p / 4) and below, columns 2 (p % 4) and right of it. The label
-   stands at the last patch. */
+/* Patch p has the pixels of row 2 (p / 4) and the next, column 2 (p % 4) and the next. The last
+   patch has the label. */
 static void patch_image(size_t digit, moe_real *x, int32_t *labels) {
     for (size_t i = 0; i < DIGIT_PIXELS; i++) {
         size_t p = i / 4, row = 2 * (p / 4) + i % 4 / 2;

@@ -15,8 +15,8 @@ typedef struct judgement {
     statistics_result r;          /* of arm - baseline */
     double arm, baseline;         /* means */
     double block_low, block_high; /* 95 % interval over blocks of text, by bootstrap; NaN: none */
-    double p, holm;               /* holm: corrected over the papers, of primary claims */
-    int verdict, seeds;           /* seeds: of an underpowered claim, how many would decide */
+    double p, holm;               /* holm: for primary claims corrected over the papers */
+    int verdict, seeds;           /* seeds: how many would decide an underpowered claim */
 } judgement;
 
 /* The least number of seeds at which an interval of this deviation is no wider than the margin, so
@@ -27,9 +27,9 @@ static inline int judge_seeds(double deviation, double margin) {
     return n;
 }
 
-/* The verdict on a difference r that should have this sign and be at least the margin in size; p
-   decides whether it is beyond 0. papers 1: the margin is the paper's effect. keeps 1: the claim is
-   that the difference is no worse than by the margin, where sign is that of better. */
+/* The verdict on a difference r that should have this sign and be at least the margin in magnitude;
+   p decides whether it differs from 0. papers 1: the margin is the paper's effect. keeps 1: the
+   claim is that the outcome is worse by less than the margin; sign is the better direction. */
 static inline int judge(const statistics_result *r, int sign, double margin, int papers, int keeps, double p) {
     double low = sign > 0 ? r->low : -r->high, high = sign > 0 ? r->high : -r->low; /* towards the prediction */
     if (r->n < 2) return NOT_RUN;
@@ -40,8 +40,7 @@ static inline int judge(const statistics_result *r, int sign, double margin, int
     return UNDERPOWERED;
 }
 
-/* The 95 % interval of the mean of d [n] over resampled blocks, 2,000 times; the same for the same
-   d. */
+/* The 95 % interval of the mean of d [n], by 2,000 bootstrap samples of blocks; deterministic. */
 static inline void judge_blocks(const double *d, int n, double *low, double *high) {
     enum { TIMES = 2000, EDGE = TIMES / 40 };
     double lowest[EDGE], highest[EDGE];

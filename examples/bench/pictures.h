@@ -1,6 +1,6 @@
-/* pictures.h - what the papers draw and rows cannot give: clusters by principal components, norms
-   of experts and correlation of tokens over training. Each figure trains a tuned router of one seed
-   anew. A part of bench.c. */
+/* pictures.h - figures of the papers that need more than rows: clusters by principal components,
+   norms of experts and correlation of tokens over training. Each figure trains a tuned router again
+   with one seed. Part of bench.c. */
 #ifndef BENCH_PICTURES_H
 #define BENCH_PICTURES_H
 
@@ -38,8 +38,7 @@ static int picture_train(const char *in, const char *router, job *j, run_state *
 
 enum { CLOUD = WORLD_TESTS * WORLD_TOKENS };
 
-/* Tokens as the router saw them, their first choices and clusters, and where they lie in the
-   picture. */
+/* Tokens as the router saw them, their first choices and clusters, and their coordinates. */
 typedef struct cloud {
     size_t n, d;
     double u[CLOUD * WORLD_WIDTH], at[2][CLOUD];
@@ -74,8 +73,8 @@ static void cloud_power(const cloud *c, const double *axis, double *next) {
     }
 }
 
-/* Puts tokens where their two largest principal components are. A component is taken out of the
-   tokens when they have their place in it. */
+/* Projects the tokens onto their two largest principal components; each is subtracted from the
+   tokens before the next is found. */
 static void cloud_project(cloud *c) {
     double axis[WORLD_WIDTH], next[WORLD_WIDTH];
     for (size_t i = 0; i < c->d; i++) {
@@ -100,7 +99,7 @@ static void cloud_project(cloud *c) {
     }
 }
 
-/* Numbers experts as the clusters whose tokens they have, pair by pair, the largest first. */
+/* Renumbers experts as the clusters whose tokens they have, greedily from the largest count. */
 static void cloud_match(cloud *c, int experts) {
     int counts[WORLD_EXPERTS][WORLD_CLUSTERS] = {{0}}, as[WORLD_EXPERTS], taken[WORLD_CLUSTERS] = {0};
     for (size_t t = 0; t < c->n; t++) counts[c->expert[t]][c->cluster[t]]++;
@@ -119,8 +118,8 @@ static void cloud_match(cloud *c, int experts) {
     for (size_t t = 0; t < c->n; t++) c->expert[t] = as[c->expert[t]];
 }
 
-/* The place of token t along component k, of `places` within 2.5 standard deviations; those beyond
-   are at the border. */
+/* The cell of token t along component k: `places` cells cover +-2.5 standard deviations; tokens
+   beyond are in the outermost. */
 static int cloud_place(const cloud *c, int k, size_t t, int places) {
     double squares = 0, at;
     for (size_t i = 0; i < c->n; i++) squares += c->at[k][i] * c->at[k][i];
@@ -128,7 +127,7 @@ static int cloud_place(const cloud *c, int k, size_t t, int places) {
     return at < 0 ? 0 : at < places ? (int)at : places - 1;
 }
 
-/* The map of the most frequent value among the tokens of each place. */
+/* The map of the most frequent value among the tokens of each cell. */
 static moe_figure *cloud_map(const cloud *c, const int32_t *value, int values, const char *title) {
     static int counts[PICTURE_ROWS][PICTURE_COLUMNS][WORLD_EXPERTS];
     int32_t *most = (int32_t *)report_grab(PICTURE_ROWS * PICTURE_COLUMNS, sizeof *most);

@@ -1,7 +1,7 @@
 /* texts.h - the bench's runs on natural text: byte or word models of language.h. Include it after
-   worlds.h.  A tenth of the training text in 20 stretches is held out: the grid is tuned on it, and
-   choices are compared on it. The test text is read once, at the end of a run that is judged. A run
-   that is stopped leaves a checkpoint beside the rows and goes on from there with the same bits. */
+   worlds.h. A tenth of the training text in 20 stretches is held out: the grid is tuned on it, and
+   choices are compared on it. The test text is evaluated once, at the end of a judged run. A
+   stopped run leaves a checkpoint beside the rows and resumes from it bit for bit. */
 #ifndef BENCH_TEXTS_H
 #define BENCH_TEXTS_H
 
@@ -156,7 +156,7 @@ typedef struct text_reading {
     double *losses;              /* [sequences] mean per token */
     int32_t *first[TEXT_LAYERS]; /* [tokens] first choices, or NULL */
     moe_metrics *metrics[TEXT_LAYERS];
-    double rows, routed; /* pairs that experts computed, tokens times layers with a router */
+    double rows, routed; /* token-expert assignments computed; tokens times layers with a router */
 } text_reading;
 
 static moe_status text_read_pass(void *ctx, const moe_net_pass *pass, size_t from) {
@@ -176,7 +176,7 @@ static moe_status text_read_pass(void *ctx, const moe_net_pass *pass, size_t fro
     return status;
 }
 
-/* The mean loss; losses [sequences] receives those of the sequences. Calls are as large as a
+/* The mean loss; r->losses [sequences] receives that of each sequence. Calls are as large as a
    training step. */
 static moe_status text_read(text_reading *r, const job *j, double *loss, moe_error *error) {
     size_t together = (size_t)j->w->batch / TEXT_CONTEXT;
@@ -200,7 +200,7 @@ static moe_status text_loss(const moe_net *net, const job *j, const text_sample 
     return status;
 }
 
-/* The first choices of every layer on the held-out text, and if wanted the routers' reports. */
+/* First choices of every layer on the held-out text; routed: 1 for layers with a router. */
 typedef struct text_choices {
     int32_t first[TEXT_LAYERS][TEXT_HELD * TEXT_CONTEXT];
     int routed[TEXT_LAYERS];
@@ -243,7 +243,7 @@ static moe_status text_look(const moe_net *net, const job *j, const struct text_
     return status;
 }
 
-/* What two sets of choices say: fluctuation from `before` to `now`, instability of `now` between
+/* Measures two sets of choices: fluctuation from `before` to `now`, instability of `now` between
    adjacent layers from the third on, where adaptive clustering acts. */
 static moe_status text_compare(const moe_net *net, const text_choices *before, const text_choices *now, size_t n,
                                found *f) {
@@ -277,7 +277,7 @@ static moe_status text_compare(const moe_net *net, const text_choices *before, c
 
 /* ---- a run ---- */
 
-/* A file beside the rows that belongs to this run. */
+/* The path of a file of this run, beside the rows. */
 static void text_path(const job *j, const char *ending, char *path, size_t room) {
     snprintf(path, room, "%s/%s-%s-%d-%g-%g-%d.%s", text_checkpoints, j->w->name, j->a->name, j->seed, j->rate,
              j->balance, job_steps(j), ending);
@@ -288,7 +288,7 @@ static moe_status text_write_lists(void *ctx, moe_stream *stream) {
     return stream->write(stream->ctx, f->lists, strlen(f->lists));
 }
 
-/* The curve first, then the checkpoint: one that is ahead of the checkpoint is cut when it is read.
+/* Saves the curve, then the checkpoint: a curve that is ahead of its checkpoint is cut when read.
    */
 static moe_status text_save(const job *j, moe_trainer *t, const double *totals, found *f, moe_error *error) {
     char path[1200];
@@ -300,7 +300,7 @@ static moe_status text_save(const job *j, moe_trainer *t, const double *totals, 
     return moe_trainer_save(t, path, error);
 }
 
-/* Goes on from a checkpoint, if there is one. */
+/* Resumes from a checkpoint, if there is one. */
 static void text_resume(const job *j, moe_trainer *t, double *totals, found *f) {
     char path[1200];
     moe_buffer lists = {0};
@@ -329,7 +329,7 @@ static void text_clean(const job *j) {
     }
 }
 
-/* Batches depend on seed and step alone, so all arms see the same ones, resumed or not. */
+/* Batches depend only on seed and step, so all arms see the same ones, resumed or not. */
 static void text_batch(const job *j, const struct text_data *d, int step, int32_t *ids) {
     moe_rng rng;
     moe_rng_seed(&rng, ((uint64_t)j->seed << 32) + (uint64_t)step);
@@ -378,7 +378,7 @@ static moe_status text_train(const job *j, const struct text_data *d, moe_net *n
     return status;
 }
 
-/* Measured with the trained network: the test text by blocks, attacked, and the routing. */
+/* Measures the trained network: on the test text by blocks, attacked, and its routing. */
 static moe_status text_judge(const job *j, const struct text_data *d, const moe_net *net, found *f, moe_error *error) {
     static text_choices before, now;
     double losses[TEXT_BLOCKS * TEXT_BLOCK], loss = 0;

@@ -1,11 +1,11 @@
 /* worlds.h - one run of the bench: a world, an arm, a seed, a rate and a balance weight. Planted
    worlds are drawn from generators in which the best routing is known; every batch is new, so a run
-   says nothing about memory. Include it after moe.h and claims.h.
+   does not measure memorization. Include it after moe.h and claims.h.
 
    x is a token, c its planted cluster, y the target. A_c are random matrices, e normal noise.
-     MEANS       x = mu_c + e, y = A_c x; mu of size `strength`
+     MEANS       x = mu_c + e, y = A_c x; mu normal with deviation `strength`
      SUBSPACES   x = B_c z + e / 10, z normal in `strength` dimensions, y = A_c x
-     TOY         classes of means +1 and -1; after half of the steps one of mean 0 as well
+     TOY         classes with means +1 and -1; after half of the steps also one with mean 0
      ANISOTROPY  each cluster has 4 features of its own, near 2.5 with deviation 1; others have
                  mean 0 and deviation `strength`; y = A_c times its own features. A first MoE layer
                  lets adaptive clustering know clusters
@@ -15,7 +15,7 @@
                  is a block of features, or with control 1 a random direction. Tokens of the first
                  half of a batch are on machine 0 and carry the first half of the classes (control
                  1: any)
-     MODULES     x = 2 m_c + e, the label is the largest of A_c x
+     MODULES     x = 2 m_c + e, the label is the index of the largest of A_c x
      DIFFICULTY  x = e + 1.5 m or e - 1.5 m; y = x for one half, a random network of x for the
                  other (control 1: for both) */
 #ifndef BENCH_WORLDS_H
@@ -107,8 +107,8 @@ static void arm_router(const job *j, char *out) {
     if (j->a->fast > 0) snprintf(out + strlen(out), 40, " fast=%g", j->a->fast);
 }
 
-/* The hidden width at which an expert of any kind has as many parameters as a swiglu of width f; of
-   factorised ones the parity formula of Lv et al. 2025. */
+/* The hidden width at which an expert of any kind has as many parameters as a swiglu of width f;
+   for factorised ones by the parity formula of Lv et al. 2025. */
 static int fair_width(const moe_layer_config *c, int d, int f) {
     int low = c->d_low > 0 ? c->d_low : (d + 2) / 3;
     if (c->expert == MOE_EXPERT_MLP) return (3 * f + 1) / 2;
@@ -132,7 +132,7 @@ static moe_status arm_configure(const job *j, int swapped, moe_layer_config *c, 
     if ((status = moe_fields_apply(moe_layer_fields(), c, text, error)) != MOE_OK) return status;
     arm_text(j, j->a->after, text);
     if (swapped && *text != '\0') {
-        c->router.weight = MOE_WEIGHT_SUM; /* softmax of the top K logits, which is the same where nothing refines */
+        c->router.weight = MOE_WEIGHT_SUM; /* the softmax of the top K logits, the same without refinement */
         if ((status = moe_fields_apply(moe_layer_fields(), c, text, error)) != MOE_OK) return status;
     }
     /* with one choice, softmax and sum are 1 and a linear router would not learn */
@@ -142,7 +142,7 @@ static moe_status arm_configure(const job *j, int swapped, moe_layer_config *c, 
     return MOE_OK;
 }
 
-/* Trained values by name; what the other network has not, keeps its own. */
+/* Copies tensors by name; those that `from` lacks keep their values. */
 static void take_tensors(moe_net *net, const moe_net *from) {
     for (size_t i = 0; i < net->n_tensors; i++) {
         moe_tensor t;
@@ -322,8 +322,7 @@ static void run_free(run_state *s) {
     moe_net_free(&s->net);
 }
 
-/* Which call a batch has: sequences, machines, forced routing. offsets [n / 16 + 1] is filled in.
-   */
+/* The call of a batch: sequences, machines, forced routing. Fills in offsets [n / 16 + 1]. */
 static moe_call run_call(const run_state *s, tokens *b, int32_t *offsets) {
     const moe_router_config *c = &s->net.modules[s->module].layer.config.router;
     moe_call call = {0};
@@ -351,7 +350,7 @@ static moe_data run_data(const tokens *b, const moe_call *call) {
 
 static moe_status run_forward(run_state *s, tokens *b, moe_net_pass *pass, moe_error *error) {
     int32_t offsets[WORLD_TOKENS / WORLD_LENGTH + 1];
-    static moe_rng rng; /* nothing stochastic is left outside training */
+    static moe_rng rng; /* nothing is stochastic outside training */
     moe_call call = run_call(s, b, offsets);
     call.n_tokens = b->n;
     call.x = b->x;
@@ -362,14 +361,14 @@ static moe_status run_forward(run_state *s, tokens *b, moe_net_pass *pass, moe_e
 
 /* ---- measures ---- */
 
-/* The largest share of tokens at the experts of their clusters over all ways to give each cluster
-   an expert of its own: a table over sets of clusters that have one. */
+/* The largest share of tokens at the expert of their cluster, over all ways to give each cluster an
+   expert of its own. Dynamic programming: best is indexed by the set of clusters that have one. */
 static double recovery(const double *counts, int experts, int clusters) {
     double best[1 << WORLD_CLUSTERS], all = 0;
     int sets = 1 << clusters;
     for (int s = 0; s < sets; s++) best[s] = s == 0 ? 0 : -1;
     for (int e = 0; e < experts; e++)
-        for (int s = sets - 1; s >= 0; s--) /* downwards: expert e enters a set once */
+        for (int s = sets - 1; s >= 0; s--) /* downwards, so that expert e is given once */
             for (int c = 0; c < clusters; c++) {
                 double before = (s >> c & 1) ? best[s & ~(1 << c)] : -1;
                 if (before >= 0 && before + counts[e * clusters + c] > best[s])
@@ -388,7 +387,7 @@ static double entropy(const moe_real *p, size_t n) {
     return h;
 }
 
-/* Mean squared error; *classes += that of class tokens alone, *n_classes += their number. */
+/* Mean squared error; *classes += that of the class tokens, *n_classes += their number. */
 static double run_loss(const run_state *s, const tokens *b, const moe_net_pass *pass, double *classes,
                        double *n_classes) {
     double sum = 0;
@@ -433,7 +432,7 @@ static moe_status run_losses(run_state *s, tokens *test, found *f, moe_error *er
     return status;
 }
 
-/* What the routing of the test batches adds up to. */
+/* Sums over the routing of the test batches. */
 typedef struct sums {
     double counts[WORLD_EXPERTS * WORLD_CLUSTERS], share[WORLD_EXPERTS], real[2], n[2];
     double remote, rows, change, changed, tokens;
@@ -480,8 +479,8 @@ static void run_report(const run_state *s, const sums *m, const moe_report *repo
     f->value[ACTIVE] = (double)used;
 }
 
-/* Loss and routing on the test batches, which are as large as those of training, for some routers
-   count tokens of the call; then choices under noise. */
+/* Measures loss and routing on the test batches, then choices under noise. Test batches are as
+   large as those of training because some routers depend on the number of tokens in a call. */
 static moe_status run_test(run_state *s, tokens *test, moe_rng *rng, found *f, moe_error *error) {
     size_t n_experts = (size_t)s->net.modules[s->module].layer.config.router.n_experts, bytes;
     int32_t first[WORLD_TOKENS], again[WORLD_TOKENS];
@@ -513,8 +512,8 @@ static moe_status run_test(run_state *s, tokens *test, moe_rng *rng, found *f, m
     return status;
 }
 
-/* Appendix B of Lv et al. 2025: who takes classes one and two after the first stage, and class
-   three after the second. *busy: the expert that took most in the first. */
+/* Appendix B of Lv et al. 2025: which expert takes classes one and two after the first stage, and
+   class three after the second. *busy: the expert that took most tokens in the first. */
 static moe_status toy_look(run_state *s, tokens *test, int stage, int *busy, found *f, moe_error *error) {
     int32_t first[WORLD_TOKENS];
     double n[2] = {0, 0}, third[2] = {0, 0};
@@ -588,7 +587,7 @@ static moe_status run_steps(run_state *s, const planted *p, moe_rng *rng, tokens
     return status;
 }
 
-/* The network of a job, trained, and the test batches. */
+/* Builds and trains the network of a job, and draws the test batches. */
 static moe_status run_trained(const job *j, run_state *s, moe_rng *rng, tokens *test, found *f, moe_error *error) {
     static planted p;
     moe_status status;

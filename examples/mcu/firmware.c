@@ -11,8 +11,8 @@
 
    The first line trains the network, quantizes it and writes it as a C header: digits.h.
 
-   On your own board: remove the options with "semihost", pass your linker script, and print a
-   character in your own way in show().
+   On your own board: remove the options with "semihost", pass your linker script, and rewrite
+   show(), which prints a character.
 
    Memory. digits_weights and digits_experts are constants in flash. scratch is all the memory that
    the model uses, in RAM. Nothing is allocated; the stack needs a few hundred bytes (sh
@@ -30,7 +30,7 @@
    includes. */
 
 #define MOE_IMPLEMENTATION
-#define MOE_NO_FLOAT /* leaves out all of moe.h but integer models */
+#define MOE_NO_FLOAT /* of moe.h only the integer models */
 #include "digits.h"
 
 /* A handwritten 9: 8 x 8 gray values from 0 to 16, a row of examples/data/digits.csv. */
