@@ -1,8 +1,7 @@
 /* Trains a language model whose experts are distributed over several processes, on one or many
    machines, by Open MPI; measures the communication, and compares LocMoE with its baseline.
      sh examples/run mpi -n 4 [options]
-   or, with Open MPI there: mpicc -std=c99 -O2 -I. examples/mpi.c -o mpi -lm -pthread, then mpirun
-   -n 4 ./mpi */
+   or: mpicc -std=c99 -O2 -I. examples/mpi.c -o mpi -lm -pthread && mpirun -n 4 ./mpi */
 
 #define _POSIX_C_SOURCE 200112L /* alarm, nanosleep, threads */
 #define MOE_IMPLEMENTATION
@@ -192,7 +191,7 @@ static int read_options(int count, char **words) {
     return differ(set.mismatch);
 }
 
-/* ---- the end when something fails ---- */
+/* ---- failures ---- */
 
 static uint64_t saved_step; /* step of the last checkpoint; 0: none */
 
@@ -226,7 +225,7 @@ static void stuck(int signal_number) {
     _exit(1);
 }
 
-/* Called regularly: the next call is due within the limit. 0: no limit. */
+/* Restarts the watchdog: the next call is due within the limit. 0: no limit. */
 static void watch(int on) {
     double most = 2 * set.timeout + 20;
     if (n_ranks > 1 || !on) (void)alarm(on && most < 1e6 ? (unsigned)most : 0);
@@ -238,7 +237,7 @@ static void *grab(size_t count, size_t size) {
     return block;
 }
 
-/* RANK,STEP of --die and --hang. */
+/* Whether RANK,STEP, of --die or --hang, is this rank in this step. */
 static int meant(const char *text, uint64_t step) {
     char *end;
     long who = text != NULL ? strtol(text, &end, 10) : -1;
@@ -291,7 +290,7 @@ static void read_domains(size_t bytes[MAX_DOMAINS][2]) {
     } while (at != NULL);
 }
 
-/* Encodes bytes [from, to) behind what out has, and makes *part of it. */
+/* Appends the ids of bytes [from, to) to out; *part points to them. */
 static void encode_part(const moe_buffer *bytes, size_t from, size_t to, language_text *out, language_text *part) {
     moe_buffer piece = *bytes;
     moe_error error = {0};
@@ -345,8 +344,8 @@ static int part_of(size_t i, size_t n, int parts) {
     return p;
 }
 
-/* The machine of thing i of n: that of its rank, or where machines are only simulated, the part
-   that i is in. */
+/* The machine of item i of n: that of its rank, or, if machines are only simulated, the part that i
+   is in. */
 static int32_t machine_of(size_t i, size_t n, int ranks) {
     int m = machines();
     return (int32_t)(ranks % m == 0 ? part_of(i, n, ranks) / (ranks / m) : part_of(i, n, m));
@@ -464,14 +463,14 @@ static void train_with(moe_trainer *trainer, moe_net *net, uint64_t seed, size_t
     must(moe_trainer_init(trainer, net, &t, &error), "the trainer", &error);
 }
 
-/* The most sequences of a rank. */
+/* The largest number of sequences of a rank. */
 static size_t most_sequences(void) {
     size_t first, n;
     moe_rank_part((size_t)set.batch, 0, n_ranks, &first, &n);
     return n;
 }
 
-/* ---- do all ranks mean the same? ---- */
+/* ---- comparing settings ---- */
 
 static uint64_t mix(uint64_t hash, const void *bytes, size_t n) { /* FNV-1a */
     const unsigned char *p = (const unsigned char *)bytes;
@@ -561,7 +560,7 @@ static void add_up(size_t n, double *own) {
 
 /* Results of training. Communication is per step, summed over ranks. */
 typedef struct result {
-    /* nats per token: mean of the last tenth of the steps; held-out text in the end */
+    /* nats per token: mean of the last tenth of the steps; on held-out text after training */
     double loss, held;
     double seconds, computing, exchanging, waiting; /* per step, mean over ranks */
     /* token rows to other ranks, machines; share of the assignments */
@@ -569,15 +568,15 @@ typedef struct result {
     double bytes, bytes_sums;                     /* to other ranks: rows, routers and counts; sums of gradients */
     double calls;                                 /* exchanges of counts, of rows, and sums */
     /* tokens per step that an expert of a layer computes; the busiest one, on held-out text, in the
-       same measure */
+       same unit */
     double per_expert, most_per_expert;
-    /* assignments per token in each half of training: shrinking capacity shows there */
+    /* assignments per token in each half of training, which shows a shrinking capacity */
     double first_half, second_half;
     uint64_t steps;
 } result;
 
 static moe_history history;
-static double *step_times; /* [steps] of a training that --measure or --threads-too looks at, else NULL */
+static double *step_times; /* [steps] for --measure and --threads-too, else NULL */
 static double *link_rows, *link_bytes, *link_sums; /* [n_ranks,n_ranks] per step, of the last training */
 
 static void clear_counts(void) {
@@ -628,7 +627,7 @@ static void take_links(double steps) {
     free(all);
 }
 
-/* Fills in the counts of the steps, which took that many seconds. */
+/* Fills in the counts of the steps, which took `took` seconds. */
 static void take_counts(result *r, double took, const double assigned[2]) {
     size_t n = (size_t)n_ranks, i, per_machine = n / (size_t)(n_ranks % machines() == 0 ? machines() : 1);
     double steps = (double)r->steps, tokens = (double)(set.batch * set.context) * steps * (double)set.layers;
@@ -710,9 +709,9 @@ static share held_share(size_t *sequences) {
         size_t there = (domains[d].held.n - 1) / length * parts;
         if (there < n) n = there;
     }
-    if (parts > 1) n -= n % (size_t)n_ranks; /* as many for each machine */
+    if (parts > 1) n -= n % (size_t)n_ranks; /* the same number for each machine */
     share s = share_of(n, 0);
-    for (first = 0; first < n; first += count) { /* as many in a row as have the same text */
+    for (first = 0; first < n; first += count) { /* a run of sequences from the same text */
         const struct domain *d = domain_of(first, n);
         for (count = 1; first + count < n && domain_of(first + count, n) == d;) count++;
         (void)language_spread(&d->held, count, length, s.ids + first * length, s.labels + first * length);
@@ -740,7 +739,7 @@ static double take_loads(const moe_net *net, const share *held, double *loads) {
     must(moe_net_forward(net, &call, work, bytes, &pass), "counting tokens", NULL);
     for (size_t i = 0; i < net->n_modules && l < (size_t)set.layers; i++) {
         const moe_routing *r = moe_net_routing(net, &pass, i);
-        if (r == NULL) continue; /* no MoE layer */
+        if (r == NULL) continue; /* not an MoE layer */
         for (size_t e = 0; e < experts; e++)
             own[l * experts + e] = (double)(r->plan.offsets[e + 1] - r->plan.offsets[e]);
         l++;
@@ -757,7 +756,7 @@ static double take_loads(const moe_net *net, const share *held, double *loads) {
 static void judge(const moe_net *net, result *r, double *loads) {
     size_t sequences;
     share held = held_share(&sequences);
-    moe_data all; /* moe_evaluate distributes it by itself */
+    moe_data all; /* moe_evaluate distributes it over the ranks */
     moe_evaluation e;
     moe_error error = {0};
     double most = 0, tokens;
@@ -775,7 +774,7 @@ static void judge(const moe_net *net, result *r, double *loads) {
     share_free(&held);
 }
 
-/* A note on times if ranks share processors. */
+/* Prints a note on times if ranks share processors. */
 static void say_crowded(void) {
     MPI_Comm here;
     int ranks = 1;
@@ -790,7 +789,7 @@ static void say_crowded(void) {
                ranks, processors);
 }
 
-/* ---- what is said in the end ---- */
+/* ---- results ---- */
 
 static void show_links(void) {
     table_new(1);
@@ -872,7 +871,7 @@ static double median(double *x, size_t n) {
     return x[n / 2];
 }
 
-/* ---- the same in one process with threads ---- */
+/* ---- one process with threads ---- */
 
 /* Threads that wait for tasks. */
 typedef struct team {
@@ -1035,7 +1034,7 @@ static void keep(int m, long s, const result *r) {
     for (int i = 0; i < SHOWN; i++) found[m][i][s] = values[i];
 }
 
-/* The goal: 60 % fewer rows at a loss at most 1 % above. Certain: for both intervals as a whole. */
+/* The goal: 60 % fewer rows at a loss at most 1 % above; reached if both intervals meet it. */
 static const char *verdict_on(const estimate *rows, const estimate *loss) {
     if (rows->n > 1 && rows->mean + rows->half <= -60 && loss->mean + loss->half <= 1)
         return "60 % fewer rows at a loss at most 1 % above: reached";
@@ -1100,7 +1099,7 @@ static void show_comparison(void) {
            "text, not of writing it token by token.\n");
 }
 
-/* The settings of the methods, with the options. */
+/* Sets the fields of the methods from the options. */
 static void fill_fields(void) {
     snprintf(method_fields[BASELINE], sizeof method_fields[0], "top_k=2 loss_balance=0.01 capacity_factor=%g",
              set.factor);
@@ -1151,7 +1150,7 @@ static void compare(void) {
 
 enum { MEASURED_TIMES = 7, MEASURED_BATCHES = 10, POWERS = 11 };
 
-/* A simulated batch of several processes, whose tokens are like the own ones. */
+/* Simulates a batch of several processes: repeats this rank's rows. */
 static size_t own_rows, all_rows;
 static moe_status repeat_rows(void *ctx, moe_status status, size_t row_bytes, void *rows) {
     (void)ctx;
@@ -1161,7 +1160,7 @@ static moe_status repeat_rows(void *ctx, moe_status status, size_t row_bytes, vo
 }
 
 /* Seconds of moe_route and of its backward pass, for the call's tokens as the first of a batch of
-   so many. */
+   `total` tokens. */
 static void time_route(const moe_layer *layer, moe_call call, size_t total, double *forward, double *backward) {
     moe_batch batch = {.total = total, .lead = 1, .gather = repeat_rows};
     moe_router router = layer->router;
@@ -1244,14 +1243,14 @@ static const moe_layer *first_mixture(const moe_net *net) {
     return &net->modules[i].layer;
 }
 
-/* Things that every rank gets of all tokens, and their bytes per token besides the logits: which
-   are padding, homes, a bound of the capacity in every call. */
+/* Writes the number of arrays that every rank gathers of all tokens, and their bytes per token
+   besides the logits: padding, machines, a bound of the capacity in every call. */
 static void put_gathers(FILE *f, const moe_router_config *c, const moe_call *call) {
     int homes = call->token_machine != NULL && c->loss_locality > 0, bound = c->capacity_bound == MOE_BOUND_EVERY;
     fprintf(f, "gathers %d\ngather_bytes %d\n", 2 + homes + bound, 1 + homes * 4 + bound * (int)sizeof(moe_real));
 }
 
-/* Per row at an expert, per token of all ranks. */
+/* Writes times per row at an expert and, of routing, per token of all ranks. */
 static void put_times(FILE *f, const moe_layer *layer, const moe_call *call) {
     size_t n = call->n_tokens, rows;
     double route[2], larger[2], whole[2], per_row[2], grows;
@@ -1264,7 +1263,7 @@ static void put_times(FILE *f, const moe_layer *layer, const moe_call *call) {
             grows > 0 ? grows : 0);
 }
 
-/* Costs and sizes of a method. */
+/* Writes costs and sizes of a method. */
 static void put_costs(FILE *f, const moe_net *net, uint64_t seed) {
     const moe_layer *layer = first_mixture(net);
     const moe_router_config *c = &layer->config.router;
@@ -1294,7 +1293,7 @@ static void put_costs(FILE *f, const moe_net *net, uint64_t seed) {
     share_free(&s);
 }
 
-/* Adds to out[i] the rows of the fullest of 2^i ranks by the mean's. */
+/* Adds to out[i] the imbalance of 2^i ranks: the most rows of a rank divided by the mean. */
 static void add_balance(const double *rows, double *out) {
     size_t experts = (size_t)set.experts, first, count;
     double all = 0;
@@ -1311,7 +1310,7 @@ static void add_balance(const double *rows, double *out) {
     }
 }
 
-/* That, i < POWERS, as the mean over mixtures and some batches behind those of the training. */
+/* The imbalance of 2^i ranks, i < POWERS: mean over MoE layers and some batches after training. */
 static void balance(const moe_net *net, uint64_t seed, uint64_t step, double *out) {
     share s = share_of((size_t)set.batch, 0);
     size_t bytes, times = 0, experts = (size_t)set.experts;
@@ -1336,7 +1335,7 @@ static void balance(const moe_net *net, uint64_t seed, uint64_t step, double *ou
         call.rng = &rng;
         must(moe_net_forward(net, &call, work, bytes, &pass), "measuring", NULL);
         for (size_t m = 0; m < net->n_modules; m++) {
-            /* of the whole batch, but with local routing of the own tokens */
+            /* of the whole batch, or with local routing of this rank's tokens */
             const moe_routing *r = moe_net_routing(net, &pass, m);
             if (r == NULL) continue;
             memset(rows, 0, experts * sizeof *rows);
@@ -1353,8 +1352,8 @@ static void balance(const moe_net *net, uint64_t seed, uint64_t step, double *ou
     share_free(&s);
 }
 
-/* Seconds of an exchange in which two ranks send each other so many bytes, as the transport makes
-   it; of a hundred the sixth, for others may want the processors. */
+/* Seconds of an exchange of the transport in which two ranks send each other `bytes` bytes: the
+   sixth shortest of a hundred, because other processes may use the processors. */
 static double ping(size_t bytes) {
     unsigned char *out = (unsigned char *)grab(bytes, 1), *in = (unsigned char *)grab(bytes, 1);
     size_t counts[2] = {1, 1}, at[2] = {0, 0};
@@ -1372,7 +1371,7 @@ static double ping(size_t bytes) {
     return took[5];
 }
 
-/* The first program writes the head, that with two ranks what their exchanges take. */
+/* Writes the head into an empty file, and with two ranks the times of their exchanges. */
 static void put_head(FILE *f) {
     double bytes = 1 << 18, small = n_ranks == 2 ? ping(4) : 0;
     double large = n_ranks == 2 ? ping((size_t)bytes) : 0;
@@ -1384,7 +1383,7 @@ static void put_head(FILE *f) {
         fprintf(f, "near_latency %.4g\nnear_bandwidth %.4g\n", small, (bytes - 4) / (large - small));
 }
 
-/* One run of a method; step: the median of the slowest rank; even: from balance. */
+/* Writes one run of a method; step: the median of the slowest rank; even: from balance. */
 static void put_run(FILE *f, const result *r, double step, const double *even) {
     double assigned = r->per_expert * (double)set.experts;
     int i = 0;
@@ -1402,7 +1401,7 @@ static void put_run(FILE *f, const result *r, double step, const double *even) {
         fprintf(f, "imbalance_at_%d %.4f\n", 1 << i, even[i]);
 }
 
-/* Trains by a method and adds what is seen to f, which rank 0 has. */
+/* Trains with a method and appends the measurements to f, which only rank 0 has. */
 static void measure_method(FILE *f, int m, const char *name) {
     size_t first = (size_t)(set.steps / 10);
     double even[POWERS], own, *steps = (double *)grab((size_t)n_ranks, sizeof *steps);
@@ -1464,7 +1463,7 @@ static void measure(void) {
     must(moe_transport_status(&transport, rank == 0 && fclose(f) != 0 ? MOE_ERR_IO : MOE_OK), set.measure, NULL);
 }
 
-/* ---- --check: the transport by itself ---- */
+/* ---- --check: the transport alone ---- */
 
 static long passed, failed;
 
@@ -1613,7 +1612,8 @@ static void check_refusals(void) {
     mpi.error[0] = '\0';
 }
 
-/* The last rank comes late: that is waiting for the others where barriers tell, else exchanging. */
+/* The last rank comes late: the others count that as waiting if there are barriers, else as
+   exchange. */
 static void check_times(int timed) {
     struct timespec late = {.tv_nsec = 100000000};
     uint64_t out[MAX_RANKS] = {0}, in[MAX_RANKS];
@@ -1631,8 +1631,8 @@ static void check_times(int timed) {
     mpi.timed = 1;
 }
 
-/* What a rank says that has waited too long: who does not answer, who waits elsewhere. A transport
-   of its own takes the damage. */
+/* The message of a rank that has waited too long: which rank does not answer or waits elsewhere.
+   Breaks a transport of its own. */
 static void check_lost(void) {
     static uint64_t out[MAX_RANKS], in[MAX_RANKS]; /* an exchange that never ends may still write there */
     struct timespec sleep = {.tv_sec = 24}; /* others may be late by seconds on a busy machine */
@@ -1700,7 +1700,7 @@ static int check_all(void) {
     return sums[1] > 0;
 }
 
-/* ---- the whole way ---- */
+/* ---- the program ---- */
 
 static int exists(const char *path) {
     FILE *f = path != NULL ? fopen(path, "rb") : NULL;
@@ -1721,7 +1721,7 @@ static void resume(moe_trainer *t) {
     if (rank == 0) printf("%s: goes on after step %.0f of %ld\n", set.checkpoint, (double)t->steps, set.steps);
 }
 
-/* Of any number of ranks; sets what the options say of its shape. */
+/* Loads a model of any number of ranks; replaces the options for its shape. */
 static void load(moe_net *net, moe_layer_config *experts) {
     moe_error error = {0};
     int alike = 1;
@@ -1828,7 +1828,7 @@ static int work(int count, char **words) {
     if (moe_mpi_open(&mpi, MPI_COMM_WORLD, set.timeout) != MOE_OK) end_all(MOE_ERR_TRANSPORT, "the transport", NULL);
     mpi.timed = !set.untimed;
     transport = moe_mpi_transport(&mpi);
-    add_up(1, &any); /* a file that is missing on one rank */
+    add_up(1, &any); /* a file may be missing on one rank only */
     if (any > 0) {
         moe_mpi_close(&mpi);
         return wrong ? wrong : 1;

@@ -449,7 +449,7 @@ static void tell(int done, const char *what, time_t begin) {
             (int)left / 3600, (int)left / 60 % 60, (int)left % 60, what, isatty(2) && done < n_jobs ? "" : "\n");
 }
 
-/* Runs the jobs whose indices arrive on pipe `in`; writes the index of each finished one to `out`. */
+/* Runs the jobs whose indices arrive on pipe `in`; writes the index of each when done to `out`. */
 static int work_off(int in, int out) {
     int number, failed = 0;
     while (!out_of_time() && read(in, &number, sizeof number) == (long)sizeof number) {

@@ -1,4 +1,4 @@
-/* scale.c - prints what the model of scale.h predicts for many ranks.
+/* scale.c - prints the predictions of scale.h's model for many ranks.
 
        cc -std=c99 -O2 -I. examples/mpi/scale.c -o scale -lm && ./scale FILE
 
@@ -96,7 +96,7 @@ static void show_machine(const figures *h) {
            m.chunks, m.chunks > 1 ? "s" : "", m.local_routing ? "local routing" : "global routing");
 }
 
-/* Milliseconds of a step by their reason, for 1, 2, 4, ... ranks. */
+/* Milliseconds of a step by cause, for 1, 2, 4, ... ranks. */
 static void show_method(const figures *h, a_method *f) {
     double ranks, alone = 0;
     printf("\n%s: %.0f tokens per rank, %.3g rows at experts per token; assignments leave their rank %.3g and the "
@@ -132,7 +132,7 @@ static void show_legend(void) {
            "What is assumed is listed in examples/mpi/scale.c.\n");
 }
 
-/* ---- what was run, beside what the model says ---- */
+/* ---- measurements beside predictions ---- */
 
 static double off_by(double measured, double predicted) { return more(measured / predicted, predicted / measured); }
 
@@ -183,7 +183,7 @@ static errors show_runs(measurements *m) {
 
 /* ---- the table of examples/mpi/README.md ---- */
 
-/* Three digits or more; 12,345. */
+/* At least three significant digits; 12,345. */
 static void show_number(double x) {
     const double whole = floor(x + 0.5);
     if (whole >= 1000) printf(" %.0f,%03.0f |", floor(whole / 1000), fmod(whole, 1000));

@@ -1,63 +1,62 @@
 /* scale.h - a model of training on many ranks: from costs measured on one machine it predicts the
-   time of a training step on 1 to 1024 ranks (processes that share the experts, moe_ranks.h) and
-   shows how far it is from what was measured on a few. examples/mpi/scale.c prints its tables;
+   time of a training step on 1 to 1024 ranks (processes that share the experts, moe_ranks.h), and
+   compares predictions with runs on a few. examples/mpi/scale.c prints its tables;
    tests/examples/scale.c tests it.
 
    THE MODEL. R ranks, p of them on each machine, n = R/p machines; T tokens per rank and step, N =
-   R T; L mixtures of E experts, rank r has E/R of them. A link takes a + b/B seconds for a message
-   of b bytes: a its latency, B its bandwidth, for both directions at a time (full duplex). near:
+   R T; L MoE layers of E experts, E/R of them on each rank. A link takes a + b/B seconds for a
+   message of b bytes: a is its latency, B its bandwidth in each direction (full duplex). near:
    inside a machine, for every rank; far: between machines, for all ranks of a machine together. An
    all-to-all is R - 1 messages of every rank.
      compute   L rows (forward + backward) + T other + L N route E/E0 + numbers optimizer, times the
-               crowd max(1, p threads/cores) (rows: assignments/R, of the mean rank; route: what
-               each rank decides for the tokens of all ranks; numbers: shared ones and those of own
+               crowd max(1, p threads/cores) (rows: assignments/R, of the mean rank; route: of the
+               tokens of all ranks, on each rank; numbers: shared parameters and those of local
                experts)
      rows      4 L all-to-alls (x, f(x), w dy, dx) of assignments_remote/R rows of d_model numbers
-     gather    L all-to-alls that bring what a decision needs to every rank: the logits of all
-               tokens, T E numbers from every other rank, and little else
-     counts    L (4 + gathers) + 3 all-to-alls of a few words: settings and tokens, whether all is
-               well, rows for each expert, the loss
-     sums      gradients of what all ranks hold, L + 1 stretches of them, as
-               examples/extras/moe_mpi.h adds them: two all-to-alls of 1/R of a stretch per pair of
-               ranks (--ring: a ring, 2 (R - 1) messages of as much)
-     waiting   for the fullest rank, which has `imbalance` times the mean's rows: max(0, imbalance -
-               crowd) of the mean's expert time, imbalance - 1 of the bytes of rows
-     hidden    with C chunks: (1 - 1/C) of the smaller one of expert time and rows, forward and
-               backward apart; the latency of rows counts C times
-   Local routing (moe_transport.local_routing): every rank routes its own tokens alone; no gather,
+     gather    L all-to-alls that bring what routing needs to every rank: the logits of all tokens,
+               T E numbers from every other rank, and little else
+     counts    L (4 + gathers) + 3 all-to-alls of a few words: settings and tokens, statuses, rows
+               for each expert, the loss
+     sums      gradients of the parameters that all ranks hold, in L + 1 ranges, summed as in
+               examples/extras/moe_mpi.h: two all-to-alls of 1/R of a range per pair of ranks
+               (--ring: a ring, 2 (R - 1) messages of that size)
+     waiting   for the busiest rank, which has `imbalance` times the mean's rows: max(0, imbalance -
+               crowd) of the mean's expert time, imbalance - 1 of the time of the rows' bytes
+     hidden    with C chunks: (1 - 1/C) of the smaller of expert time and rows, forward and backward
+               separately; the latency of rows counts C times
+   Local routing (moe_transport.local_routing): every rank routes only its own tokens; no gather,
    route of T tokens instead of N, and for the router's state a sum of E + 1 numbers and two more
    all-to-alls of a word.
-   Two levels: rows for another machine go through the rank of the own machine that has the goal's
-   position there: p - 1 near messages and n - 1 far ones instead of p - 1 and R - p, and (p - 1)/p
-   of the far bytes travel near as well, before anything else goes on; an all-to-all of n words
-   precedes each such exchange. All else goes by one level.
+   Two levels: rows for another machine go through the rank of the sender's machine that has the
+   receiver's position there: p - 1 near messages and n - 1 far ones instead of p - 1 and R - p, and
+   (p - 1)/p of the far bytes travel near as well, before anything else starts; an all-to-all of n
+   words precedes each such exchange. Everything else uses one level.
 
-   WHAT IS ASSUMED. A run is compared with times that come from the run with one rank, from links
-   and from counts (assignments, those away, imbalance), never from that run's own times.
-   Messages of a rank follow each other, near ones before far ones; no contention in switches; the
-   far link of a machine is shared evenly. What is under way moves on while a rank computes (many
-   MPIs need a thread for that). Ranks that wait leave their cores to others. Costs per row do not
+   ASSUMPTIONS. The prediction of a run uses the times of the run with one rank, the links and the
+   run's counts (assignments, remote ones, imbalance), never the run's own times.
+   A rank sends one message after the other, near ones before far ones; no contention in switches;
+   the far link of a machine is shared evenly. Messages progress while a rank computes (many MPIs
+   need a thread for that). Ranks that wait leave their cores to others. Costs per row do not
    depend on how many rows there are, and p ranks on p cores do not slow each other down (they share
    caches and memory: measure with all cores busy, or expect less). Packing of rows is free. Nothing
    fails.
-   Beyond what was measured: T stays (weak scaling); E = max(E0, R), E0 measured; route and the
-   logits grow with E (measured by moe_route with a batch, E 8 to 256: 2 to 17 ns per token and
-   expert), other does not (scores of a linear router do); assignments per token stay; the share of
-   assignments that leave their rank is l (1 - 1/R), that leave the machine m (1 - 1/n), l and m
-   measured against 1, random routing, on the most ranks and machines that were run; imbalance is
-   that of the largest R' up to R of which it is known (fewer experts per rank make it larger,
-   capacity bounds it), with global or local routing.
+   Beyond what was measured: T is constant (weak scaling); E = max(E0, R), E0 measured; route and
+   the logits grow with E (measured by moe_route with a batch, E 8 to 256: 2 to 17 ns per token and
+   expert), other does not (scores of a linear router do); assignments per token are constant; the
+   share of assignments that leave their rank is l (1 - 1/R), that leave the machine m (1 - 1/n),
+   with l and m relative to random routing (1), measured on the most ranks and machines that were
+   run; imbalance is that of the largest R' up to R for which it is known (fewer experts per rank
+   make it larger, capacity bounds it), with global or local routing.
    Memory: moe_route keeps 29 to 60 bytes per token of the batch and expert on every rank
-   (moe_route_batch_size, float, training); the tables say 30. That is the decision alone:
-   moe_layer_work_size has room for all rows that may come to the own experts besides.
+   (moe_route_batch_size, float, training); the tables say 30. That is for routing only:
+   moe_layer_work_size also has room for all rows that local experts may receive.
 
    THE FILE. First line "moe-scale 1", then "key value" lines: head, then methods, each with its
-   costs and its runs; the tables below (keys) say which. A method and the head may be continued
-   further down, so that several programs can append to one file; a value that comes again must be
-   the same. # begins a remark.
+   costs and its runs; the table below (keys) lists them. A method and the head may be continued
+   further down, so that several programs can append to one file; a repeated value must be the same.
+   # begins a comment.
 
-   WHERE NETWORKS' DEFAULTS COME FROM. Measured by others with MPI between two machines, as
-   published:
+   SOURCES OF THE NETWORK DEFAULTS. Published measurements with MPI between two machines:
      ib100  1.2 us, 12.3 GB/s  Omni-Path 12.38 GB/s
             (gist.github.com/hppritcha/8da4436a216c9d96bf10ad9d403da03f), 0.9 us and more than 10
             GB/s on 100 Gb/s (gist.github.com/jfgrimm/3af692a5475bdd4ed836b5a18197a209), ConnectX-6
@@ -99,8 +98,8 @@ typedef struct machine {
 
 /* Seconds, as in the file. */
 typedef struct costs {
-    double expert_forward, expert_backward; /* per row of one mixture */
-    double route;                           /* per token of all ranks and mixture */
+    double expert_forward, expert_backward; /* per row of one MoE layer */
+    double route;                           /* per token of all ranks and MoE layer */
     double other;                           /* per own token */
     double optimizer;                       /* per number */
 } costs;
@@ -115,7 +114,7 @@ typedef struct work {
     double d_model, real_bytes;
     double shared_numbers, expert_numbers;
     double threads;
-    double gathers, gather_bytes; /* per mixture; bytes per token besides its logits */
+    double gathers, gather_bytes; /* per MoE layer; bytes per token besides its logits */
 } work;
 
 /* The time of an exchange: what messages take without bytes, and what bytes take. */
@@ -129,14 +128,14 @@ typedef struct times {
     parts rows, gather, counts, sums;        /* exchange */
     parts rows_inside;                       /* that part of rows that travels near */
     double waiting, hidden, step;
-    /* of rows, that the mean rank sends in a step; with two levels what passes through is near as
-       well */
+    /* of rows, that the mean rank sends in a step; with two levels, rows passing through count as
+       near, too */
     double near_bytes, far_bytes;
     double near_messages, far_messages; /* of a rank in one all-to-all */
-    /* that all ranks send in a step: rows, on each hop, what is gathered and counts, as moe_traffic
-       has it */
+    /* that all ranks send in a step: rows on each hop, gathered data and counts, as in
+       moe_traffic */
     double bytes;
-    double memory; /* bytes of what every rank keeps of all tokens, per mixture */
+    double memory; /* bytes that every rank keeps for all tokens, per MoE layer */
 } times;
 
 static double more(double a, double b) { return a > b ? a : b; }
@@ -145,7 +144,7 @@ static double less(double a, double b) { return a < b ? a : b; }
 /* Ranks on a machine that has any. */
 static double on_node(const machine *m, const work *w) { return less(w->ranks, m->ranks_per_machine); }
 
-/* The slowdown of a rank against one that has its cores for itself. */
+/* The slowdown of a rank compared to one with cores of its own. */
 static double crowd(const machine *m, const work *w) {
     const double ranks = m->one_machine ? w->ranks : on_node(m, w);
     return more(1, ranks * w->threads / m->cores);
@@ -158,15 +157,14 @@ static double far_messages(const machine *m, const work *w) {
     return m->two_level ? w->ranks / p - 1 : w->ranks - p;
 }
 
-/* Far bytes that travel inside the machine as well, on their way to the rank that sends them
-   off. */
+/* Far bytes that also travel inside the machine, to the rank that sends them on. */
 static double passing(const machine *m, const work *w, double far_bytes) {
     const double p = on_node(m, w);
     return m->two_level ? far_bytes * (p - 1) / p : 0;
 }
 
-/* An all-to-all in which every rank sends so many bytes to the ranks of its machine: the part
-   inside, with what passes through; and the part between machines. */
+/* An all-to-all in which every rank sends near_bytes inside its machine and far_bytes to others:
+   the part inside, including what passes through, and the part between machines. */
 static parts inside(const machine *m, const work *w, double near_bytes, double far_bytes) {
     const double slow = crowd(m, w);
     parts t;
@@ -206,8 +204,8 @@ static parts to_all(const machine *m, const work *w, double bytes) {
     return sum_of_two(inside(&direct, w, (p - 1) * bytes, 0), across(&direct, w, (w->ranks - p) * bytes));
 }
 
-/* The messages of each step of a ring go round at the pace of the slowest hop; one rank of a
-   machine sends to another machine at a time. */
+/* Each step of a ring takes as long as its slowest hop; one rank of a machine sends to another
+   machine at a time. */
 static parts ring_sum(const machine *m, const work *w, double bytes) {
     const double steps = 2 * (w->ranks - 1), slow = crowd(m, w);
     const double part = bytes / w->ranks;
@@ -233,7 +231,7 @@ static double hidden(const machine *m, double computing, double moving) {
     return (1 - 1 / (double)m->chunks) * less(computing, moving);
 }
 
-/* Rows of the mean rank, in one pass of one mixture. */
+/* Bytes of the rows of the mean rank, in one pass of one MoE layer. */
 static double pass_bytes(const work *w, double share) {
     return w->tokens * w->assignments * share * w->d_model * w->real_bytes;
 }
@@ -248,25 +246,25 @@ static void predict_compute(const machine *m, const costs *c, const work *w, tim
     t->optimizer = slow * numbers * c->optimizer;
 }
 
-/* With local routing nothing is gathered; what they count for the router's state is added up: E + 1
+/* With local routing nothing is gathered; the counts for the router's state are summed: E + 1
    numbers and a word. */
 static double gathers(const machine *m, const work *w) { return m->local_routing ? 0 : w->gathers; }
 
 static parts sum_of_state(const machine *m, const work *w) {
-    enum { FEW = 512 }; /* up to so many every rank sends all of them to all others */
+    enum { FEW = 512 }; /* up to this many, every rank sends all of them to all others */
     const double numbers = w->experts + 1;
     const parts none = {0, 0};
     if (!m->local_routing) return none;
     return numbers <= FEW ? to_all(m, w, numbers * w->real_bytes) : sum_of(m, w, numbers * w->real_bytes);
 }
 
-/* Words of 8 bytes that every rank sends to every other for one mixture: 4 and 1 to begin with, 1
+/* Words of 8 bytes that every rank sends to every other for one MoE layer: 4 and 1 to begin with, 1
    before each gathering, a status and the rows of each expert; 1 in the backward pass. */
 static double count_words(const machine *m, const work *w) {
     return 7 + gathers(m, w) + m->local_routing + ceil(w->experts / w->ranks);
 }
 
-/* ... and for its hops: two levels tell the ranks of a machine how much will pass. */
+/* The same for the hops of two levels, which tell the ranks of a machine how much will pass. */
 static int hops(const machine *m, const work *w) {
     return m->two_level && w->ranks > m->ranks_per_machine ? PASSES * m->chunks : 0;
 }
@@ -510,7 +508,7 @@ static int read_value(reading *r, const char *name, const char *text) {
     return keep_value(r, name, field(record, k->at), value);
 }
 
-/* A line without its end: nothing, a remark, or a key and a value. */
+/* A line without its end: empty, a comment, or a key and a value. */
 static int read_line(reading *r, const char *line, size_t length) {
     char key[40], value[40], rest[2], copy[120];
     int words;
@@ -574,8 +572,8 @@ static double own_numbers(const figures *h, const a_method *f) {
     return f->shared_numbers + h->layers * h->experts * f->expert_numbers;
 }
 
-/* What the step with one rank has left over when all that has a cost of its own is taken away, per
-   token. */
+/* The time per token of the step with one rank, less everything that has a measured cost of its
+   own. */
 static double left_over(const figures *h, const a_method *f, const a_run *one) {
     const double rows = one->assignments * (f->expert_forward + f->expert_backward), decide = one->tokens * f->route;
     return (one->step - h->layers * (rows + decide) - own_numbers(h, f) * f->optimizer) / one->tokens;
@@ -696,8 +694,8 @@ static machine machine_of_run(const figures *h, const a_run *r) {
     return m;
 }
 
-/* The share of assignments that leave, against that of random routing over so many homes: of the
-   run with the most homes. 1 when there is none. */
+/* The share of assignments that leave their rank or machine, relative to random routing: of the run
+   with the most ranks or machines; UNKNOWN if none has more than one. */
 static double locality(const a_method *f, int of_nodes) {
     double most = 1, found = UNKNOWN;
     int i;
@@ -726,7 +724,7 @@ static double imbalance_up_to(a_method *f, double ranks) {
     return imbalance;
 }
 
-/* The work of `ranks` ranks, with that many tokens each. */
+/* The work of `ranks` ranks with `tokens` tokens each. */
 static work work_beyond(const figures *h, a_method *f, double ranks, double ranks_per_machine, double tokens) {
     const a_run *one = find_run(f, 1);
     const double nodes = ranks > ranks_per_machine ? ranks / ranks_per_machine : 1;
@@ -746,7 +744,7 @@ static int can_have(const a_method *f, double experts) {
     return f->experts_most <= 0 || (experts <= f->experts_most && fmod(f->experts_most, experts) <= 0);
 }
 
-/* Seconds of a step by what a rank does. */
+/* Seconds of a step that a rank computes, and exchanges. */
 static double computing(const times *t) { return t->experts + t->route + t->other + t->optimizer; }
 static double moving(const times *t) { return total(t->rows) + total(t->gather) + total(t->counts) + total(t->sums); }
 

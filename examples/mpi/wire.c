@@ -58,7 +58,7 @@ static double now(void) {
 
 static double later(double a, double b) { return a > b ? a : b; }
 
-/* Frames with what hardware would do still to be done: large segments, checksums. */
+/* Frames arrive without what hardware would do: large segments are not cut, checksums missing. */
 static int open_line(line *l, const char *name) {
     const int on = 1, room = ROOM;
     struct sockaddr_ll at;
@@ -74,7 +74,7 @@ static int open_line(line *l, const char *name) {
            bind(l->socket, (struct sockaddr *)&at, sizeof at) == 0;
 }
 
-/* Bytes on the line. */
+/* Bytes of a frame on the line, with the headers of its segments. */
 static double line_bytes(const char *bytes, size_t size) {
     struct virtio_net_hdr header;
     double whole = (double)(size - sizeof header), segments = 1;
@@ -113,7 +113,7 @@ static void take(int from) {
     }
 }
 
-/* Sends what is due; returns when the next frame will be, or -1. */
+/* Sends the frames that are due; returns the time of the next one, or -1. */
 static double give(line *l) {
     frame *f;
     while ((f = l->first) != NULL && f->due <= now()) {

@@ -18,8 +18,8 @@
 #define WEB(type, name) type name
 #endif
 
-/* The plane is [-1,1] x [-1,1]. The network reads (2x, 2y, 1): with the 1, what is linear in its
-   input can also be moved. */
+/* The plane is [-1,1] x [-1,1]. The network reads (2x, 2y, 1); the 1 gives linear functions of the
+   input an offset. */
 enum {
     MAX_POINTS = 4000, CLASSES = 4, EXPERTS = 16, D_IN = 3, BATCH = 64, SIDE = 192, CELLS = SIDE * SIDE, CALL = 256,
     SCATTER = 6151
@@ -41,12 +41,12 @@ typedef struct web_settings {
     uint64_t seed;
 } web_settings;
 
-/* A network at work. */
+/* A network in training. */
 typedef struct web_model {
-    web_settings made; /* of what */
+    web_settings made; /* the settings of net */
     moe_net net;
-    /* what net was when the map was begun: a map is made in many calls, between which net goes on
-       learning */
+    /* net as it was when the map was started: a map takes many calls, between which net continues
+       to learn */
     moe_net shown;
     moe_trainer trainer;
     moe_rng order; /* the order of points */
@@ -105,7 +105,7 @@ WEB(const char *, web_preset)(int i, int what) {
 /* The name of one bit of numbers[TRAITS], NULL past the last. */
 WEB(const char *, web_trait)(int bit) { return moe_trait_name(1u << bit); }
 
-/* ---- examples of points ---- */
+/* ---- example points ---- */
 
 static void put(int i, double px, double py, int label) {
     points[2 * i] = (float)(px < -0.98 ? -0.98 : px > 0.98 ? 0.98 : px);
@@ -291,7 +291,7 @@ WEB(int, web_try)(void) {
     return (int)told(status);
 }
 
-/* Creates the network of the settings anew. On failure the old one is kept. */
+/* Creates a new network from the settings. On failure the old one is kept. */
 WEB(int, web_create)(void) {
     web_model made;
     moe_status status;
@@ -320,7 +320,7 @@ WEB(void, web_rate)(double rate) {
     if (ready) model.trainer.rate = model.made.rate = settings.rate;
 }
 
-/* count steps on the first n points; they stop at the first that fails. */
+/* Trains count steps on the first n points; stops at the first that fails. */
 WEB(int, web_train)(int n, int count) {
     moe_step seen;
     moe_status status = ready && n > 0 ? MOE_OK : MOE_ERR_STATE;
@@ -335,9 +335,10 @@ WEB(int, web_train)(int n, int count) {
     return (int)told(status);
 }
 
-/* ---- what the network does ---- */
+/* ---- measurements and the map ---- */
 
-/* The largest of a row among the classes that occur; *sure its probability among them. */
+/* The class with the largest logit among those that occur; *sure receives its probability among
+   them. */
 static int answer(const moe_real *y, const unsigned char *present, double *sure) {
     double sum = 0;
     int best = -1, c;
@@ -354,7 +355,7 @@ static void find_classes(int n, unsigned char *present) {
     while (n-- > 0) present[labels[n]] = 1;
 }
 
-/* H of a row that is scaled to sum 1. */
+/* H of v, scaled to sum 1. */
 static double entropy(size_t n, const double *v) {
     double sum = 0, h = 0;
     size_t i;
@@ -364,8 +365,7 @@ static double entropy(size_t n, const double *v) {
 }
 
 /* Gate values are scaled to sum 1 for both entropies, so that they lie in 0 .. ln E for every gate.
-   Where all experts take part in all points, as in soft routers, the load is the share of the
-   weights. */
+   If all experts work on all points, as with soft routers, the load is the share of the weights. */
 static void keep_report(const moe_report *r, const double *weights) {
     double sum = 0;
     size_t e;
@@ -427,7 +427,8 @@ WEB(int, web_measure)(int n) {
     return MOE_OK;
 }
 
-/* What one cell's row of a routing says: shares of the weights, first choice, 255 for none. */
+/* Stores a cell of the map from token t of a routing: shares of the weights; first choice, 255:
+   none. */
 static void keep_cell(int cell, const moe_routing *routing, size_t t) {
     const size_t e_count = routing->n_experts;
     const moe_real *weights = routing->weights + t * e_count;
@@ -453,8 +454,8 @@ static void copy_values(const moe_net *from, moe_net *to) {
 }
 
 /* Cells from..from+CALL-1 of the map of the network as it was in the call with from = 0, in an
-   order that spreads every call over the whole plane: some routers look at the other points of a
-   call. n: the points whose classes occur. */
+   order that spreads every call over the whole plane: with some routers a point's result depends on
+   the others in the call. n: number of points, whose classes occur. */
 WEB(int, web_map)(int from, int n) {
     moe_real x[CALL * D_IN];
     unsigned char present[CLASSES];
