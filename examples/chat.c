@@ -1,4 +1,4 @@
-/* Talks with a mixture-of-experts model of another program: a GGUF file or a Hugging Face folder.
+/* Chats with a published mixture-of-experts model: a GGUF file or a Hugging Face folder.
      cc -std=c99 -O2 -I. examples/chat.c -o chat -lm -pthread && ./chat MODEL
      (or: sh examples/run chat MODEL) */
 
@@ -21,10 +21,10 @@
 #endif
 #include "report.h"
 
-/* Tokens of a prompt at once; of large models fewer, so that the workspace is about 16 MB. */
+/* Tokens of a prompt per call; fewer for large models, so that the workspace is about 16 MB. */
 enum { BATCH = 128, WORK = 16000000, LINE_MOST = 1 << 16, SHOWN_MOST = 1000 };
 
-/* ---- what can be set ---- */
+/* ---- options ---- */
 
 static struct {
     const char *model, *prompt, *system, *kernels;
@@ -97,7 +97,7 @@ static int set_option(const struct option *o, const char *value) {
     return 0;
 }
 
-/* What the options say together. */
+/* Checks the options together. */
 static int check_options(void) {
     static const char *const names[MOE_KERNELS_COUNT] = {"auto", "c", "avx2", "avx512", "neon", "wasm"};
     while (set.instructions < MOE_KERNELS_COUNT && strcmp(names[set.instructions], set.kernels) != 0)
@@ -145,7 +145,7 @@ static void catch_interrupts(void) {
     signal(SIGINT, interrupt);
 #else
     struct sigaction action;
-    memset(&action, 0, sizeof action); /* no SA_RESTART: reading a line ends */
+    memset(&action, 0, sizeof action); /* no SA_RESTART: Ctrl-C interrupts reading */
     action.sa_handler = interrupt;
     sigaction(SIGINT, &action, NULL);
 #endif
@@ -171,7 +171,7 @@ static uint64_t machine_memory(void) {
 #endif
 }
 
-/* Bytes that the program has in memory of its own, and of mapped files; 0: unknown. */
+/* Bytes of the program's own memory, and of mapped files in memory; 0: unknown. */
 static double memory_used(double *mapped) {
     char line[200];
     double own = 0;
@@ -233,7 +233,7 @@ static void run_tasks(void *unused, void (*task)(void *work, int index), void *w
 }
 #endif
 
-/* Starts threads; fewer if the system has no more. */
+/* Starts the threads, or as many as the system allows. */
 static moe_parallel start_threads(void) {
     moe_parallel parallel;
     memset(&parallel, 0, sizeof parallel);
@@ -256,8 +256,8 @@ static moe_parallel start_threads(void) {
 typedef struct layer_record {
     size_t module;
     moe_metrics metrics;
-    int32_t first[SHOWN_MOST]; /* the first expert of each token, */
-    float weight[SHOWN_MOST];  /* and its weight */
+    int32_t first[SHOWN_MOST]; /* the first choice of each token */
+    float weight[SHOWN_MOST];  /* its weight */
 } layer_record;
 
 static struct {
@@ -319,7 +319,7 @@ typedef struct session {
     moe_buffer text;          /* of the next turn */
 } session;
 
-/* Runs tokens; 0: stopped by Ctrl-C or by an error, which was told. */
+/* Runs the model on tokens; 0: stopped by Ctrl-C, or by an error that has been reported. */
 static int feed(session *s, const int32_t *ids, size_t n) {
     moe_net_pass pass;
     moe_status status = MOE_OK;
@@ -339,7 +339,7 @@ static int feed(session *s, const int32_t *ids, size_t n) {
     return status == MOE_OK && !interrupted;
 }
 
-/* The ids of the next turn: of text, or of numbers where there is no vocabulary. */
+/* The token ids of the next turn: of the text, or without a vocabulary of the numbers in it. */
 static int32_t *read_tokens(session *s, const char *text, size_t size, int flags, size_t *n) {
     const size_t room = 3 * size + 8;
     int32_t *ids = (int32_t *)grab(room, sizeof *ids);
@@ -388,7 +388,7 @@ static void write_text(const char *text, size_t n) {
     fflush(stdout);
 }
 
-/* Writes a reply. 0: an error, which was told. */
+/* Generates a reply; 0 after an error message. */
 static int reply(session *s, size_t n_read, double reading) {
     const moe_sampling how = {(int)set.greedy, (moe_real)set.temperature, (int)set.top_k, (moe_real)set.top_p};
     const size_t room = s->has_words ? moe_tokenizer_room(&s->tokenizer) : 1;
@@ -399,7 +399,7 @@ static int reply(session *s, size_t n_read, double reading) {
     int good = 1;
     memset(&decoder, 0, sizeof decoder);
     decoder.tokenizer = &s->tokenizer;
-    decoder.begun = s->chat == NULL; /* text that goes on keeps its space */
+    decoder.begun = s->chat == NULL; /* continued text keeps its leading space */
     while (good && n < (size_t)set.tokens && !interrupted) {
         int32_t id;
         moe_error error;
@@ -435,7 +435,7 @@ static moe_status put_message(session *s, const char *message) {
     return status;
 }
 
-/* The tokens of a message; n = 0: none, and why was told. */
+/* The tokens of a message; n = 0 after an error message. */
 static int32_t *message_tokens(session *s, const char *message, size_t *n) {
     int flags = s->cache.n_tokens == 0 ? MOE_TOKENIZER_BOUNDS : 0;
     const char *text = message;
@@ -451,7 +451,7 @@ static int32_t *message_tokens(session *s, const char *message, size_t *n) {
     return read_tokens(s, text, size, flags, n);
 }
 
-/* One message and its reply. 0: an error, which was told. */
+/* One message and its reply; 0 after an error message. */
 static int turn(session *s, const char *message) {
     size_t n;
     int32_t *ids = message_tokens(s, message, &n);
@@ -470,7 +470,7 @@ static int turn(session *s, const char *message) {
     if (n == 0) return 0;
     if (good) good = reply(s, n, seconds() - began);
     else if (interrupted) good = 1;
-    /* what closes the reply comes with the next message */
+    /* the text that closes the reply is read with the next message */
     if (s->chat != NULL) {
         moe_stream stream = moe_buffer_stream(&s->text);
         const char *after = s->chat->after[MOE_CHAT_ASSISTANT];
@@ -522,7 +522,7 @@ static const char **layer_names(void) {
     return names;
 }
 
-/* The text of a token by itself. */
+/* The text of a single token. */
 static const char *token_text(const session *s, int32_t id) {
     const size_t room = s->has_words ? moe_tokenizer_room(&s->tokenizer) + 1 : 16;
     char *text = (char *)report_grab(room, 1);

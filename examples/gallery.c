@@ -21,7 +21,7 @@ static const char help[] = "gallery [options]   trains each preset on the same p
                            "  --kernels NAME    instruction set: auto, c, avx2, ... (c: the pictures in the repository "
                            "are made with it)\n" REPORT_HELP;
 
-/* GRID cells on a side of the picture, POINTS of each of BLOBS clusters, whose labels go round. */
+/* GRID cells per side of the picture; POINTS points in each of BLOBS clusters, labeled in turn. */
 enum {
     GRID = 64,
     BLOBS = 7,
@@ -123,8 +123,8 @@ static moe_status configure(const char *name, moe_layer_config *c, moe_error *er
     return MOE_OK;
 }
 
-/* A linear layer, the MoE layer, a linear output layer. Clusters come from another MoE layer before
-   it. */
+/* A linear layer, the MoE layer, a linear output layer. Adaptive clustering takes its clusters from
+   another MoE layer before it. */
 static moe_status build(moe_net *net, const moe_layer_config *c, size_t *module, moe_error *error) {
     moe_layer_config before;
     moe_status status = configure("smoe", &before, error);
@@ -222,7 +222,7 @@ static int is_run(const unsigned char *grid, int row, int from, int end, int exp
     return i == end && (from == 0 || cells[from - 1] != expert) && (end == GRID || cells[end] != expert);
 }
 
-/* Cells of one expert as rectangles: runs, and the same runs below them. */
+/* Writes the cells of one expert as rectangles: runs that repeat in the rows below. */
 static moe_status put_region(moe_stream *stream, const unsigned char *grid, int expert) {
     moe_status status = MOE_OK;
     char text[120];

@@ -22,7 +22,7 @@ enum {
     HELD_SEQUENCES = 128, AT_ONCE = 16
 };
 
-/* ---- what can be set ---- */
+/* ---- options ---- */
 
 static struct {
     const char *text, *router, *fields, *plus, *kernels, *load, *save, *checkpoint, *die, *hang, *mismatch, *measure;

@@ -24,7 +24,7 @@
 
 enum { LONGEST = 48 /* bytes of a token */, KINDS = 7, COLUMNS = 100, MAX_LAYERS = 64, PATH_SIZE = 1000 };
 
-/* ---- what can be set ---- */
+/* ---- options ---- */
 
 static struct {
     const char *text, *test, *output, *checkpoint, *router, *kernels, *prompt, *route;
