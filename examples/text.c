@@ -642,7 +642,7 @@ static moe_status take_census(const model *m, const moe_data *data, census *of) 
         status = moe_net_forward(&m->net, &call, work, bytes, &pass);
         for (i = 0; i < m->net.n_modules && status == MOE_OK; i++) {
             const moe_routing *r = moe_net_routing(&m->net, &pass, i);
-            if (r == NULL) continue; /* no mixture */
+            if (r == NULL) continue; /* not an MoE layer */
             status = moe_metrics_add(&c->kinds, r, NULL, row);
             if (status == MOE_OK) status = moe_metrics_add(&c++->words, r, NULL, call.token_ids);
         }
@@ -737,7 +737,7 @@ static int show_route(const model *m, const char *text) {
             column += printf(" %3s", shown(m->words + ids[to], cell));
         for (i = 0, layer = 1; i < m->net.n_modules; i++) {
             const moe_routing *r = moe_net_routing(&m->net, &pass, i);
-            if (r == NULL) continue; /* no mixture */
+            if (r == NULL) continue; /* not an MoE layer */
             printf("\nlayer %-2d", layer++);
             for (t = from; t < to; t++) {
                 int width = (int)strlen(shown(m->words + ids[t], cell));
@@ -767,7 +767,7 @@ static int report_tokens(const model *m, const char *title, const int32_t *ids, 
         names[t] = (const char *)memcpy(report_grab(LONGEST + 1, 1), m->words[ids[t]].p, m->words[ids[t]].n);
     for (size_t i = 0; i < m->net.n_modules && layers < MAX_LAYERS; i++) {
         const moe_routing *r = moe_net_routing(&m->net, &pass, i);
-        /* no mixture */
+        /* not an MoE layer */
         if (r == NULL || moe_routing_choices(r, 1, 1, experts + layers * call.n_tokens) != MOE_OK) continue;
         for (size_t t = 0; t < call.n_tokens; t++) {
             int32_t e = experts[layers * call.n_tokens + t];

@@ -181,7 +181,7 @@ static moe_status configure(moe_layer_config *config) {
     return status;
 }
 
-/* features: input -> linear, gelu -> mixture -> linear -> classes; else without the first two. */
+/* features: input -> linear, gelu -> MoE layer -> linear -> classes; else without the first two. */
 static moe_status build_net(moe_net *net, const moe_layer_config *config, int trainable) {
     moe_net_init(net, D_IN, MOE_KERNELS_AUTO, NULL);
     if (settings.features) moe_net_linear(net, settings.width);
