@@ -41,18 +41,18 @@ static const struct option {
     double least, most;
     const char *help;
 } options[] = {
-    {"--prompt", "TEXT", TEXT, &set.prompt, 0, 0, "answers this and ends; of a model without a vocabulary: token ids"},
-    {"--system", "TEXT", TEXT, &set.system, 0, 0, "what the model is told before the first message"},
-    {"--plain", "", FLAG, &set.plain, 0, 0, "continues the text as it is, without the texts around messages"},
-    {"--tokens", "N", WHOLE, &set.tokens, 1, 1e9, "the most tokens of a reply"},
-    {"--seed", "N", WHOLE, &set.seed, 0, 1e9, "start of all random choices"},
-    {"--temperature", "X", REAL, &set.temperature, 1e-6, 1e6, "less: more probable tokens"},
-    {"--top-k", "N", WHOLE, &set.top_k, 0, 1e6, "draws from the N most probable tokens; 0: all"},
-    {"--top-p", "X", REAL, &set.top_p, 1e-6, 1, "and only from the most probable ones with this sum"},
+    {"--prompt", "TEXT", TEXT, &set.prompt, 0, 0, "answers this and exits; token ids if the model has no vocabulary"},
+    {"--system", "TEXT", TEXT, &set.system, 0, 0, "a system message before the first message"},
+    {"--plain", "", FLAG, &set.plain, 0, 0, "continues the text as it is, without a chat template"},
+    {"--tokens", "N", WHOLE, &set.tokens, 1, 1e9, "the largest number of tokens in a reply"},
+    {"--seed", "N", WHOLE, &set.seed, 0, 1e9, "seed of all random choices"},
+    {"--temperature", "X", REAL, &set.temperature, 1e-6, 1e6, "lower: more probable tokens"},
+    {"--top-k", "N", WHOLE, &set.top_k, 0, 1e6, "samples from the N most probable tokens; 0: all"},
+    {"--top-p", "X", REAL, &set.top_p, 1e-6, 1, "and only from the most probable ones with this total probability"},
     {"--greedy", "", FLAG, &set.greedy, 0, 0, "always takes the most probable token"},
-    {"--experts", "N", WHOLE, &set.experts, 0, 1024, "at most N experts per token; 0: as many as the model says"},
+    {"--experts", "N", WHOLE, &set.experts, 0, 1024, "at most N experts per token; 0: the model's number"},
     {"--context", "N", WHOLE, &set.context, 0, 1e7, "tokens of a conversation; 0: the model's, at most 4096"},
-    {"--exact", "", FLAG, &set.exact, 0, 0, "does not quantize activations: slower, closer to the model's program"},
+    {"--exact", "", FLAG, &set.exact, 0, 0, "does not quantize activations: slower, closer to the model's own program"},
     {"--threads", "N", WHOLE, &set.threads, 0, 256, "threads; 0: one per processor"},
     {"--kernels", "NAME", TEXT, &set.kernels, 0, 0, "instruction set: auto, c, avx2, ..."},
     {"--from-disk", "", FLAG, &set.from_disk, 0, 0, "also runs a model that is larger than the memory"},
@@ -67,7 +67,7 @@ static int fail(const char *what, const char *why) {
 }
 
 static int show_help(void) {
-    printf("chat [options] MODEL   talks with a model: a .gguf file (of a split one, any part) or a folder with\n"
+    printf("chat [options] MODEL   chats with a model: a .gguf file (any part of a split one) or a folder with\n"
            "                       config.json, safetensors and tokenizer.json\n");
     for (const struct option *o = options; o < options + OPTIONS; o++) {
         printf("  %-14s %-5s  %s", o->name, o->value, o->help);
@@ -102,7 +102,7 @@ static int check_options(void) {
     static const char *const names[MOE_KERNELS_COUNT] = {"auto", "c", "avx2", "avx512", "neon", "wasm"};
     while (set.instructions < MOE_KERNELS_COUNT && strcmp(names[set.instructions], set.kernels) != 0)
         set.instructions++;
-    if (set.model == NULL) fail("which model? chat [options] MODEL", "-h explains");
+    if (set.model == NULL) fail("which model? chat [options] MODEL", "see -h");
     else if (set.instructions == MOE_KERNELS_COUNT)
         fail(set.kernels, "--kernels takes auto, c, avx2, avx512, neon, wasm");
     else if (report_refused() != NULL) fail(report_path, report_refused());
@@ -119,10 +119,10 @@ static int read_options(int count, char **words) {
             const int wrong = set_option(o, words[++i]);
             if (wrong) return wrong;
         } else if (o < options + OPTIONS) {
-            fail(o->name, "needs a value; -h explains");
+            fail(o->name, "needs a value; see -h");
             return EXIT_USAGE;
         } else if (words[i][0] == '-' || set.model != NULL) {
-            fail(words[i], "is no option; -h lists them");
+            fail(words[i], "is not an option; -h lists them");
             return EXIT_USAGE;
         } else set.model = words[i];
     }
@@ -269,7 +269,7 @@ static struct {
 
 static void *grab(size_t count, size_t size) {
     void *p = size == 0 || count < SIZE_MAX / size ? calloc(count > 0 ? count : 1, size > 0 ? size : 1) : NULL;
-    if (p == NULL) exit(fail("there is not enough memory", ""));
+    if (p == NULL) exit(fail("out of memory", ""));
     return p;
 }
 
@@ -556,7 +556,7 @@ static void report_text_by_expert(const session *s) {
     f->values = weights;
     f->column_names = names;
     f->row_names = layer_names();
-    f->caption = "Under each token the expert that it goes to first, in every layer.";
+    f->caption = "Under each token, its first choice in every layer.";
 }
 
 /* Entropies and balance of every layer. */
@@ -649,7 +649,7 @@ static int open_words(session *s) {
     if (status != MOE_OK) return fail("the vocabulary", error.message);
     s->chat = set.plain ? NULL : moe_chat_find(&s->tokenizer);
     if (s->chat == NULL && !set.plain)
-        printf("(the model has %s: its text is continued)\n",
+        printf("(the model has %s: text is continued as it is)\n",
                s->tokenizer.chat_template != NULL ? "an unknown chat template" : "no chat template");
     return 0;
 }
@@ -667,7 +667,7 @@ static int open_model(session *s) {
     o.kernels = set.instructions;
     if (!set.from_disk) o.memory = machine_memory();
     if (moe_import_model(&s->model, set.model, &o, NULL, &error) != MOE_OK) {
-        fail(error.message, error.code == MOE_ERR_MEMORY && o.memory > 0 ? "--from-disk runs it nevertheless" : "");
+        fail(error.message, error.code == MOE_ERR_MEMORY && o.memory > 0 ? "--from-disk runs it anyway" : "");
         return 1;
     }
     if (open_words(s)) return 1;
@@ -682,7 +682,7 @@ static int open_model(session *s) {
     } while (s->batch > 1 && s->work_size > WORK);
     memory = malloc(bytes);
     s->work = malloc(s->work_size);
-    if (memory == NULL || s->work == NULL) return fail("there is not enough memory", "--context N takes less");
+    if (memory == NULL || s->work == NULL) return fail("out of memory", "--context N needs less");
     if (moe_net_cache_init(&s->cache, &s->model.net, context, memory, bytes, &error) != MOE_OK)
         return fail(set.model, error.message);
     s->p = (moe_real *)grab((size_t)s->model.net.d_out, sizeof *s->p);

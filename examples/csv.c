@@ -17,21 +17,21 @@
 static const char help[] =
     "csv FILE.csv [options]   trains on four fifths of the lines, tests on the rest, and reports which expert gets "
     "which lines\n"
-    "FILE.csv: a line per sample: columns of numbers or words that describe it, and one column with its label\n"
+    "FILE.csv: one line per sample: columns of numbers or words that describe it, and one column with its label\n"
     "a column of words becomes one input per word (one-hot), up to 64\n"
-    "  --label COLUMN      what is to be predicted: a name of the first line, or a number from 1 (the last column)\n"
-    "  --skip COLUMNS      columns to leave out, names or numbers with commas between them\n"
+    "  --label COLUMN      the column to predict: a name from the header, or a number from 1 (the last column)\n"
+    "  --skip COLUMNS      columns to leave out: names or numbers, separated by commas\n"
     "  --header yes|no     whether the first line holds names (yes when none of its cells is a number)\n"
     "  --drop              leave out lines in which a value is missing, instead of stopping there\n"
-    "  --experts N         (4)      --top-k N  experts of a line (2)      --width N  hidden numbers of an expert (16)\n"
+    "  --experts N         (4)      --top-k N  experts per line (2)      --width N  hidden width of an expert (16)\n"
     "  --router NAME       a preset that routes the rows: sh examples/run routers lists them (mixtral)\n"
-    "  --epochs N          passes over the lines (as many as make 3000 steps, 5 to 200)\n"
-    "  --seed N            all random choices: lines held out, weights, order (1)\n"
+    "  --epochs N          passes over the lines (enough for 3000 steps, from 5 to 200)\n"
+    "  --seed N            seed of all random choices: held-out lines, weights, order (1)\n"
     "  --kernels NAME      instruction set: auto, c, avx2, ... (auto)\n"
     "  --report FILE       the tables and figures as a page (.html), a picture (.svg) or text\n"
-    "  --save MODEL.safetensors   the classifier; and MODEL.calibration.csv, from which `sh examples/run export` makes "
-    "integers\n"
-    "  --firmware FILE.c   a program for a microcontroller that includes what export writes of MODEL\n"
+    "  --save MODEL.safetensors   the classifier; and MODEL.calibration.csv, with which `sh examples/run export` "
+    "quantizes it\n"
+    "  --firmware FILE.c   a program for a microcontroller that includes the header that export writes for MODEL\n"
     "  --predict FILE.csv  prints label, probability and expert for every line of another table\n"
     "  --load MODEL.safetensors   predicts with a saved classifier, instead of training one\n"
     "Example: sh examples/run csv examples/data/digits.csv --save digits.safetensors\n";
@@ -80,7 +80,7 @@ static const option options[] = {{"--label", &label_wanted, NULL, 0, 0},
                                  {NULL, NULL, NULL, 0, 0}};
 
 static int bad_value(const char *word, const char *value) {
-    fprintf(stderr, "csv: %s %s: not a value of this option; -h explains\n", word, value);
+    fprintf(stderr, "csv: %s %s: not a value of this option; see -h\n", word, value);
     return 1;
 }
 
@@ -95,7 +95,7 @@ static int read_option(const char *word, const char *value) {
     char *end;
     if (strcmp(word, "--kernels") == 0) return read_kernels(value);
     while (o->name != NULL && strcmp(o->name, word) != 0) o++;
-    if (o->name == NULL || *value == '\0') return fail(word, "no such option, or its value is missing; -h explains");
+    if (o->name == NULL || *value == '\0') return fail(word, "no such option, or its value is missing; see -h");
     if (o->text != NULL) {
         *o->text = value;
         return 0;
@@ -119,7 +119,7 @@ static int read_options(int count, char **words) {
     if (header_wanted != NULL && strcmp(header_wanted, "yes") != 0 && strcmp(header_wanted, "no") != 0)
         return bad_value("--header", header_wanted);
     if (path == NULL && load_path == NULL)
-        return fail("no table", "which file? sh examples/run csv FILE.csv; -h explains");
+        return fail("no table", "which file? sh examples/run csv FILE.csv; see -h");
     if (path != NULL && load_path != NULL)
         return fail(
             "--load",
@@ -128,7 +128,7 @@ static int read_options(int count, char **words) {
         return fail("--load", "needs --predict FILE.csv, the table to label");
     if (firmware_path != NULL && save_path == NULL)
         return fail("--firmware",
-                    "it includes the header that export makes of the saved classifier: add --save MODEL.safetensors");
+                    "it includes the header that export makes from the saved classifier: add --save MODEL.safetensors");
     return 0;
 }
 
@@ -202,7 +202,7 @@ static int no_column(const csv_table *t, int header, const char *word, const cha
             path, (unsigned long)t->columns);
     for (size_t i = 0; header && i < t->columns && i < 12; i++)
         fprintf(stderr, "%s%s", i > 0 ? ", " : ": ", csv_shown(t->cells[i], shown));
-    fprintf(stderr, "%s\n", header && t->columns > 12 ? ", ..." : header ? "" : ", and its first line no names");
+    fprintf(stderr, "%s\n", header && t->columns > 12 ? ", ..." : header ? "" : ", and its first line holds no names");
     return 1;
 }
 
@@ -513,7 +513,7 @@ static int show_progress(void *ctx, const moe_progress *p) {
     *(moe_evaluation *)ctx = p->test; /* the last epoch's is kept */
     if (p->epoch_ended) (void)moe_history_add(&history, p->epoch, point, 3);
     if (!last && !(terminal ? p->step % 16 == 0 : p->epoch_ended && p->epoch % ((p->epochs + 5) / 6) == 0)) return 0;
-    printf("%sepoch %d of %d: loss %.4f, routers %.4f", terminal ? "\r" : "", p->epoch, p->epochs, (double)p->loss,
+    printf("%sepoch %d of %d: loss %.4f, router loss %.4f", terminal ? "\r" : "", p->epoch, p->epochs, (double)p->loss,
            (double)p->router_loss);
     if (p->test.n > 0) printf(", %.1f %% of the held-out lines right", 100.0 * (double)p->test.accuracy);
     printf("%*s%s", terminal && !last ? 40 : 0, "", terminal && !last ? "" : "\n");
@@ -674,8 +674,8 @@ static size_t far_feature(const double *mean, size_t n, int rank) {
 
 static void show_kinds(const kinds *k, const schema *s) {
     enum { SHOWN = 3 };
-    printf("\nWhat the lines have in common that an expert is the first choice of (all lines; in standard deviations "
-           "from the mean):\n");
+    printf("\nWhat the lines of each expert as first choice have in common (all lines; in standard deviations from the "
+           "mean):\n");
     for (size_t e = 0; e < k->experts; e++) {
         const double *mean = k->mean + e * s->n_features;
         printf("%8d %6.0f lines", (int)e, k->lines[e]);
@@ -746,7 +746,7 @@ static moe_figure labels_of(const schema *s, const samples *d, const answers *a,
 
 static int save_report(const moe_net *net, const moe_report *r, const schema *s, const samples *held, const answers *a,
                        const kinds *k) {
-    static const char *const curves[3] = {"training", "held out", "routers"};
+    static const char *const curves[3] = {"training", "held out", "router"};
     static int32_t experts[SIDE * SIDE];
     static double axes[2 * SIDE], by_label[2 * MOST_CLASSES];
     moe_figure figures[MOST_FIGURES] = {{0}};
@@ -960,14 +960,14 @@ static moe_status write_firmware(void *ctx, moe_stream *stream) {
     static const char begin[] =
         "/* Classifies held-out lines of a table with an integer MoE model. "
         "Written by examples/csv.c; @.h is what\n"
-        "   examples/export.c writes. It prints by stdio: to semihosting in an emulator; "
-        "on a board of your own print in your own way. */\n"
+        "   examples/export.c writes. It prints with stdio, in an emulator by semihosting; "
+        "replace that on your own board. */\n"
         "#define MOE_IMPLEMENTATION\n"
-        "#define MOE_NO_FLOAT /* integers alone */\n"
+        "#define MOE_NO_FLOAT /* integers only */\n"
         "#include \"@.h\"\n"
         "#include <stdio.h>\n\n";
     static const char end[] =
-        "/* What the model reads: the number of standard deviations from the mean, quantized. */\n"
+        "/* The model's input: the number of standard deviations from the mean, quantized. */\n"
         "static int8_t quantize(float value, float mean, float scale) {\n"
         "    float v = (value - mean) / (scale * (float)#_INPUT_SCALE);\n"
         "    return (int8_t)(v > 127 ? 127 : v < -127 ? -127 : v < 0 ? v - 0.5f : v + 0.5f);\n"
@@ -1030,7 +1030,7 @@ static int save(trained *k) {
     if (moe_file_replace(calibration, write_calibration, k, &error)) return fail(calibration, error.message);
     if (firmware_path != NULL && moe_file_replace(firmware_path, write_firmware, k, &error))
         return fail(firmware_path, error.message);
-    printf("\nsaved as %s (the columns' names, means and scales are in it), rows for calibration as %s\n", save_path,
+    printf("\nsaved as %s (with the columns' names, means and scales), calibration rows as %s\n", save_path,
            calibration);
     printf("predict:   sh examples/run csv --load %s --predict OTHER.csv\n", save_path);
     printf("as C:      sh examples/run export %s --calibration %s -o %s.h\n", save_path, calibration, k->name);
@@ -1093,7 +1093,7 @@ static int load(moe_net *net, csv_table *t, schema *s) {
         failed = 1;
     } else if (moe_file_metadata(&file, "csv", NULL, 0, &length) == MOE_ERR_NOT_FOUND)
         failed = fail(load_path,
-                      "it says nothing about a table's columns: was it saved by sh examples/run csv FILE.csv --save?");
+                      "it does not describe a table's columns: was it saved by sh examples/run csv FILE.csv --save?");
     else if ((text = (char *)malloc(length + 1)) == NULL || moe_file_metadata(&file, "csv", text, length + 1, NULL) ||
              stream.write(stream.ctx, text, strlen(text) + 1))
         failed = fail(load_path, "out of memory");
@@ -1116,7 +1116,7 @@ static int match_columns(const csv_table *t, int header, schema *s) {
         if (header && place == t->columns && t->columns == s->n_columns) place = c->place;
         if (place >= t->columns) {
             sprintf(why,
-                    header ? "there is no column %s, by which the classifier was trained; it has %lu columns"
+                    header ? "there is no column %s, which the classifier was trained on; it has %lu columns"
                            : "there is no column %s; it has %lu columns, "
                              "the table of the training had %lu",
                     csv_shown(c->name, shown), (unsigned long)t->columns, (unsigned long)s->n_columns);
@@ -1143,7 +1143,7 @@ static int predict(const moe_net *net, schema *s) {
     if (!failed) header = has_header(&t);
     failed = failed || match_columns(&t, header, s) || read_samples(predict_path, &t, (size_t)header, s, 0, &d);
     if (!failed && answer(net, d.n, d.x, NULL, &a, NULL))
-        failed = fail(predict_path, "out of memory, or a number is too far from those of the training");
+        failed = fail(predict_path, "out of memory, or a number is too far from the training data");
     if (!failed) printf("line,label,probability,expert\n");
     for (size_t i = 0; i < d.n && !failed; i++) {
         size_t best = best_of(a.y + i * s->n_classes, s->n_classes);
@@ -1154,7 +1154,7 @@ static int predict(const moe_net *net, schema *s) {
         right += d.labels[i] == (int32_t)best;
     }
     if (!failed && known > 0)
-        fprintf(stderr, "%lu of the %lu lines that have a label are right\n", (unsigned long)right,
+        fprintf(stderr, "%lu of the %lu lines with a label are right\n", (unsigned long)right,
                 (unsigned long)known);
     free_answers(&a);
     free_samples(&d);
@@ -1182,7 +1182,7 @@ static void show_table(const csv_table *t, const schema *s, const samples *d) {
     printf(", %lu numbers each, %lu labels in column %lu (%s)\n", (unsigned long)s->n_features,
            (unsigned long)s->n_classes, (unsigned long)s->label_place + 1, csv_shown(s->label, shown));
     if (t->separator != ',')
-        printf("           cells end at %s\n", t->separator == ';'    ? "semicolons"
+        printf("           separated by %s\n", t->separator == ';'    ? "semicolons"
                                                : t->separator == '\t' ? "tabs"
                                                                       : "blanks");
 }

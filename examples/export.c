@@ -11,12 +11,11 @@
 
 static const char help[] =
     "export MODEL.safetensors [options]   writes a saved network as a C header for firmware; its first comment and "
-    "--report tell what each operation costs and loses, and which memory it needs\n"
+    "--report list the cost, error and memory of each operation\n"
     "  -o FILE             the header (NAME.h)\n"
     "  --name NAME         the model's name in C (from MODEL)\n"
     "  --weights KIND      int8, int4: no floating point on the device; or float (int8)\n"
-    "  --calibration FILE  inputs like those that will come: a line for each, numbers between commas; one more is its "
-    "label\n"
+    "  --calibration FILE  typical inputs: one per line, numbers separated by commas; one more number is the label\n"
     "  --divide X          divides the file's numbers by X (1)\n"
     "  --tokens FILE       the same for a network that reads tokens: a text, whose bytes are the tokens\n"
     "  --rows N            at most N lines or tokens of that file (2000)\n"
@@ -54,7 +53,7 @@ static int read_options(int count, char **words) {
         int option = word[0] == '-';
         char *end = NULL;
         if (strcmp(word, "-h") == 0 || strcmp(word, "--help") == 0) exit(fputs(help, stdout) < 0);
-        if (option && *value == '\0') return fail(word, "no such option, or its value is missing; -h explains");
+        if (option && *value == '\0') return fail(word, "no such option, or its value is missing; see -h");
         if (!option) path = word;
         else if (strcmp(word, "-o") == 0) output = value;
         else if (strcmp(word, "--report") == 0) report_path = value;
@@ -64,18 +63,18 @@ static int read_options(int count, char **words) {
         else if (strcmp(word, "--divide") == 0) divisor = strtod(value, &end);
         else if (strcmp(word, "--rows") == 0) most_rows = strtol(value, &end, 10);
         else if (strcmp(word, "--length") == 0) length = strtol(value, &end, 10);
-        else if (strcmp(word, "--weights") != 0) return fail(word, "no such option; -h explains");
+        else if (strcmp(word, "--weights") != 0) return fail(word, "no such option; see -h");
         else for (weights = 0; weights < MOE_WEIGHTS_COUNT && strcmp(kinds[weights], value) != 0;) weights++;
         if ((end != NULL && (*end != '\0' || end == value)) || !(fabs(divisor) > 0) || most_rows < 1 ||
             most_rows > 1000000 || length < 1 || length > 65535 || weights == MOE_WEIGHTS_COUNT) {
-            fprintf(stderr, "export: %s %s: not a value of this option; -h explains\n", word, value);
+            fprintf(stderr, "export: %s %s: not a value of this option; see -h\n", word, value);
             return 1;
         }
         count -= option;
         words += option; /* the value of an option */
     }
     if (path == NULL)
-        return fail("no net", "which file? A saved network, as `sh examples/run microdigits` writes one; -h explains");
+        return fail("no network", "which file? A saved network, as `sh examples/run microdigits` writes one; see -h");
     if (*name == '\0') name_from(path);
     if (strspn(name, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_0123456789") < strlen(name) ||
         isdigit((unsigned char)*name))
@@ -132,7 +131,7 @@ static int read_rows(samples *s, const moe_net *net) {
         const char *wrong = read_row(t.cells + row * t.columns, t.columns, width, (size_t)net->d_out,
                                      s->x + s->data.n * width, &s->labels[s->data.n]);
         if (wrong != NULL) {
-            sprintf(t.why, "line %lu: %s: it reads %d, here are %lu", (unsigned long)t.lines[row], wrong, net->d_in,
+            sprintf(t.why, "line %lu: %s: it reads %d, the line has %lu", (unsigned long)t.lines[row], wrong, net->d_in,
                     (unsigned long)t.columns);
             failed = fail(rows_path, t.why);
         }
@@ -185,8 +184,8 @@ static int read_samples(samples *s, const moe_net *net, size_t sequences) {
     if (from == NULL)
         return net->d_in > 0
                    ? fail(path, "integer weights need the ranges of sample inputs: add --calibration FILE.csv (or "
-                                "--weights float); -h explains")
-                   : fail(path, "it reads tokens: add --tokens FILE, a text (or --weights float); -h explains");
+                                "--weights float); see -h")
+                   : fail(path, "it reads tokens: add --tokens FILE, a text (or --weights float); see -h");
     if (net->d_in > 0 ? read_rows(s, net) : read_text(s, net)) return 1;
     if (sequences) s->data.length = s->data.n < (size_t)length ? s->data.n : (size_t)length;
     if (s->data.length > 0) s->data.n -= s->data.n % s->data.length;
@@ -294,10 +293,10 @@ static void report_comparison(const comparison *c) {
         rows[e] = one->rows;
         off[e] = one->rows > 0 ? percent_off(one->wrong, one->size) : HUGE_VAL;
     }
-    f = report_add(MOE_FIGURE_BARS, "What integers change", c->n_experts, 1);
+    f = report_add(MOE_FIGURE_BARS, "Error of the integer model", c->n_experts, 1);
     f->values = off;
     f->value_label = "% of the output";
-    f->caption = "How far the outputs are off (root mean square), by the expert that is chosen first.";
+    f->caption = "Error of the outputs (root mean square), by the expert that is chosen first.";
     f = report_add(MOE_FIGURE_BARS, "Inputs by first expert", c->n_experts, 1);
     f->values = rows;
     f->value_label = "inputs";
@@ -310,7 +309,7 @@ static void print_comparison(const samples *s, const runner *a, const runner *b,
            "%.2f %% of the answers are the same\n",
            n, a->model->d_in > 0 ? "rows" : "tokens", percent_off(c->wrong, c->size), 100 * c->same / n);
     if (has_mixtures)
-        printf("             the first MoE layer's first expert is the same for %.2f %%\n", 100 * c->chose_same / n);
+        printf("             the first MoE layer's first choice is the same for %.2f %%\n", 100 * c->chose_same / n);
     for (size_t e = 0; has_mixtures && e < c->n_experts; e++) {
         const expert *one = c->experts + e;
         if (one->rows > 0)
@@ -318,8 +317,8 @@ static void print_comparison(const samples *s, const runner *a, const runner *b,
                    100 * one->rows / n, percent_off(one->wrong, one->size));
     }
     if (s->labels != NULL)
-        printf("accuracy     %.2f %% in float, %.2f %% in %s; loss %.4f, %.4f (rows that it was trained on say "
-               "little)\n",
+        printf("accuracy     %.2f %% in float, %.2f %% in %s; loss %.4f, %.4f (not meaningful on rows that it "
+               "was trained on)\n",
                100 * a->right / n, 100 * b->right / n, kinds[weights], a->loss / n, b->loss / n);
 }
 
@@ -348,7 +347,7 @@ static moe_status write_header(void *ctx, moe_stream *stream) {
 static void show_model(const moe_model *model) {
     printf("wrote        %s: the model `%s`, weights in %s\n", output, name, kinds[weights]);
     printf("flash        %.0f bytes of weights", (double)(model->weights_size + model->experts_size));
-    if (model->experts_size > 0) printf(", %.0f of them experts'", (double)model->experts_size);
+    if (model->experts_size > 0) printf(", %.0f of them for experts", (double)model->experts_size);
     printf("\nscratch      %.0f bytes of RAM", (double)model->scratch_size);
     if (model->length > 0)
         printf(", %.0f of them kept from token to token, %.0f tokens at most", (double)model->state_size,
@@ -359,7 +358,7 @@ static void show_model(const moe_model *model) {
 
 static void report_model(const moe_model *model) {
     static const char *const heads[] = {"value"};
-    static const char *const names[] = {"bytes of weights (flash)", "of them experts'", "bytes of scratch memory (RAM)",
+    static const char *const names[] = {"bytes of weights (flash)", "of these for experts", "bytes of scratch (RAM)",
                                         "multiplications per input, at most"};
     moe_figure *f = report_add(MOE_FIGURE_TABLE, "The model", 4, 1);
     double found[] = {(double)(model->weights_size + model->experts_size), (double)model->experts_size,
@@ -422,9 +421,9 @@ static void report_rows(const moe_profile *p, const char *const *names) {
     f->values = values;
     f->row_names = names;
     f->column_names = heads;
-    f->caption = "MACs are those of all calls of one inference, at most; instructions of a Cortex-M4 are "
-                 "estimated. SNR compares the operation with the same in float on the same inputs, net the output of "
-                 "its module, or the routing weights, with the network's.";
+    f->caption = "MACs are an upper bound for all calls of one inference; instructions of a Cortex-M4 are estimated. "
+                 "SNR compares the operation with float on the same inputs, net the output of its module, or the "
+                 "routing weights, with the network's.";
 }
 
 /* The lifetimes of the vectors in scratch memory. */
@@ -455,10 +454,10 @@ static void report_profile(const moe_profile *p) {
     for (size_t i = 0; i < p->n_rows; i++) names[i] = operation_name(&p->rows[i], i);
     report_rows(p, names);
     report_operations(p, names, "Accuracy of each operation", "SNR (dB)",
-                      "6 dB are a factor of 2 of the error. A missing bar: exact, or not compared.", 1, snr_of);
+                      "6 dB halve the error. No bar: exact, or not compared.", 1, snr_of);
     if (p->instructions > 0)
         report_operations(p, names, "Instructions of each operation", "instructions",
-                          "Of all calls in one inference on a Cortex-M4, by an estimate.", -1, instructions_of);
+                          "Estimated for all calls of one inference on a Cortex-M4.", -1, instructions_of);
     report_map(p, names);
 }
 
@@ -468,7 +467,7 @@ static int export_net(moe_net *net, samples *s, moe_built_model *floats, moe_bui
     size_t all, used;
     if (moe_net_load(net, path, 0, MOE_KERNELS_C, NULL, &error)) return fail(path, error.message);
     all = moe_net_parameter_count(net, &used);
-    printf("read         %s: %d modules, %.0f numbers, of which one input uses %.0f\n", path, (int)net->n_modules,
+    printf("read         %s: %d modules, %.0f parameters, of which one input uses %.0f\n", path, (int)net->n_modules,
            (double)all, (double)used);
     if (moe_model_create(floats, net, &config, &error)) return fail(path, error.message);
     if (read_samples(s, net, floats->model.length > 0)) return 1;
@@ -485,7 +484,7 @@ static int export_net(moe_net *net, samples *s, moe_built_model *floats, moe_bui
     report_model(&made->model);
     if (made->profile != NULL) report_profile(made->profile);
     if (report_write_added("export", "A model for firmware")) return 1;
-    printf("next         include it in the firmware; %s begins with how. To see that it compiles:\n", output);
+    printf("next         include it in the firmware; %s begins with instructions. To test that it compiles:\n", output);
     printf("             cc -std=c99 -Os -I. -DMOE_IMPLEMENTATION %s-x c -c %s -o /dev/null\n",
            weights == MOE_WEIGHTS_FLOAT ? "-DMOE_NO_TRAIN " : "-DMOE_NO_FLOAT ", output);
     return finish();

@@ -11,15 +11,15 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const char help[] = "gallery [options]   trains each preset on the same points of a plane, draws which expert "
-                           "is the first choice where (NAME.svg),\n"
+static const char help[] = "gallery [options]   trains each preset on the same points of a plane, draws where each "
+                           "expert is the first choice (NAME.svg),\n"
                            "                    and writes README.md with formulas, traits, sources and the pictures\n"
                            "  -o FOLDER         an existing folder (examples/gallery)\n"
-                           "  --preset NAME     this one only; the page stays as it is\n"
-                           "  --seed N          other points, weights and order (1)\n"
-                           "  --steps N         steps of training (400)\n"
-                           "  --kernels NAME    instruction set: auto, c, avx2, ... (c: the pictures in the repository "
-                           "are made with it)\n" REPORT_HELP;
+                           "  --preset NAME     only this one; the page is not written\n"
+                           "  --seed N          seed of points, weights and order (1)\n"
+                           "  --steps N         training steps (400)\n"
+                           "  --kernels NAME    instruction set: auto, c, avx2, ... (c, with which the pictures in the "
+                           "repository are made)\n" REPORT_HELP;
 
 /* GRID cells per side of the picture; POINTS points in each of BLOBS clusters, labeled in turn. */
 enum {
@@ -54,19 +54,19 @@ static int read_options(int count, char **words) {
         const char *word = *++words, *value = count > 1 ? words[1] : "";
         char *end = NULL;
         if (strcmp(word, "-h") == 0 || strcmp(word, "--help") == 0) exit(fputs(help, stdout) < 0);
-        if (*value == '\0') return fail(word, "no such option, or its value is missing; -h explains");
+        if (*value == '\0') return fail(word, "no such option, or its value is missing; see -h");
         if (strcmp(word, "-o") == 0) folder = value;
         else if (strcmp(word, "--preset") == 0) only = value;
         else if (strcmp(word, "--report") == 0) report_path = value;
         else if (strcmp(word, "--seed") == 0) seed = strtol(value, &end, 10);
         else if (strcmp(word, "--steps") == 0) steps = strtol(value, &end, 10);
-        else if (strcmp(word, "--kernels") != 0) return fail(word, "no such option; -h explains");
+        else if (strcmp(word, "--kernels") != 0) return fail(word, "no such option; see -h");
         else
             for (kernels = 0; moe_kernels_name(kernels) != NULL && strcmp(moe_kernels_name(kernels), value) != 0;)
                 kernels++;
         if ((end != NULL && (*end != '\0' || end == value)) || steps < 1 || steps > 100000 ||
             moe_kernels_name(kernels) == NULL) {
-            fprintf(stderr, "gallery: %s %s: not a value of this option; -h explains\n", word, value);
+            fprintf(stderr, "gallery: %s %s: not a value of this option; see -h\n", word, value);
             return 1;
         }
         count--;
@@ -411,7 +411,7 @@ static const struct {
      "Experts choose tokens, or an assignment is computed for the batch. Even load without a balance loss;\n"
      "a token's result depends on the others in the call."},
     {"Scores from the experts themselves",
-     "The score is an activation inside the experts, which therefore all start on every token."},
+     "The score is an activation inside the experts, so all of them start on every token."},
     {"Adaptive clustering",
      "Features have more weight if the cluster of the token is tight. Needs a previous MoE layer; here one\n"
      "of smoe."},
@@ -544,7 +544,7 @@ static moe_status write_page(void *ctx, moe_stream *stream) {
         "the background shows. Each row of a picture is routed in one call with the training points, so that\n"
         "routers that compare tokens see them. A picture shows one seed, not the variety of possible borders;\n"
         "presets that differ only in weights, losses or the number of experts look alike here.\n\n"
-        "`moe_layer_preset(NAME, &config, &error)` applies the settings behind *set by*; every field can be\n"
+        "`moe_layer_preset(NAME, &config, &error)` applies the settings under *set by*; every field can be\n"
         "changed afterwards. `sh examples/run routers NAME` explains a preset stage by stage; with `--show`\n"
         "it follows a token through it.\n\n"
         "Traits: *causal*, later tokens do not change a token's result; *needs\\_batch*, other tokens of the\n"

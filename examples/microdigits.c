@@ -20,11 +20,11 @@ static const char help[] =
     "FILE: a row per digit, 64 gray values 0..16 and the digit, separated by commas (examples/data/digits.csv)\n"
     "  -o FILE      the header with the model `digits` (digits.h)\n"
     "  --save FILE  the trained network; examples/export.c writes it as other headers (digits.safetensors)\n"
-    "  --seed N     start of all random choices: rows held out, weights, order (1)\n"
+    "  --seed N     seed of all random choices: held-out rows, weights, order (1)\n"
     "  --epochs N   passes through the training digits (40)\n"
     "  --int4       weights of 4 bits instead of 8\n"
-    "  --turned     the digits come in any of four orientations, as on a device that is held any way "
-    "round\n" REPORT_HELP;
+    "  --turned     the digits come in any of four orientations, as on a device that may be held in any of "
+    "them\n" REPORT_HELP;
 static const char *data_path, *header = "digits.h", *saved = "digits.safetensors";
 static long epochs = 40, seed = 1;
 static int turned, weights = MOE_WEIGHTS_INT8;
@@ -51,9 +51,9 @@ static int read_options(int count, char **words) {
         else if (strcmp(word, "--save") == 0 && *value != '\0') saved = value;
         else if (strcmp(word, "--seed") == 0) seed = strtol(value, &end, 10);
         else if (strcmp(word, "--epochs") == 0) epochs = strtol(value, &end, 10);
-        else return fail(word, "no such option, or its value is missing; -h explains");
+        else return fail(word, "no such option, or its value is missing; see -h");
         if ((end != NULL && (*end != '\0' || end == value)) || epochs < 1 || epochs > 9999) {
-            fprintf(stderr, "microdigits: %s %s: not a value of this option; -h explains\n", word, value);
+            fprintf(stderr, "microdigits: %s %s: not a value of this option; see -h\n", word, value);
             return 1;
         }
         count -= option;
@@ -152,7 +152,7 @@ static int show_flash(const moe_net *net, moe_model_config config, const moe_dat
     for (size_t n = 1; n < EXPERTS && !failed; n *= 2)
         failed = (bytes[n] = flash_bytes(&built, test, n, memory, scratch)) < 0;
     if (!failed)
-        printf("experts in external flash: %d bytes read per digit; behind moe_blocks.h with 1 block %.0f, 2 %.0f, 4 "
+        printf("experts in external flash: %d bytes read per digit; through moe_blocks.h with 1 block %.0f, 2 %.0f, 4 "
                "%.0f\n",
                TOP_K * (int)built.model.mixtures[0].stride, bytes[1], bytes[2], bytes[4]);
     free(memory);
@@ -162,7 +162,7 @@ static int show_flash(const moe_net *net, moe_model_config config, const moe_dat
 }
 
 static int write_report(const moe_model *model, double in_float, double in_integers) {
-    static const char *const losses[] = {"training", "routers'"}, *const heads[] = {"value"};
+    static const char *const losses[] = {"training", "router"}, *const heads[] = {"value"};
     static const char *const names[] = {"held-out digits right in float (%)", "the same in integers (%)",
                                         "bytes of weights", "bytes of scratch memory",
                                         "multiplications per digit, at most"};
@@ -177,12 +177,12 @@ static int write_report(const moe_model *model, double in_float, double in_integ
     }
     memset(f, 0, sizeof f);
     f[0].kind = MOE_FIGURE_HEAT;
-    f[0].title = "Who reads which digit";
+    f[0].title = "Which expert gets which digit";
     f[0].rows = EXPERTS;
     f[0].columns = CLASSES;
     f[0].values = counts;
     f[0].column_label = "digit";
-    f[0].caption = "Held-out digits that went to each expert, as the model in integers decides.";
+    f[0].caption = "Held-out digits that went to each expert, as routed by the integer model.";
     f[0].value_label = "digits";
     f[1] = moe_figure_history(&history, 0, 2, losses);
     f[1].title = "Losses";
@@ -209,8 +209,8 @@ static int run(const microdigits *digits, moe_net *net, moe_built_model *built) 
     moe_evaluation result;
     moe_error error = {0};
     double accuracy;
-    printf("training on %d digits%s, each %d times a little changed\n", (int)digits->calibration.n,
-           turned ? ", turned by quarters" : "", COPIES);
+    printf("training on %d digits%s, each in %d slightly changed variants\n", (int)digits->calibration.n,
+           turned ? ", rotated by quarter turns" : "", COPIES);
     training.progress = show_progress;
     training.progress_ctx = &result;
     if (microdigits_build(net, 0, (uint64_t)seed, &error) ||
@@ -226,9 +226,9 @@ static int run(const microdigits *digits, moe_net *net, moe_built_model *built) 
     if (show_flash(net, config, &digits->test)) return 1;
     if (moe_net_save(net, saved, &error)) return fail(saved, error.message);
     if (moe_file_replace(header, write_header, built, &error)) return fail(header, error.message);
-    printf("saved as %s; written for firmware as %s, which says how to use it\n", saved, header);
+    printf("saved as %s; exported for firmware as %s, which begins with instructions\n", saved, header);
     if (write_report(model, 100.0 * (double)result.accuracy, accuracy)) return 1;
-    printf("next         a firmware with it in an emulator:  sh examples/mcu/run\n");
+    printf("next         firmware with it in an emulator:    sh examples/mcu/run\n");
     printf("             other weights, or your own network: sh examples/run export %s --weights float --calibration "
            "%s --divide 16\n",
            saved, data_path);

@@ -61,59 +61,59 @@ static const struct option {
 } options[] = {
     {"--words", "", FLAG, &set.words, 0, 0, "tokens are words between white space instead of bytes"},
     {"--vocabulary", "N", WHOLE, &set.vocabulary, 2, 1e6, "size of the vocabulary: the most frequent words"},
-    {"--width", "N", WHOLE, &set.width, 2, 4096, "numbers per token"},
+    {"--width", "N", WHOLE, &set.width, 2, 4096, "width of the model: numbers per token"},
     {"--layers", "N", WHOLE, &set.layers, 1, MAX_LAYERS, "number of layers, each attention and experts"},
-    {"--heads", "N", WHOLE, &set.heads, 0, 256, "heads of attention; 0: one per 32 of the width"},
-    {"--experts", "N", WHOLE, &set.experts, 1, 1024, "experts in a layer, spread over the ranks"},
-    {"--top-k", "N", WHOLE, &set.top_k, 0, 1024, "experts that a token goes to; 0: as --router says"},
-    {"--d-ff", "N", WHOLE, &set.d_ff, 0, 65536, "hidden numbers of an expert; 0: twice the width"},
+    {"--heads", "N", WHOLE, &set.heads, 0, 256, "attention heads; 0: one per 32 of the width"},
+    {"--experts", "N", WHOLE, &set.experts, 1, 1024, "experts in a layer, distributed over the ranks"},
+    {"--top-k", "N", WHOLE, &set.top_k, 0, 1024, "experts per token; 0: as --router says"},
+    {"--d-ff", "N", WHOLE, &set.d_ff, 0, 65536, "hidden width of an expert; 0: twice the width"},
     {"--router", "PRESET", TEXT, &set.router, 0, 0,
-     "how tokens find experts: a name that `sh examples/run routers` lists; else the 2 best"},
-    {"--set", "FIELDS", TEXT, &set.fields, 0, 0, "fields of the layers, as \"capacity_factor=1.1 top_k=2\""},
+     "preset of the routers: a name that `sh examples/run routers` lists; else the 2 best"},
+    {"--set", "FIELDS", TEXT, &set.fields, 0, 0, "fields of the layers, such as \"capacity_factor=1.1 top_k=2\""},
     {"--context", "N", WHOLE, &set.context, 2, 65536, "tokens of a sequence"},
-    {"--batch", "N", WHOLE, &set.batch, 1, 65536, "sequences per step, of all ranks together"},
-    {"--steps", "N", WHOLE, &set.steps, 0, 1e9, "steps of training; 0: none, only the loss on held-out text"},
-    {"--rate", "X", REAL, &set.rate, 1e-9, 10, "learning rate; it falls along a cosine"},
-    {"--warmup", "N", WHOLE, &set.warmup, 0, 1e6, "steps in which the rate rises"},
-    {"--seed", "N", WHOLE, &set.seed, 0, 1e9, "start of all random choices"},
+    {"--batch", "N", WHOLE, &set.batch, 1, 65536, "sequences per step, over all ranks"},
+    {"--steps", "N", WHOLE, &set.steps, 0, 1e9, "training steps; 0: none, only the loss on held-out text"},
+    {"--rate", "X", REAL, &set.rate, 1e-9, 10, "learning rate, with a cosine schedule"},
+    {"--warmup", "N", WHOLE, &set.warmup, 0, 1e6, "warm-up steps of the learning rate"},
+    {"--seed", "N", WHOLE, &set.seed, 0, 1e9, "seed of all random choices"},
     {"--chunks", "N", WHOLE, &set.chunks, 1, 1024,
      "parts of a rank's experts: one is exchanged while another is computed"},
     {"--ranks-per-machine", "N", WHOLE, &set.ranks_per_machine, 0, MAX_RANKS, "ranks that share a machine; 0: all"},
-    {"--two-level", "", FLAG, &set.two_level, 0, 0, "rows for another machine go through one rank of it"},
+    {"--two-level", "", FLAG, &set.two_level, 0, 0, "rows for another machine go through one rank of the sender's"},
     {"--local-routing", "", FLAG, &set.local_routing, 0, 0,
      "every rank routes its own tokens: capacity and selection are its own, and nothing is gathered"},
     {"--locality", "X", REAL, &set.locality, 0, 1e6,
      "factor of the loss that keeps tokens on their machine; 0: as --router says"},
     {"--machines", "N", WHOLE, &set.machines, 0, MAX_RANKS,
-     "machines for that loss; 0: as --ranks-per-machine makes them"},
-    {"--untimed", "", FLAG, &set.untimed, 0, 0, "no barriers, which separate waiting from exchanging"},
+     "machines for that loss; 0: from --ranks-per-machine"},
+    {"--untimed", "", FLAG, &set.untimed, 0, 0, "no barriers: waiting counts as exchange"},
     {"--load", "FILE", TEXT, &set.load, 0, 0, "starts with a saved model, its shape and its router"},
     {"--save", "FILE", TEXT, &set.save, 0, 0, "the model, as one process would save it"},
     {"--checkpoint", "FILE", TEXT, &set.checkpoint, 0, 0,
-     "the training that is not finished; any number of ranks can go on from it"},
-    {"--checkpoint-every", "N", WHOLE, &set.checkpoint_every, 1, 1e9, "steps from one to the next"},
+     "checkpoint of unfinished training; any number of ranks can resume it"},
+    {"--checkpoint-every", "N", WHOLE, &set.checkpoint_every, 1, 1e9, "steps between checkpoints"},
     {"--resume", "", FLAG, &set.resume, 0, 0,
-     "goes on from the checkpoint; the other options as they were, the number of ranks as you like"},
+     "resumes from the checkpoint, with any number of ranks; repeat the other options"},
     {"--stop-after", "N", WHOLE, &set.stop_after, 0, 1e9, "stops after N steps and keeps the checkpoint; 0: never"},
-    {"--compare", "", FLAG, &set.compare, 0, 0, "instead: a baseline, LocMoE and LocMoE+ on the same text and steps"},
-    {"--seeds", "N", WHOLE, &set.seeds, 1, MAX_SEEDS, "how often --compare repeats all with other seeds"},
+    {"--compare", "", FLAG, &set.compare, 0, 0, "instead: compares baselines, LocMoE and LocMoE+ on the same text"},
+    {"--seeds", "N", WHOLE, &set.seeds, 1, MAX_SEEDS, "number of seeds with which --compare repeats everything"},
     {"--factor", "X", REAL, &set.factor, 0.01, 1000, "capacity factor of the baseline of --compare"},
-    {"--plus", "FIELDS", TEXT, &set.plus, 0, 0, "fields of LocMoE+ in --compare beside those of its preset"},
+    {"--plus", "FIELDS", TEXT, &set.plus, 0, 0, "further fields of LocMoE+ in --compare"},
     {"--threads-too", "", FLAG, &set.threads_too, 0, 0,
      "also one process with as many threads as there are ranks, for comparison"},
     {"--measure", "FILE", TEXT, &set.measure, 0, 0,
-     "instead: as --compare once, and adds to FILE what examples/mpi/scale.c predicts larger runs from"},
+     "instead: runs methods of --compare once and appends to FILE the measurements for examples/mpi/scale.c"},
     {"--methods", "NAMES", TEXT, &set.methods, 0, 0,
-     "which --measure looks at (baseline,locmoe,locmoe_plus); top1 is the baseline with 1 expert"},
+     "methods of --measure (baseline,locmoe,locmoe_plus); top1 is the baseline with 1 expert"},
     {"--domains", "FILE,FILE,...", TEXT, &set.domains, 0, 0,
-     "instead of FILE: the first machine reads the first of these texts, the next one the next, in turn"},
-    {"--timeout", "SECONDS", REAL, &set.timeout, 0.1, 1e6, "how long a rank waits for others before it ends all"},
+     "instead of FILE: the first machine reads the first of these texts, the next one the next, and so on"},
+    {"--timeout", "SECONDS", REAL, &set.timeout, 0.1, 1e6, "how long a rank waits for others before it aborts the run"},
     {"--die", "RANK,STEP", TEXT, &set.die, 0, 0, "for tests: this rank is killed in this step"},
     {"--hang", "RANK,STEP", TEXT, &set.hang, 0, 0, "for tests: this rank hangs in this step"},
     {"--mismatch", "RANK,OPTION,VALUE", TEXT, &set.mismatch, 0, 0,
      "for tests: this rank has another value of an option than the others"},
     {"--report", "FILE", TEXT, &report_path, 0, 0,
-     "what was found: a page (FILE.html), a picture (.svg) or text; -: on the screen"},
+     "report of the results: a page (FILE.html), a picture (.svg) or text; -: on the screen"},
     {"--kernels", "NAME", TEXT, &set.kernels, 0, 0, "instruction set: auto, c, avx2, ..."},
     {"--check", "", FLAG, &set.check, 0, 0, "tests the transport with this number of ranks"}};
 enum { OPTIONS = sizeof options / sizeof *options };
@@ -131,7 +131,7 @@ static int fail(const char *what, const char *why) {
 static int show_help(void) {
     printf("mpi [options] [FILE]   trains on FILE, a tenth of it held out; without FILE: moe.h, moe_routers.h, "
            "moe_kernels.h\n"
-           "sh examples/run mpi -n RANKS [options] [FILE]   in N processes; --hosts HOST:SLOTS,...: on these "
+           "sh examples/run mpi -n RANKS [options] [FILE]   in RANKS processes; --hosts HOST:SLOTS,...: on these "
            "machines\n");
     for (const struct option *o = options; o < options + OPTIONS; o++) {
         printf("  %-18s %-9s  %s", o->name, o->value, o->help);
@@ -151,7 +151,7 @@ static int set_option(const struct option *o, const char *value) {
     }
     if (end == value || *end != '\0' || !(number >= o->least && number <= o->most) ||
         (o->kind == WHOLE && floor(number) < number)) {
-        snprintf(text, sizeof text, "not a value from %g to %g; -h explains", o->least, o->most);
+        snprintf(text, sizeof text, "not a value from %g to %g; see -h", o->least, o->most);
         return fail(o->name, text);
     }
     if (o->kind == WHOLE) *(long *)o->at = (long)number;
@@ -170,7 +170,7 @@ static int differ(const char *text) {
     const char *name = text != NULL ? strchr(text, ',') : NULL, *value = name != NULL ? strchr(name + 1, ',') : NULL;
     const struct option *o = value != NULL ? find_option(name + 1, (size_t)(value - name - 1)) : NULL;
     if (text == NULL) return 0;
-    if (o == NULL || o->kind == FLAG) return fail("--mismatch", "wants RANK,OPTION,VALUE, as 1,--seed,2");
+    if (o == NULL || o->kind == FLAG) return fail("--mismatch", "needs RANK,OPTION,VALUE, such as 1,--seed,2");
     return strtol(text, NULL, 10) == rank && set_option(o, value + 1);
 }
 
@@ -179,15 +179,15 @@ static int read_options(int count, char **words) {
         const char *word = *++words;
         const struct option *o = find_option(word, strlen(word));
         if (*word != '-' && set.text == NULL) set.text = word;
-        else if (o == NULL) return fail(word, "no such option, or a second text; -h explains");
+        else if (o == NULL) return fail(word, "no such option, or a second text; see -h");
         else if (o->kind == FLAG) *(long *)o->at = 1;
-        else if (--count == 0) return fail(word, "its value is missing; -h explains");
+        else if (--count == 0) return fail(word, "its value is missing; see -h");
         else if (set_option(o, *++words)) return 1;
     }
     for (kernels = 0; moe_kernels_name(kernels) != NULL && strcmp(moe_kernels_name(kernels), set.kernels) != 0;)
         kernels++;
     if (moe_kernels_name(kernels) == NULL) return fail(set.kernels, "no such kernels");
-    if (set.resume && set.checkpoint == NULL) return fail("--resume", "wants --checkpoint FILE, from which to go on");
+    if (set.resume && set.checkpoint == NULL) return fail("--resume", "needs --checkpoint FILE to resume from");
     return differ(set.mismatch);
 }
 
@@ -205,9 +205,9 @@ static void end_all(moe_status status, const char *what, const moe_error *error)
         struct timespec second = {.tv_sec = 1};
         nanosleep(&second, NULL);
     }
-    fprintf(stderr, "mpi: %s: %s (rank %d of %d ends all)\n", what, why, rank, n_ranks);
+    fprintf(stderr, "mpi: %s: %s (rank %d of %d aborts the run)\n", what, why, rank, n_ranks);
     if (saved_step > 0)
-        fprintf(stderr, "mpi: %s holds step %.0f: the same command with --resume goes on\n", set.checkpoint,
+        fprintf(stderr, "mpi: %s holds step %.0f: the same command with --resume continues\n", set.checkpoint,
                 (double)saved_step);
     MPI_Abort(MPI_COMM_WORLD, 1);
     exit(1);
@@ -219,7 +219,7 @@ static void must(moe_status status, const char *what, const moe_error *error) {
 
 /* A timeout for calls of MPI that do not return: start, end, or a send. */
 static void stuck(int signal_number) {
-    static const char text[] = "mpi: a rank ends: MPI has not come back for longer than twice the timeout\n";
+    static const char text[] = "mpi: a rank ends: MPI has not returned for more than twice the timeout\n";
     (void)signal_number;
     (void)!write(2, text, sizeof text - 1);
     _exit(1);
@@ -784,8 +784,8 @@ static void say_crowded(void) {
         MPI_Comm_free(&here);
     }
     if (rank == 0 && processors > 0 && ranks > processors)
-        printf("%d ranks share %ld processors here: their times hold waiting for a processor too, and say little about "
-               "machines of their own\n",
+        printf("%d ranks share %ld processors here: their times include waiting for a processor, and say little about "
+               "separate machines\n",
                ranks, processors);
 }
 
@@ -828,11 +828,11 @@ static void show_result(const result *r) {
 }
 
 static void report_training(const result *r) {
-    static const char *const losses[] = {"training", "routers'"};
+    static const char *const losses[] = {"training", "router"};
     static const char *const times[] = {"ms"};
     static const char *const kinds[] = {"computation", "exchange", "waiting"};
     double ms[] = {1e3 * r->computing, 1e3 * r->exchanging, 1e3 * r->waiting};
-    moe_figure *f = report_take(moe_figure_history(&history, 0, 2, losses), "Losses while training");
+    moe_figure *f = report_take(moe_figure_history(&history, 0, 2, losses), "Training losses");
     f->value_label = "loss (nats)";
     f = report_add(MOE_FIGURE_BARS, "Time of a step", 3, 1);
     f->values = report_numbers(ms, 3);
@@ -846,7 +846,7 @@ static void report_training(const result *r) {
     f->row_label = "from rank";
     f->column_label = "to rank";
     f->value_label = "rows";
-    f->caption = "Those on the diagonal stay where they are.";
+    f->caption = "Rows on the diagonal stay on their rank.";
 }
 
 static void report_run(const result *r, const double *loads) {
@@ -1039,7 +1039,7 @@ static const char *verdict_on(const estimate *rows, const estimate *loss) {
     if (rows->n > 1 && rows->mean + rows->half <= -60 && loss->mean + loss->half <= 1)
         return "60 % fewer rows at a loss at most 1 % above: reached";
     if (rows->mean <= -60 && loss->mean <= 1)
-        return "60 % fewer rows at a loss at most 1 % above: reached in the mean, not with the whole of the intervals";
+        return "60 % fewer rows at a loss at most 1 % above: reached on average, but not by the whole intervals";
     if (rows->mean <= -60) return "60 % fewer rows, but more than 1 % more loss";
     return loss->mean <= 1 ? "not 60 % fewer rows; loss at most 1 % above"
                            : "neither 60 % fewer rows nor a loss at most 1 % above";
@@ -1058,7 +1058,7 @@ static void show_verdict(int m, int against) {
     if (h.n > 1) printf(" [%+.2f, %+.2f]", h.mean - h.half, h.mean + h.half);
     printf(", %+.2f %% while training", l.mean);
     if (l.n > 1) printf(" [%+.2f, %+.2f]", l.mean - l.half, l.mean + l.half);
-    printf(": %s\n", n_ranks == 1 ? "with one rank nothing travels" : verdict_on(&r, &h));
+    printf(": %s\n", n_ranks == 1 ? "with one rank nothing is sent" : verdict_on(&r, &h));
 }
 
 static void show_comparison(void) {
@@ -1083,7 +1083,7 @@ static void show_comparison(void) {
            "layers\n",
            set.seeds);
     table_print();
-    table_report("What is learned and what travels", "Means over seeds with 95 % intervals.");
+    table_report("Loss and traffic", "Means over seeds with 95 % intervals.");
     table_new(1);
     table_heads("method|ms per step|computation|exchange|waiting");
     for (int m = 0; m < METHODS; m++) {
@@ -1095,8 +1095,8 @@ static void show_comparison(void) {
     table_print();
     table_report("Time of a step", "Milliseconds, means over ranks, with 95 % intervals over seeds.");
     for (int m = LOCMOE; m < METHODS; m++) show_verdict(m, BASELINE);
-    printf("Capacity and affinity choose among all tokens of a batch, later ones too: these losses are of reading "
-           "text, not of writing it token by token.\n");
+    printf("Capacity and affinity choose among all tokens of a batch, including later ones: these losses are for "
+           "reading text, not for writing it token by token.\n");
 }
 
 /* Sets the fields of the methods from the options. */
@@ -1599,7 +1599,7 @@ static void check_refusals(void) {
                       .channel = MOE_EXCHANGES};
     if (n_ranks == 1) return;
     check(moei_mpi_rows(&mpi, MOE_EXCHANGE_BEGIN, &x) == MOE_ERR_TRANSPORT && strstr(mpi.error, "channel") != NULL,
-          "a channel that is none");
+          "an invalid channel");
     many[1] = (size_t)INT_MAX + 1;
     int numbers[4 * 64];
     check(n_ranks > 64 || moei_mpi_numbers(&mpi, &x, numbers) == MOE_ERR_TRANSPORT, "more rows than MPI can count");
@@ -1759,7 +1759,7 @@ static void run(void) {
     }
     loads = (double *)grab((size_t)(set.layers * set.experts), sizeof *loads);
     if (rank == 0)
-        printf("%.0f tokens to learn from, %.0f held out, vocabulary %d; %d ranks on %d machines, %ld experts in each "
+        printf("%.0f training tokens, %.0f held out, vocabulary %d; %d ranks on %d machines, %ld experts in each "
                "of %ld layers; kernels %s\n",
                (double)train_text.n, (double)held_text.n, vocabulary.size, n_ranks, machines(), set.experts, set.layers,
                net.kernels->name);
@@ -1782,7 +1782,7 @@ static void run(void) {
         if (rank == 0) printf("saved as %s\n", set.save);
     }
     if (trainer.steps < (uint64_t)set.steps && rank == 0 && set.checkpoint != NULL)
-        printf("stopped; %s holds step %.0f: the same command with --resume goes on\n", set.checkpoint,
+        printf("stopped; %s holds step %.0f: the same command with --resume continues\n", set.checkpoint,
                (double)trainer.steps);
     if (set.threads_too && set.steps > 0) compare_threads(&experts, r.steps);
     moe_trainer_free(&trainer);
@@ -1813,9 +1813,9 @@ static void begin_transport(void) {
 static int check_files(void) {
     FILE *f;
     if (rank == 0 && report_refused() != NULL) return fail(report_path, report_refused());
-    if (set.resume && !exists(set.checkpoint)) return fail(set.checkpoint, "is not there: nothing to resume");
+    if (set.resume && !exists(set.checkpoint)) return fail(set.checkpoint, "does not exist: nothing to resume");
     if (!set.resume && exists(set.checkpoint))
-        return fail(set.checkpoint, "holds training that was stopped: --resume goes on; remove it to begin anew");
+        return fail(set.checkpoint, "holds training that was stopped: --resume continues it; remove it to start over");
     if (set.save == NULL || rank != 0) return 0;
     f = fopen(set.save, "ab");
     if (f == NULL) return fail(set.save, strerror(errno));

@@ -41,7 +41,7 @@ int main(int argc, char *argv[]) {
     moe_evaluation found[3];
     moe_error error;
     int failed = 0;
-    if (argc > 1) return puts("own_router: trains, saves, loads a router of its own") < 0 || argv[1][0] != '-' ? 2 : 0;
+    if (argc > 1) return puts("own_router: trains, saves and loads a custom router") < 0 || argv[1][0] != '-' ? 2 : 0;
     for (int i = 0; i < N * D; i++) x[i] = (moe_real)(i * 37 % 101) / 25 - 2;
     for (int i = 0; i < N * D; i++) y[i] = x[i] < 0 ? -x[i] : x[i]; /* linear in each quadrant */
     for (int i = 0; i < 3 && !failed; i++) { /* the linear score; the custom router; the same, loaded */

@@ -24,11 +24,11 @@ enum {
 
 static const char help[] =
     "quantize [options]   trains on four fifths of examples/data/digits.csv, packs the experts, tests on the rest\n"
-    "  --seed N     start of all random choices: rows held out, weights, order (1)\n"
+    "  --seed N     seed of all random choices: held-out rows, weights, order (1)\n"
     "  --epochs N   passes through the training digits (30)\n"
-    "  --smooth     then moves outliers of activations into weights (moe_smooth.h) and measures int8 and int4 again\n"
-    "  --check      seeds N to N + 2; exit status 1 if int8 loses 0.5 points or more in their mean, int4 "
-    "2\n" REPORT_HELP;
+    "  --smooth     also moves outliers of activations into weights (moe_smooth.h) and measures int8 and int4 again\n"
+    "  --check      seeds N to N + 2; exit status 1 if the mean loss is 0.5 points or more for int8, 2 or more for "
+    "int4\n" REPORT_HELP;
 static const char *data_path;
 static long epochs = 30, first_seed = 1;
 static int checks, smooths;
@@ -75,10 +75,10 @@ static int read_options(int count, char **words) {
             continue;
         } else if (strcmp(word, "--seed") == 0) first_seed = strtol(value, &end, 10);
         else if (strcmp(word, "--epochs") == 0) epochs = strtol(value, &end, 10);
-        else return fail(word, "no such option; -h explains");
+        else return fail(word, "no such option; see -h");
         if (end == NULL) continue;
         if (*end != '\0' || end == value || epochs < 1 || epochs > 9999 || first_seed < 0 || first_seed > 999999999) {
-            fprintf(stderr, "quantize: %s %s: not a value of this option; -h explains\n", word, value);
+            fprintf(stderr, "quantize: %s %s: not a value of this option; see -h\n", word, value);
             return 1;
         }
         count--;
@@ -374,14 +374,14 @@ static int write_report(void) {
     f[1].title = "Error of the experts";
     f[1].values = &measured[0][MEAN_ERROR];
     f[1].value_label = "% of their output";
-    f[1].caption = "Mean over the experts of how far their outputs on training digits are off.";
+    f[1].caption = "Mean over the experts of the error of their outputs on training digits.";
     f[2].kind = MOE_FIGURE_TABLE;
     f[2].columns = MEASURED;
     f[2].values = measured[0];
     f[2].column_names = heads;
     f[2].row_label = "weights";
-    f[2].title = "In numbers";
-    f[2].caption = "Digits that were held out.";
+    f[2].title = "Summary";
+    f[2].caption = "On held-out digits.";
     return report_write("quantize", "Smaller weights for experts", f, 3);
 }
 

@@ -26,7 +26,7 @@ static const char help[] =
     "quickstart [options] [FILE]   trains on four fifths of the digits in FILE and tests on the rest\n"
     "FILE: a row per digit, 64 gray values 0..16 and the digit, separated by commas (examples/data/digits.csv)\n"
     "  -o FILE         file of the trained network (digits.safetensors)\n"
-    "  --seed N        start of all random choices: rows held out, weights, order (1)\n"
+    "  --seed N        seed of all random choices: held-out rows, weights, order (1)\n"
     "  --epochs N      passes through the training digits (30)\n"
     "  --kernels NAME  instruction set: auto, c, avx2, ... (auto)\n" REPORT_HELP;
 static const char *data_path, *output = "digits.safetensors";
@@ -57,13 +57,13 @@ static int read_options(int count, char **words) {
         else if (strcmp(word, "--seed") == 0) seed = strtol(value, &end, 10);
         else if (strcmp(word, "--epochs") == 0) epochs = strtol(value, &end, 10);
         else if (strcmp(word, "--kernels") != 0)
-            return fail(word, "no such option, or its value is missing; -h explains");
+            return fail(word, "no such option, or its value is missing; see -h");
         else
             for (kernels = 0; moe_kernels_name(kernels) != NULL && strcmp(moe_kernels_name(kernels), value) != 0;)
                 kernels++;
         if ((end != NULL && (*end != '\0' || end == value)) || epochs < 1 || epochs > 9999 ||
             !moe_kernels_name(kernels)) {
-            fprintf(stderr, "quickstart: %s %s: not a value of this option; -h explains\n", word, value);
+            fprintf(stderr, "quickstart: %s %s: not a value of this option; see -h\n", word, value);
             return 1;
         }
         count -= option;
@@ -186,7 +186,7 @@ static int show_progress(void *ctx, const moe_progress *p) {
         (moe_history_add(&r->steps, (double)p->total_step, losses, 2) || (p->epoch_ended && watch_router(r, p))))
         return 1;
     if (!last && !(terminal ? p->step % 16 == 0 : p->epoch_ended && p->epoch % 5 == 0)) return 0;
-    printf("%sepoch %d of %d: loss %.4f, routers %.4f", terminal ? "\r" : "", p->epoch, p->epochs, (double)p->loss,
+    printf("%sepoch %d of %d: loss %.4f, router loss %.4f", terminal ? "\r" : "", p->epoch, p->epochs, (double)p->loss,
            (double)p->router_loss);
     if (p->test.n > 0) printf(", %.1f %% of the held-out digits right", 100.0 * (double)p->test.accuracy);
     printf("%*s%s", terminal && !last ? 40 : 0, "", terminal && !last ? "" : "\n");
@@ -245,7 +245,7 @@ static double microseconds(const moe_net *net, const moe_data *data, size_t batc
 
 /* Writes the figures of --report. */
 static int write_report(const moe_report *r, size_t all, size_t used) {
-    static const char *const losses[] = {"training", "routers'"};
+    static const char *const losses[] = {"training", "router"};
     static const char *const entropies[] = {"H_b, per digit", "H_e, over all digits"};
     static const char *const numbers[] = {"held-out digits right (%)",
                                           "H_b: how undecided the router is (nats)",
@@ -275,7 +275,7 @@ static int write_report(const moe_report *r, size_t all, size_t used) {
         sprintf(texts[i], i > 4 ? "%.0f" : "%.3f", found[i]);
         cells[i] = texts[i];
     }
-    f[0].title = "Who reads which digit";
+    f[0].title = "Which expert gets which digit";
     f[0].caption = "Held-out digits that went to each expert; every one goes to 2.";
     f[0].column_label = "digit";
     f[0].value_label = "digits";
@@ -291,13 +291,13 @@ static int write_report(const moe_report *r, size_t all, size_t used) {
     f[4].value_label = "nats";
     f[4].column_label = "epoch";
     f[4].reference = 2.0794415416798357;
-    f[4].reference_name = "ln 8, the most";
+    f[4].reference_name = "ln 8, the maximum";
     f[4].caption = "Low H_b: the router is decided about each digit. High H_e: all experts are used.";
     f[5].title = "Digits whose expert changed";
-    f[5].value_label = "% since the epoch before";
+    f[5].value_label = "% since the previous epoch";
     f[5].column_label = "epoch";
     f[6].kind = MOE_FIGURE_TABLE;
-    f[6].title = "In numbers";
+    f[6].title = "Summary";
     f[6].rows = 7;
     f[6].columns = 1;
     f[6].cells = cells;
@@ -348,7 +348,7 @@ int main(int count, char **words) {
     if (moe_net_save(&net, output, &error) || moe_net_load(&loaded, output, 0, kernels, NULL, &error))
         return fail(output, error.message);
     if (predict(&loaded, &test, test.n, loaded_y, NULL, NULL) || memcmp(y, loaded_y, test.n * CLASSES * sizeof *y) != 0)
-        return fail(output, "the loaded network gives other outputs");
+        return fail(output, "the outputs of the loaded network differ");
     printf("saved as %s, loaded into a new network: the same outputs, bit for bit\n", output);
     printf("kernels %s: %.1f us per digit in one call of %d, ", net.kernels->name, microseconds(&loaded, &test, test.n),
            (int)test.n);

@@ -18,8 +18,8 @@
 #endif
 
 #define REPORT_HELP \
-    "  --report FILE   pictures and tables of what was found: FILE.html is a page, FILE.svg the first picture, else " \
-    "it is text; -: on the screen\n"
+    "  --report FILE   figures and tables of the results: FILE.html is a page, FILE.svg the first figure, other " \
+    "names are text; -: on the screen\n"
 
 static const char *report_path; /* of --report; NULL: none */
 
@@ -50,7 +50,7 @@ static void *report_blocks; /* a linked list */
 /* Zeroed memory. */
 static inline void *report_grab(size_t count, size_t size) {
     void **block = (void **)(count < SIZE_MAX / 2 / size ? calloc(1, 2 * sizeof(double) + count * size) : NULL);
-    if (block == NULL) exit(fputs("the report: there is not enough memory\n", stderr) < 0 ? 2 : 1);
+    if (block == NULL) exit(fputs("the report: out of memory\n", stderr) < 0 ? 2 : 1);
     *block = report_blocks;
     report_blocks = block;
     return (char *)block + 2 * sizeof(double);

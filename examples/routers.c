@@ -13,10 +13,10 @@ static const char *const help =
     "routers                 lists all presets\n"
     "routers --csv           the same for programs, with source and formula\n"
     "routers NAME            explains one: its stages with their formulas, traits, tensors and cost\n"
-    "routers NAME --show     follows one token through it and prints the numbers after every stage; these imply it:\n"
-    "          --token N     this token, from 0 (else the first that lost a choice or did not get its best experts)\n"
+    "routers NAME --show     follows one token through it and prints the numbers after every stage\n"
+    "          --token N     this token, from 0 (the first that lost a choice or did not get its best experts)\n"
     "          --tokens N    number of tokens, 1 to 64 (6)\n"
-    "          --seed N      other tokens and tensors (1)\n" REPORT_HELP;
+    "          --seed N      seed of tokens and tensors (1); each of these three implies --show\n" REPORT_HELP;
 
 /* The first row has the sizes for explaining, the second for --show, where formulas start at column
    WHY. */
@@ -46,7 +46,7 @@ static const row rows[] = {
      "k; {ac_mode}"},
     {"", "score", ""},
     {"score", "linear", "z_e = u . W_e{router_bias? + b_e}"},
-    {"score", "random", "z_e = u . W_e{router_bias? + b_e}, W frozen at its random start"},
+    {"score", "random", "z_e = u . W_e{router_bias? + b_e}, W frozen at its random initial values"},
     {"score", "mlp", "z = W2 a(W1 u + b1) + b2, {router_hidden} hidden units, {router_act}"},
     {"score", "cosine",
      "z_e = {cosine_keep_length!cos(v, W_e)}{cosine_keep_length?v . W_e / |W_e|} / tau, v = "
@@ -61,7 +61,7 @@ static const row rows[] = {
     {"score", "dselect",
      "z_e = sum over {top_k} codes i of q_i * (product over the bits j of e of s_ij if it is 1, else 1 - s_ij), q = "
      "softmax(A u), s_ij = C_ij . u by a smooth step, 0 below -1/2 and 1 above 1/2"},
-    {"score", "custom", "z is made by a function of the caller's"},
+    {"score", "custom", "z is computed by the caller's function"},
     {"router_residual", "", "z += W_g z', z' the logits of the MoE layer before, W_g learned"},
     {"logit_cap", "", "z_e = c tanh(z_e / c), c = {logit_cap}"},
     {"soft", "L", "L_s = {soft_normalise!u . phi_s}{soft_normalise?g cos(u, phi_s), g and phi learned}"},
@@ -77,7 +77,7 @@ static const row rows[] = {
     {"gate", "relu", "r_e = max(z_e, 0)"},
     {"gate", "identity", "r_e = z_e"},
     {"soft", "D", "D_ts = softmax over tokens t of L_ts: what slot s takes of each token"},
-    {"", "refine", "no refining: p = r"},
+    {"", "refine", "no refinement: p = r"},
     {"refine", "none", ""},
     {"refine", "similarity",
      "p_t = sum over tokens j{causal? <= t} of S_tj r_j, S_t = softmax over j of {similarity_scale} / tau, tau = "
@@ -110,7 +110,7 @@ static const row rows[] = {
      "round({capacity_factor} N / E))"},
     {"predictor", "", "in decoding experts take a token if q_e > 1/2, q_e = sigmoid(V_e . u), V learned"},
     {"select", "affinity",
-     "S = the expert with the largest z, if it keeps the token; it keeps the best, up to "
+     "S = the expert with the largest z, if it keeps the token; it keeps its best tokens, up to "
      "{affinity_sum_auto?{affinity_sum_auto} of the first call's mean sum for}"
      "{affinity_sum_auto!{affinity_sum!{affinity_mass} of}{affinity_sum?{affinity_sum} for}} their summed z > 0, "
      "at least {capacity_min}{capacity?, at most {capacity}}"},
@@ -121,7 +121,7 @@ static const row rows[] = {
     {"select", "sample", "S = in training {top_k} draw(s) from p, none twice{sample_scope}; else {sample_at}"},
     {"select", "balanced",
      "S = in training the even assignment of tokens to experts with the largest sum of z; else the largest z"},
-    {"select", "custom", "S is marked by a function of the caller's"},
+    {"select", "custom", "S is marked by the caller's function"},
     {"expert_dropout", "",
      "in training an expert cannot be selected with probability {expert_dropout}{expert_dropout_scope}"},
     {"selection_bias", "", "b_e is a state; added for selecting only, never in a weight"},
@@ -136,7 +136,7 @@ static const row rows[] = {
      "pick by pick: w = softmax over those not yet picked and within 2 eps of the best z, eps = "
      "{sparsemixer_eps}{sparsemixer_sample?; in training each pick is drawn from it}"},
     {"weight_over", "all", ""},
-    {"weight_over", "nonzero", "the sum is over experts of S that are not zero experts; these have w_e = p_e"},
+    {"weight_over", "nonzero", "the sum is over experts of S that are not zero experts; zero experts have w_e = p_e"},
     {"weight_over", "real", "the sum is over experts of S with matrices; the others have w_e = p_e"},
     {"expert_scale", "", "w_e times s_e, learned"},
     {"soft", "C", "C_ts = softmax over all slots s of L_ts: what token t takes of each slot"},
@@ -155,7 +155,7 @@ static const row rows[] = {
     {"capacity_bound", "every",
      "{capacity_factor?C >= }{capacity_factor!at most C tokens per expert, C = }exp(d a^2/(2 - a^2))/E, a the largest "
      "|cos(u, W_e)| of the call; {drop_order}{renormalize}"},
-    {"scale", "", "w_e times {scale}, last of all"},
+    {"scale", "", "w_e times {scale}, as the last step"},
     {"", "losses", "no losses"},
     {"loss_balance", "",
      "{loss_balance} E sum_e f_e P_e, P_e = mean p_e{balance_scope}, f_e = {balance_over}{zero_tau?; of an expert "
@@ -168,7 +168,7 @@ static const row rows[] = {
     {"loss_similarity_same", "", "{loss_similarity_same}/E mean over pairs of tokens of |x - x'| sum_e p_e p'_e"},
     {"loss_similarity_diff", "",
      "-{loss_similarity_diff}/(E^2 - E) mean over pairs of |x - x'| sum over e != e' of p_e p'_e'"},
-    {"loss_locality", "", "{loss_locality} KL(nodes that tokens go to || node where they live), {nodes} nodes"},
+    {"loss_locality", "", "{loss_locality} KL(machines that tokens go to || their machines), {nodes} machines"},
     {"loss_l1", "",
      "lambda E/(K N^2) sum_e n_e sum_t p_te, K = {top_k}, lambda = {loss_l1}{l1_controller? at the start}"},
     {"loss_orthogonal", "", "{loss_orthogonal} sum over e != e' of cos(W_e, W_e')^2"},
@@ -185,7 +185,7 @@ static const row rows[] = {
     {"loss_distill", "",
      "{loss_distill} {distill}, q = softmax({student!z}{student?V }{student_dim!{student?u}}{student_dim?h}), teacher "
      "= {compete_rate?c}{compete_rate!{student!the caller's}}{student?z}"},
-    {"loss_predictor", "", "{loss_predictor} mean over tokens of the cross-entropy of q to S; reaches V alone"},
+    {"loss_predictor", "", "{loss_predictor} mean over tokens of the cross-entropy of q to S; trains only V"},
     {"expert_temperature", "",
      "the experts learn from p at T = {expert_temperature}, the gate from p at T = {gate_temperature}"},
     {"", "state", "no schedule"},
@@ -197,7 +197,7 @@ static const row rows[] = {
      "after each step lambda times 1.2 if more than {top_k} of {n_experts} are open, else / 1.2"},
     {"l1_controller", "net",
      "after each step lambda, one for all layers of a network, times 1.2 if more than {top_k} of {n_experts} are "
-     "open in their mean, else / 1.2"},
+     "open on average, else / 1.2"},
     {"k_end", "", "K goes from {top_k} to {k_end} in {schedule_steps} steps"},
     {"tau_schedule", "none", ""},
     {"tau_schedule", "gate_temperature", "T goes from {gate_temperature} to {tau_end} in {schedule_steps} steps"},
@@ -229,7 +229,7 @@ static const row rows[] = {
     {"apply_to", "output", "y = sum over S of w_e f_e(x)"},
     {"apply_to", "input", "y = sum over S of f_e(w_e x)"},
     {"soft", "y", "y_t = sum over slots s of C_ts f_s(sum over tokens j of D_js x_j)"},
-    {"d_latent", "", "x in f_e(x) is h = W_in x of width {d_latent}, and W_out makes y of the sum"},
+    {"d_latent", "", "experts read h = W_in x of width {d_latent} instead of x, and y = W_out times the sum"},
     {"add_input", "", "y += (1 - sum of w_e) x"},
     {"n_shared", "",
      "y += {shared_sigmoid?sigmoid(s . x) * }a shared swiglu of width {n_shared} x {d_shared}, for every token"},
@@ -733,7 +733,7 @@ static void explain_cost(const moe_layer *layer) {
     if (k.score > 0) print_cost("score", k.score, 0, "");
     sprintf(note, ": %s in each of %d", grouped(k.read), r->n_experts);
     if (k.read > 0) print_cost("all experts, for scoring", k.read * r->n_experts, 0, note);
-    if (k.refine > 0) print_cost(r->select == MOE_SELECT_SOFT ? "mixing into slots, back" : "refine", k.refine, 0, "");
+    if (k.refine > 0) print_cost(r->select == MOE_SELECT_SOFT ? "into slots and back" : "refine", k.refine, 0, "");
     few = least * each + k.shared;
     many = most * each + k.shared;
     /* all tokens of the call share the slots */
@@ -741,7 +741,7 @@ static void explain_cost(const moe_layer *layer) {
     sprintf(note, ", %.3g %% of all", percent(router, many));
     if (many > few && router > 0)
         sprintf(note, ", %.3g to %.3g %% of all", percent(router, many), percent(router, few));
-    print_cost("the router in all", router, 0, note);
+    print_cost("the router in total", router, 0, note);
     sprintf(note, ": %s%.3g of %s", mean ? "on average " : many > few ? "up to " : "", most, grouped(each));
     if (r->select == MOE_SELECT_SOFT)
         sprintf(note, ": %d slots of %s for %d tokens", r->n_experts * r->slots, grouped(each), CALL);
@@ -1014,15 +1014,15 @@ static void show_losses(const moe_layer_config *c, const moe_routing *r) {
 
 static void show_all(const char *name, const moe_layer *layer, const moe_call *call, const moe_routing *r,
                      unsigned long token) {
-    const char *why = "as asked";
+    const char *why = "as requested";
     if (token == ANY) token = interesting(r, &why);
     printf("%s: ", name);
     wrap(moe_preset_find(name)->formula, strlen(name) + 2, 2);
     printf("Token %lu of 0 to %d", token, (int)r->n_tokens - 1);
     if (layer->config.router.table_size > 0) printf(", id %d", (int)call->token_ids[token]);
     printf(": %s. A training call; width %d, %d experts.\n", why, WIDTH, EXPERTS);
-    printf("Made up are tokens, tensors, state, attention, the layer before, token ids and a teacher.\n\n");
-    printf("%18d%8d%8d%8d   feature (x, u, y) or expert (all else)\n", 0, 1, 2, 3);
+    printf("Tokens, tensors, state, attention, the previous layer, token ids and the teacher are made up.\n\n");
+    printf("%18d%8d%8d%8d   feature (x, u, y) or expert (all others)\n", 0, 1, 2, 3);
     show_token(layer, call, r, token);
     printf("\n");
     show_others(&layer->config, r, token);
@@ -1045,13 +1045,13 @@ static void report_routing(const moe_routing *r) {
     f->row_label = "token";
     f->column_label = "expert";
     f->value_label = "p";
-    f->caption = "What the gate gives each expert, after refining.";
+    f->caption = "The gate's value for each expert, after refinement.";
     f = report_add(MOE_FIGURE_HEAT, "Weights", r->n_tokens, EXPERTS);
     f->values = w;
     f->row_label = "token";
     f->column_label = "expert";
     f->value_label = "w";
-    f->caption = "What experts add to each token, after capacity; 0: not chosen.";
+    f->caption = "Each expert's weight for each token, after capacity; 0: not chosen.";
     if (r->plan.rows > 0) return; /* soft: no choices */
     for (i = 0; i < EXPERTS; i++) load[i] = (double)r->counts[i];
     f = report_add(MOE_FIGURE_BARS, "Load", EXPERTS, 1);
@@ -1143,15 +1143,15 @@ int main(int argc, char **argv) {
         else if (strcmp(argv[i], "--report") == 0 && i + 1 < argc && *argv[i + 1] != '\0') report_path = argv[++i];
         else if (argv[i][0] != '-' && name == NULL) name = argv[i];
         else {
-            fprintf(stderr, "routers: %s: no such option, or a second name; -h explains\n", argv[i]);
+            fprintf(stderr, "routers: %s: no such option, or a second name; see -h\n", argv[i]);
             return EXIT_USAGE;
         }
     }
-    if (csv && (name != NULL || shown)) return complain("--csv lists all presets and goes alone; -h explains");
+    if (csv && (name != NULL || shown)) return complain("--csv lists all presets, without a name or --show; see -h");
     if (shown && name == NULL) return complain("which preset? routers lists them, routers NAME --show shows one");
-    if (number[N_TOKENS] < 1 || number[N_TOKENS] > MAX_TOKENS) return complain("--tokens goes from 1 to 64");
+    if (number[N_TOKENS] < 1 || number[N_TOKENS] > MAX_TOKENS) return complain("--tokens must be from 1 to 64");
     if (number[TOKEN] != ANY && number[TOKEN] >= number[N_TOKENS])
-        return complain("--token: the first is 0; --tokens N makes more");
+        return complain("--token counts from 0 and must be less than --tokens");
     if (report_refused() != NULL) {
         fprintf(stderr, "routers: %s: %s\n", report_path, report_refused());
         return 1;

@@ -61,37 +61,37 @@ static const struct option {
     {"--words", "", FLAG, &set.words, 0, 0, "tokens are words, numbers, punctuation and line breaks instead of bytes"},
     {"--vocabulary", "N", WHOLE, &set.vocabulary, 2, 1e6,
      "size of the vocabulary: the most frequent words; the others are <unk>"},
-    {"--width", "N", WHOLE, &set.width, 2, 4096, "numbers per token"},
+    {"--width", "N", WHOLE, &set.width, 2, 4096, "width of the model: numbers per token"},
     {"--layers", "N", WHOLE, &set.layers, 1, MAX_LAYERS, "number of layers, each attention and experts"},
-    {"--heads", "N", WHOLE, &set.heads, 0, 256, "heads of attention; 0: one per 32 of the width"},
+    {"--heads", "N", WHOLE, &set.heads, 0, 256, "attention heads; 0: one per 32 of the width"},
     {"--experts", "N", WHOLE, &set.experts, 1, 1024, "experts in a layer"},
     {"--top-k", "N", WHOLE, &set.top_k, 0, 1024,
-     "experts that a token goes to; 0: 2, or as --router says, but at most 2"},
-    {"--d-ff", "N", WHOLE, &set.d_ff, 0, 65536, "hidden numbers of an expert; 0: twice the width"},
+     "experts per token; 0: 2, or the preset's number if that is smaller"},
+    {"--d-ff", "N", WHOLE, &set.d_ff, 0, 65536, "hidden width of an expert; 0: twice the width"},
     {"--router", "PRESET", TEXT, &set.router, 0, 0,
-     "how tokens find experts: a name that `sh examples/run routers` lists"},
+     "preset of the routers: a name that `sh examples/run routers` lists"},
     {"--context", "N", WHOLE, &set.context, 2, 65536, "tokens of a sequence"},
     {"--batch", "N", WHOLE, &set.batch, 1, 4096, "sequences per step"},
-    {"--steps", "N", WHOLE, &set.steps, 1, 1e9, "steps of training"},
-    {"--epochs", "N", WHOLE, &set.epochs, 0, 1e4, "instead: passes over the text"},
-    {"--rate", "X", REAL, &set.rate, 1e-9, 10, "learning rate; it falls along a cosine"},
-    {"--warmup", "N", WHOLE, &set.warmup, 0, 1e6, "steps in which the rate rises"},
-    {"--seed", "N", WHOLE, &set.seed, 0, 1e9, "start of all random choices"},
-    {"-o", "FILE", TEXT, &set.output, 0, 0, "the model; of words also FILE.words, their list"},
+    {"--steps", "N", WHOLE, &set.steps, 1, 1e9, "training steps"},
+    {"--epochs", "N", WHOLE, &set.epochs, 0, 1e4, "instead of steps: passes over the text"},
+    {"--rate", "X", REAL, &set.rate, 1e-9, 10, "learning rate, with a cosine schedule"},
+    {"--warmup", "N", WHOLE, &set.warmup, 0, 1e6, "warm-up steps of the learning rate"},
+    {"--seed", "N", WHOLE, &set.seed, 0, 1e9, "seed of all random choices"},
+    {"-o", "FILE", TEXT, &set.output, 0, 0, "the model; with --words also FILE.words, the vocabulary"},
     {"--checkpoint", "FILE", TEXT, &set.checkpoint, 0, 0,
-     "the training that is not finished (beside the model, with .checkpoint)"},
-    {"--resume", "", FLAG, &set.resume, 0, 0, "goes on where training stopped; the other options as they were"},
+     "checkpoint of unfinished training (the model's name with .checkpoint)"},
+    {"--resume", "", FLAG, &set.resume, 0, 0, "continues stopped training; repeat the other options"},
     {"--stop-after", "N", WHOLE, &set.stop_after, 0, 1e9, "stops after N steps, as Ctrl-C does; 0: never"},
-    {"--test", "FILE", TEXT, &set.test, 0, 0, "another text to measure the perplexity of"},
-    {"--only-generate", "", FLAG, &set.only_generate, 0, 0, "no training: reads the model"},
-    {"--generate", "N", WHOLE, &set.generate, 0, 1e6, "tokens to write"},
-    {"--prompt", "TEXT", TEXT, &set.prompt, 0, 0, "what to go on from"},
-    {"--temperature", "X", REAL, &set.temperature, 1e-6, 1e6, "less: more probable tokens"},
-    {"--top-p", "X", REAL, &set.top_p, 1e-6, 1, "only the most probable tokens, with this sum"},
+    {"--test", "FILE", TEXT, &set.test, 0, 0, "also measures the perplexity on this text"},
+    {"--only-generate", "", FLAG, &set.only_generate, 0, 0, "no training: loads the model"},
+    {"--generate", "N", WHOLE, &set.generate, 0, 1e6, "tokens to generate"},
+    {"--prompt", "TEXT", TEXT, &set.prompt, 0, 0, "text to continue"},
+    {"--temperature", "X", REAL, &set.temperature, 1e-6, 1e6, "lower: more probable tokens"},
+    {"--top-p", "X", REAL, &set.top_p, 1e-6, 1, "samples from the most probable tokens with this total probability"},
     {"--top-k-sample", "N", WHOLE, &set.sample_k, 0, 1e6, "samples from the N most probable tokens; 0: all"},
-    {"--route", "TEXT", TEXT, &set.route, 0, 0, "shows the expert of each token of this text"},
+    {"--route", "TEXT", TEXT, &set.route, 0, 0, "shows the first choice of each token of this text"},
     {"--report", "FILE", TEXT, &report_path, 0, 0,
-     "what was found: a page (FILE.html), a picture (.svg) or text; -: on the screen"},
+     "report of the results: a page (FILE.html), a picture (.svg) or text; -: on the screen"},
     {"--kernels", "NAME", TEXT, &set.kernels, 0, 0, "instruction set: auto, c, avx2, ..."},
     {"--check", "", FLAG, &set.check, 0, 0, "tests this program on a small model"}};
 enum { OPTIONS = sizeof options / sizeof *options };
@@ -116,7 +116,7 @@ static int show_help(void) {
         printf("\n");
     }
     return printf(
-               "Exit status: 0 done, 1 failed, 130 stopped by Ctrl-C, 143 by a TERM signal; then --resume goes on.\n") <
+               "Exit status: 0 done, 1 failed, 130 stopped by Ctrl-C, 143 by a TERM signal; --resume continues.\n") <
            0;
 }
 
@@ -129,7 +129,7 @@ static int set_option(const struct option *o, const char *value) {
     }
     if (end == value || *end != '\0' || !(number >= o->least && number <= o->most) ||
         (o->kind == WHOLE && floor(number) < number)) {
-        fprintf(stderr, "text: %s %s: not a value from %g to %g; -h explains\n", o->name, value, o->least, o->most);
+        fprintf(stderr, "text: %s %s: not a value from %g to %g; see -h\n", o->name, value, o->least, o->most);
         return 1;
     }
     if (o->kind == WHOLE) *(long *)o->at = (long)number;
@@ -144,9 +144,9 @@ static int read_options(int count, char **words) {
         if (strcmp(word, "-h") == 0 || strcmp(word, "--help") == 0) exit(show_help());
         while (o < options + OPTIONS && strcmp(word, o->name) != 0) o++;
         if (*word != '-' && set.text == NULL) set.text = word;
-        else if (o == options + OPTIONS) return fail(word, "no such option, or a second text; -h explains");
+        else if (o == options + OPTIONS) return fail(word, "no such option, or a second text; see -h");
         else if (o->kind == FLAG) *(long *)o->at = 1;
-        else if (--count == 0) return fail(word, "its value is missing; -h explains");
+        else if (--count == 0) return fail(word, "its value is missing; see -h");
         else if (set_option(o, *++words)) return 1;
     }
     for (kernels = 0; moe_kernels_name(kernels) != NULL && strcmp(moe_kernels_name(kernels), set.kernels) != 0;)
@@ -180,7 +180,7 @@ typedef struct model {
 /* Zeroed memory, valid until release is called. */
 static void *grab(size_t count, size_t size) {
     block *b = count < SIZE_MAX / 2 / size ? (block *)calloc(1, sizeof *b + count * size) : NULL;
-    if (b == NULL) exit(fail("memory", "there is not enough"));
+    if (b == NULL) exit(fail("memory", "not enough"));
     b->next = blocks;
     blocks = b;
     return b + 1;
@@ -411,7 +411,7 @@ static int save_model(const model *m, const char *path) {
     if (m->bytes) remove(words); /* of the replaced model */
     if (put(part, path)) {
         fail(path, strerror(errno));
-        return fail(part, "the model is there");
+        return fail(part, "holds the model");
     }
     if (!m->bytes && put(words_part, words)) return fail(words, strerror(errno));
     return 0;
@@ -427,8 +427,8 @@ static int load_model(model *m, const char *path) {
         return fail(path, "is not a network that reads tokens");
     if (load_words(m, path)) return 1;
     if (m->n_words == (size_t)m->net.d_out && m->n_words == embedding.shape[0]) return 0;
-    return fail(path, m->bytes ? "its tokens are no bytes, and their list is not beside it"
-                               : "the words beside it are of another model");
+    return fail(path, m->bytes ? "its tokens are not bytes, and the file of its words is missing"
+                               : "the file of words beside it belongs to another model");
 }
 
 /* ---- training ---- */
@@ -545,7 +545,7 @@ static int train(model *m, const moe_data *data) {
         return FAILED;
     }
     if (r.first > 0 && !set.quiet)
-        printf("%s: goes on after step %.0f of %.0f\n", set.checkpoint, (double)r.first, (double)r.steps);
+        printf("%s: continues after step %.0f of %.0f\n", set.checkpoint, (double)r.first, (double)r.steps);
     r.step = r.first;
     r.started = seconds();
     signal(SIGINT, stop);
@@ -555,10 +555,10 @@ static int train(model *m, const moe_data *data) {
     signal(SIGTERM, SIG_DFL);
     if (r.step >= r.steps) return DONE;
     if (status == MOE_ERR_STOPPED && !set.quiet)
-        printf("stopped; %s holds all that is learned: the same command with --resume goes on\n", set.checkpoint);
+        printf("stopped; %s holds the training so far: the same command with --resume continues\n", set.checkpoint);
     else if (status != MOE_ERR_STOPPED) fail("training", error.message);
     if (status == MOE_ERR_IO && exists(set.checkpoint))
-        fprintf(stderr, "text: %s holds an earlier step: the same command with --resume goes on from it\n",
+        fprintf(stderr, "text: %s holds an earlier step: the same command with --resume continues from it\n",
                 set.checkpoint);
     return status == MOE_ERR_STOPPED ? STOPPED : FAILED;
 }
@@ -676,7 +676,7 @@ static void show_layer(const model *m, int layer, census *c) {
     if (moe_metrics_report(&c->kinds, &r) != MOE_OK) return;
     printf("\nLayer %d: what each expert takes, in %% of its tokens\nexpert   share", layer);
     for (size_t k = 0; k < KINDS; k++) printf("%8s", kinds[m->bytes][k]);
-    printf("  the most frequent\n");
+    printf("  most frequent\n");
     for (size_t e = 0; e < r.n_experts; e++) {
         for (size_t k = 0; k < KINDS; k++) all[k] += r.classes[e * KINDS + k];
         for (size_t i = 0; i < m->n_words; i++) words[i] += c->words.classes[e * m->n_words + i];
@@ -782,7 +782,7 @@ static int report_tokens(const model *m, const char *title, const int32_t *ids, 
     f->column_names = names;
     f->row_names = rows;
     f->n_experts = (int)set.experts;
-    f->caption = "Under each token the expert that it goes to first.";
+    f->caption = "Under each token, its first choice.";
     return 0;
 }
 
@@ -872,14 +872,14 @@ static int prepare(model *m, corpus *c) {
 static int check_files(void) {
     const char *part = beside(set.output, ".part");
     if (strcmp(set.output, set.checkpoint) == 0)
-        return fail("--checkpoint", "must be another file than -o: it is removed in the end");
+        return fail("--checkpoint", "must be another file than -o: it is removed at the end");
     FILE *f = fopen(part, "wb");
     if (f == NULL) return fail(part, strerror(errno));
     fclose(f);
     remove(part);
-    if (set.resume && !exists(set.checkpoint)) return fail(set.checkpoint, "is not there: nothing to resume");
+    if (set.resume && !exists(set.checkpoint)) return fail(set.checkpoint, "does not exist: nothing to resume");
     if (!set.resume && exists(set.checkpoint))
-        return fail(set.checkpoint, "holds training that was stopped: --resume goes on; remove it to begin anew");
+        return fail(set.checkpoint, "holds training that was stopped: --resume continues it; remove it to start over");
     return 0;
 }
 
@@ -908,7 +908,7 @@ static int learn(model *m, corpus *c) {
     if (save_model(m, set.output)) return FAILED;
     remove(set.checkpoint);
     remove(beside(set.checkpoint, ".words"));
-    if (!set.quiet) printf("saved as %s%s\n", set.output, m->bytes ? "" : ", its words beside it");
+    if (!set.quiet) printf("saved as %s%s\n", set.output, m->bytes ? "" : ", its words in a file beside it");
     return DONE;
 }
 
@@ -922,8 +922,8 @@ static int test_on(const model *m, const char *path) {
 }
 
 static void report_training(void) {
-    static const char *const names[] = {"training", "routers'"};
-    moe_figure *f = report_take(moe_figure_history(&history, 0, 2, names), "Losses while training");
+    static const char *const names[] = {"training", "router"};
+    moe_figure *f = report_take(moe_figure_history(&history, 0, 2, names), "Training losses");
     f->caption = "Mean of the epoch so far.";
     f->value_label = "loss (nats)";
 }
@@ -948,7 +948,7 @@ static int run_all(void) {
         good = !report_tokens(&m, "Held-out text by expert", c.held_out, c.n_held_out);
     if (good && set.generate > 0) {
         int32_t *written = printf("\n") > 0 ? generate(&m, &n) : NULL;
-        good = written != NULL && (report_path == NULL || !report_tokens(&m, "The text that it wrote", written, n));
+        good = written != NULL && (report_path == NULL || !report_tokens(&m, "Generated text", written, n));
     }
     if (good) good = !report_write_added("text", "A language model with experts");
     moe_buffer_free(&c.text);

@@ -51,7 +51,7 @@ int main(int argc, char **argv) {
     moe_rng rng = {1};
     moe_error error;
     if (argc > 1 && (strcmp(argv[1], "-h") == 0 || strcmp(argv[1], "--help") == 0)) {
-        puts("threads: runs a layer on four threads and compares the bits with those of one; no options");
+        puts("threads: runs a layer on four threads and compares the bits with those of one thread; no options");
         return 0;
     }
     config.router.d_model = D;
@@ -66,6 +66,6 @@ int main(int argc, char **argv) {
     call.parallel = &parallel;
     if (moe_layer_forward(&layer, &call, four, workspace, sizeof workspace, NULL) != MOE_OK) return 1;
     moe_layer_free(&layer);
-    puts(memcmp(one, four, sizeof one) == 0 ? "the same bits" : "other bits");
+    puts(memcmp(one, four, sizeof one) == 0 ? "the same bits" : "different bits");
     return memcmp(one, four, sizeof one) != 0;
 }

@@ -47,24 +47,24 @@
 enum { MAX_JOBS = 8192, MAX_SEEDS = 64, LINE = 8192, FIELD = 2400, MAX_BLOCKS = 64, FIRST_TUNING = 1001 };
 
 static const char help[] =
-    "bench [options]       runs what is missing of the claims and prints verdicts\n"
-    "  --only A,B          these claims, worlds or parts only: worlds text short words digits, toy, aoe.means\n"
-    "                      (the planted worlds; --only digits,short,text,words the others)\n"
-    "  --rows FOLDER       where rows are kept (examples/bench/results); a run that is there is not repeated\n"
-    "  --jobs N            processes side by side (1)\n"
-    "  --minutes N         stops after that time; the same command goes on\n"
-    "  --text FILE --test FILE   text to train on, and to judge by (WikiText's validation and test articles)\n"
-    "  --seeds N           judges fewer or more seeds than declared\n"
-    "  --unseen            judges by seeds from 5001 on, which no published row has used\n"
+    "bench [options]       makes the runs that the claims still need and prints verdicts\n"
+    "  --only A,B          only these claims, worlds or parts: worlds text short words digits, toy, aoe.means\n"
+    "                      (the planted worlds; --only digits,short,text,words: the others)\n"
+    "  --rows FOLDER       the folder of rows (examples/bench/results); recorded runs are not repeated\n"
+    "  --jobs N            parallel processes (1)\n"
+    "  --minutes N         stops after that time; the same command continues\n"
+    "  --text FILE --test FILE   text to train on, and to judge on (WikiText's validation and test articles)\n"
+    "  --seeds N           judges on N seeds instead of the declared number\n"
+    "  --unseen            judges on seeds from 5001 on, which no published row has used\n"
     "  --short             a tenth of the steps, to try the program out; use another --rows\n"
     "bench --list          claims, worlds and routers\n"
     "bench --time          times steps of the routers of claims on loss side by side, for verdicts at equal time\n"
-    "bench --tables        prints the tables of README.md from the rows that there are\n"
-    "bench --again         runs a recorded run of every router in every world once more: are its bits the same?\n"
-    "bench --write         puts them into the README.md here and that of the library, and draws the figure\n"
-    "bench --verify        whether these have what the rows say\n"
-    "bench --pictures      trains some routers once more and draws clusters, norms and correlation into pictures/;\n"
-    "                      with --verify: are they what is there?\n"
+    "bench --tables        prints the tables of README.md from the recorded rows\n"
+    "bench --write         writes them into the README.md here and that of the library, and draws the figure\n"
+    "bench --verify        compares these files with the rows\n"
+    "bench --again         repeats a recorded run of every router in every world and compares the bits\n"
+    "bench --pictures      trains some routers again and draws clusters, norms and correlation into pictures/;\n"
+    "                      with --verify: compares them\n"
     "bench --check         tests the program\n" REPORT_HELP;
 
 static struct {
@@ -256,7 +256,7 @@ static int read_part(const char *part, int running) {
     FILE *f = fopen(path, "rb");
     if (f == NULL) return 0;
     if (fgets(line, sizeof line, f) == NULL || strcmp(line, COLUMNS) != 0)
-        failed = complain(path, "is no file of rows");
+        failed = complain(path, "is not a file of rows");
     while (!failed && (good = ftell(f)) >= 0 && fgets(line, sizeof line, f) != NULL) {
         if (strchr(line, '\n') == NULL) break; /* incomplete */
         if (!read_row(line, &r)) failed = complain(path, line);
@@ -502,7 +502,7 @@ static int run_jobs(void) {
     }
 #endif
     if (done < n_jobs || failed)
-        fprintf(stderr, "\nbench: %d of %d runs; the same command goes on with the others\n", done, n_jobs);
+        fprintf(stderr, "\nbench: %d of %d runs; the same command runs the others\n", done, n_jobs);
     return failed || done < n_jobs;
 }
 
@@ -848,7 +848,7 @@ static int keep_or_verify(const char *path, const moe_buffer *kept, moe_buffer *
     moe_error error;
     if (options.verify) {
         int same = same_bytes(kept, made);
-        printf("%s %s\n", path, same ? "is what the rows say" : "DIFFERS from the rows");
+        printf("%s %s\n", path, same ? "matches the rows" : "DIFFERS from the rows");
         return !same;
     }
     return moe_file_replace(path, write_buffer, made, &error) != MOE_OK ? complain(path, error.message) : 0;
@@ -970,12 +970,12 @@ static int read_options(int count, char **words) {
         const char *value = i + 1 < count ? words[i + 1] : "";
         if (strcmp(words[i], "-h") == 0 || strcmp(words[i], "--help") == 0) exit(fputs(help, stdout) < 0);
         while (k < sizeof known / sizeof known[0] && strcmp(known[k].name, words[i]) != 0) k++;
-        if (k == sizeof known / sizeof known[0]) return complain(words[i], "no such option; -h explains");
+        if (k == sizeof known / sizeof known[0]) return complain(words[i], "no such option; see -h");
         if (known[k].flag != NULL) {
             *known[k].flag = 1;
             continue;
         }
-        if (*value == '\0') return complain(words[i], "its value is missing; -h explains");
+        if (*value == '\0') return complain(words[i], "its value is missing; see -h");
         i++;
         if (known[k].text != NULL) *known[k].text = value;
         else if (read_number(words[i - 1], value, known[k].whole != NULL ? 1 : 0.01,
@@ -986,7 +986,7 @@ static int read_options(int count, char **words) {
     }
     for (int c = 0, some = 0; c < N_CLAIMS && options.only != NULL; c++) {
         some |= is_wanted(&claims[c]);
-        if (c + 1 == N_CLAIMS && !some) return complain(options.only, "is no claim, world or part; --list has them");
+        if (c + 1 == N_CLAIMS && !some) return complain(options.only, "no such claim, world or part; see --list");
     }
     return 0;
 }
@@ -1023,7 +1023,7 @@ static int run_again(const job *j, const row *kept) {
     then = *kept;
     if ((j->w->kind == DIGITS || j->w->kind == PATCHES) && digits_read()) return LEFT_OUT;
     if (run_job(j, &now, &error) == MOE_OK && same_row(&now, &then)) return SAME;
-    printf("%s, %s, seed %d: is not what its row says\n", j->w->name, j->a->name, j->seed);
+    printf("%s, %s, seed %d: differs from its row\n", j->w->name, j->a->name, j->seed);
     return DIFFERS;
 }
 
@@ -1040,7 +1040,7 @@ static int do_again(int every) {
             done = 1;
             found_out[run_again(&j, r)]++;
         }
-    printf("%d runs have the bits of their rows, %d differ, %d are of another compiler or kernels\n", found_out[SAME],
+    printf("%d runs match their rows bit for bit, %d differ, %d are of another compiler or kernels\n", found_out[SAME],
            found_out[DIFFERS], found_out[LEFT_OUT]);
     return found_out[DIFFERS] > 0;
 }

@@ -25,7 +25,7 @@ static void check_claims(void) {
         if (w != NULL && k->kind == PRIMARY) primary[strcmp(w->part, "worlds") != 0]++;
     }
     check(valid, "every claim names a world and two routers, has a sign and a margin");
-    check(different, "every claim has a name of its own");
+    check(different, "every claim has its own name");
     check(primary[0] == 5 && primary[1] == 5, "each of the five papers has one primary claim in each family");
     for (int w = 0; w < N_WORLDS; w++) {
         double numbers[8];
@@ -102,7 +102,7 @@ static void check_run(const char *world_name, const char *arm_name, const char *
               fabs(three.f.value[LOSS] - one.f.value[LOSS]) < 1e-6,
           "a row is read as it was written");
     line[strlen(line) - 3] = '\0';
-    check(!read_row(line, &three), "a row that is cut off is no row");
+    check(!read_row(line, &three), "an incomplete row is refused");
 }
 
 /* A file of rows: appended to, with an incomplete line, with rows of two builds. */
@@ -116,8 +116,8 @@ static void check_file(void) {
     check(run_job(&j, &r, &error) == MOE_OK && append_row("check", &r) == 0 && append_row("check", &r) == 0, "a file");
     if ((f = fopen(path_of("check"), "ab")) == NULL || fputs("aoe.means,means,0000", f) < 0 || fclose(f) != 0) return;
     forget_rows();
-    check(read_part("check", 1) == 0 && n_rows == 2 && find_row(&j) != NULL, "a line that is cut off is left out");
-    check(append_row("check", &r) == 0, "and the next begins in its place");
+    check(read_part("check", 1) == 0 && n_rows == 2 && find_row(&j) != NULL, "an incomplete line is left out");
+    check(append_row("check", &r) == 0, "the next line replaces it");
     forget_rows();
     check(read_part("check", 0) == 0 && n_rows == 3, "no row is lost");
     jobs[0] = j;
@@ -125,9 +125,9 @@ static void check_file(void) {
     check(check_builds() == 0, "rows of this build are continued");
     fputs("the next two complaints are expected:\n", stderr);
     strcpy(rows[0].build, "another");
-    check(check_builds() != 0, "those of another are not");
+    check(check_builds() != 0, "rows of another build are not continued");
     strcpy(r.build, "1,gcc 1,c,1");
-    check(append_row("check", &r) == 0, "a row of another build is there");
+    check(append_row("check", &r) == 0, "a row of another build is appended");
     forget_rows();
     check(read_part("check", 0) != 0, "a file of two builds is refused");
     remove(path_of("check"));
@@ -172,12 +172,12 @@ static void check_resume(void) {
     bench_stopped = 1; /* ends after its first step, and again after the next */
     check(run_text(&j, &parts, &error) == MOE_ERR_STOPPED, "a run is stopped");
     memset(&parts, 0, sizeof parts);
-    check(run_text(&j, &parts, &error) == MOE_ERR_STOPPED, "and again");
+    check(run_text(&j, &parts, &error) == MOE_ERR_STOPPED, "a run is stopped again");
     bench_stopped = 0;
     memset(&parts, 0, sizeof parts);
     status = run_text(&j, &parts, &error);
     if (status != MOE_OK) printf("%s\n", error.message);
-    check(status == MOE_OK && same_found(&whole, &parts), "a run that goes on ends with the same bits");
+    check(status == MOE_OK && same_found(&whole, &parts), "a resumed run ends with the same bits");
 }
 
 static int check_all(void) {
@@ -189,7 +189,7 @@ static int check_all(void) {
     check_recovery();
     bench_short = 1;
     check_run("means", "autonomy", "a world gives the same numbers twice");
-    check_run("topics", "similarity_swapped", "a router that is swapped in, too");
+    check_run("topics", "similarity_swapped", "so does a router that is swapped in");
     check_file();
     bench_short = 0;
     if (texts_read(0, headers[0], headers[1]) || digits_read()) return 1;
@@ -199,9 +199,9 @@ static int check_all(void) {
     if (read_rows(0) || read_times()) return 1;
     judge_all(g);
     options.verify = 1;
-    check(do_page(g) == 0, "README.md has what the rows say");
-    check(do_again(0) == 0, "rows come out once more");
-    check(do_pictures() == 0, "pictures too");
+    check(do_page(g) == 0, "README.md matches the rows");
+    check(do_again(0) == 0, "repeated runs match their rows");
+    check(do_pictures() == 0, "pictures match");
     printf("%d passed, %d failed\n", n_passed, n_failed);
     return n_failed > 0;
 }

@@ -65,7 +65,7 @@ static int read_times(void) {
                       &t->high) == 6;
     }
     fclose(f);
-    return good ? 0 : complain(path_of("time"), "is no file of times");
+    return good ? 0 : complain(path_of("time"), "is not a file of times");
 }
 
 static const struct timed_pair *find_time(const claim *c) {

@@ -3,7 +3,7 @@
        cc -std=c99 -O2 -I. examples/mpi/scale.c -o scale -lm && ./scale FILE
 
    FILE holds measurements (`sh examples/run mpi --measure FILE` writes them, scale_measured.txt is
-   one); -h explains. */
+   one); see -h. */
 
 #include "scale.h"
 
@@ -39,13 +39,13 @@ static const struct option {
     {"--near-latency", "S", REAL, &set.near_latency, 1e-12, 10, "inside a machine (as in FILE)"},
     {"--near-bandwidth", "B", REAL, &set.near_bandwidth, 1, 1e15, "of a rank (as in FILE)"},
     {"--ranks-per-machine", "N", WHOLE, &set.ranks_per_machine, 1, 65536, "ranks on a machine, a power of 2 (8)"},
-    {"--cores", "N", WHOLE, &set.cores, 1, 1e6, "cores of a machine (as many as its ranks have threads)"},
-    {"--tokens", "N", WHOLE, &set.tokens, 1, 1e9, "tokens per rank and step (as the run with one rank)"},
+    {"--cores", "N", WHOLE, &set.cores, 1, 1e6, "cores of a machine (as many as the threads of its ranks)"},
+    {"--tokens", "N", WHOLE, &set.tokens, 1, 1e9, "tokens per rank and step (as in the run with one rank)"},
     {"--chunks", "N", WHOLE, &set.chunks, 1, 65536, "parts in which experts compute while others travel (1)"},
-    {"--two-level", "", FLAG, &set.two_level, 0, 0, "rows for other machines go through one rank of the own machine"},
+    {"--two-level", "", FLAG, &set.two_level, 0, 0, "rows for other machines go through one rank of the sender's"},
     {"--local-routing", "", FLAG, &set.local_routing, 0, 0, "every rank routes its own tokens"},
-    {"--ring", "", FLAG, &set.ring, 0, 0, "shared gradients are added round a ring"},
-    {"--most", "N", WHOLE, &set.most, 1, 65536, "ranks of the last line (1024)"},
+    {"--ring", "", FLAG, &set.ring, 0, 0, "shared gradients are summed in a ring"},
+    {"--most", "N", WHOLE, &set.most, 1, 65536, "number of ranks in the last line (1024)"},
     {"--within", "X", REAL, &set.within, 1, 100,
      "fails when a run of FILE is more than X times faster or slower than predicted"},
     {"--bytes-within", "P", REAL, &set.bytes_within, 0.001, 100,
@@ -91,7 +91,7 @@ static void show_machine(const figures *h) {
            "machines %.3g us and %.3g GB/s\n",
            m.ranks_per_machine, m.cores, m.near_link.latency * 1e6, m.near_link.bandwidth / 1e9,
            m.far_link.latency * 1e6, m.far_link.bandwidth / 1e9);
-    printf("%.0f mixture%s of %.0f experts, as many as ranks beyond; rows of %.0f numbers; %s, %d chunk%s; %s\n",
+    printf("%.0f MoE layer%s of %.0f experts, beyond that as many as ranks; rows of %.0f numbers; %s, %d chunk%s; %s\n",
            h->layers, h->layers > 1 ? "s" : "", h->experts, h->d_model, m.two_level ? "two levels" : "one level",
            m.chunks, m.chunks > 1 ? "s" : "", m.local_routing ? "local routing" : "global routing");
 }
@@ -127,9 +127,9 @@ static void show_method(const figures *h, a_method *f) {
 static void show_legend(void) {
     printf("\nexperts, other, route (deciding which token goes where), update: computing. rows, gather (logits of all "
            "tokens to every rank), counts,\n"
-           "sums (shared gradients): exchange, in rows without what chunks hide. memory: of one mixture's decision on "
-           "every rank. waiting: for the fullest rank. rate: tokens per second and rank against one rank.\n"
-           "What is assumed is listed in examples/mpi/scale.c.\n");
+           "sums (shared gradients): exchange, in rows without what chunks hide. memory: for routing one MoE layer "
+           "on every rank. waiting: for the busiest rank. rate: tokens per second and rank against one rank.\n"
+           "The assumptions are listed in examples/mpi/scale.h.\n");
 }
 
 /* ---- measurements beside predictions ---- */
@@ -241,7 +241,7 @@ static int fail(const char *what, const char *why) {
 
 static int show_help(void) {
     static const char *const levels[] = {
-        "head:", "method NAME begins a method or goes on with it; its first run has one rank:", "run R, of R ranks:"};
+        "head:", "method NAME begins or continues a method; its first run has one rank:", "run R, of R ranks:"};
     const struct option *o;
     const struct key *k;
     printf("scale FILE [options]    predicts the time of a training step on many ranks from what FILE says was "
@@ -265,7 +265,7 @@ static int set_option(const struct option *o, const char *value) {
     }
     if (!read_number(value, &number) || number < o->least || number > o->most ||
         (o->kind == WHOLE && floor(number) < number)) {
-        fprintf(stderr, "scale: %s %s: not a value from %g to %g; -h explains\n", o->name, value, o->least, o->most);
+        fprintf(stderr, "scale: %s %s: not a value from %g to %g; see -h\n", o->name, value, o->least, o->most);
         return 2;
     }
     *(double *)o->at = number;
@@ -278,15 +278,15 @@ static int read_options(int count, char **words) {
         const struct option *o = options;
         while (o < options + OPTIONS && strcmp(word, o->name) != 0) o++;
         if (*word != '-' && set.file == NULL) set.file = word;
-        else if (o == options + OPTIONS) return fail(word, "no such option, or a second file; -h explains");
+        else if (o == options + OPTIONS) return fail(word, "no such option, or a second file; see -h");
         else if (o->kind == FLAG) *(double *)o->at = 1;
-        else if (--count == 0) return fail(word, "its value is missing; -h explains");
+        else if (--count == 0) return fail(word, "its value is missing; see -h");
         else if (set_option(o, *++words)) return 2;
     }
     if (network_named(set.network) == NULL)
         return fail(set.network, "no such network; ib100, tcp10 and tcp1 are known");
     if (!is_power(set.ranks_per_machine)) return fail("--ranks-per-machine", "it must be a power of 2");
-    return set.file == NULL ? fail("options", "the file is missing; -h explains") : 0;
+    return set.file == NULL ? fail("options", "the file is missing; see -h") : 0;
 }
 
 static int read_file(measurements *m) {

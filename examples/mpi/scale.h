@@ -371,14 +371,14 @@ static const struct key {
     {"route", METHOD, 0, 0, 10, offsetof(a_method, route), "seconds per token of all ranks and MoE layer [0]"},
     {"optimizer", METHOD, 0, 0, 1, offsetof(a_method, optimizer), "seconds per number [0]"},
     {"other", METHOD, 0, 0, 100, offsetof(a_method, other),
-     "seconds per own token, all else [what the step of one rank has left over]"},
-    {"shared_numbers", METHOD, 1, 0, 1e15, offsetof(a_method, shared_numbers), "numbers that every rank holds"},
+     "seconds per local token for everything else [what is left of the step with one rank]"},
+    {"shared_numbers", METHOD, 1, 0, 1e15, offsetof(a_method, shared_numbers), "parameters that every rank holds"},
     {"expert_numbers", METHOD, 1, 0, 1e15, offsetof(a_method, expert_numbers), "parameters of one expert"},
     {"experts_most", METHOD, 1, 0, 65536, offsetof(a_method, experts_most),
-     "experts that the router can have and divides by [0: any]"},
+     "the number of experts must divide this [0: any]"},
     {"gathers", METHOD, 1, 0, 1e4, offsetof(a_method, gathers),
      "arrays of all tokens that every rank gathers, per MoE layer [2: padding, logits]"},
-    {"gather_bytes", METHOD, 0, 0, 1e9, offsetof(a_method, gather_bytes), "of them besides logits, per token [1]"},
+    {"gather_bytes", METHOD, 0, 0, 1e9, offsetof(a_method, gather_bytes), "their bytes besides logits, per token [1]"},
     {"tokens", RUN, 1, 1, 1e12, offsetof(a_run, tokens), "per step, all ranks together"},
     {"ranks_per_machine", RUN, 1, 1, 65536, offsetof(a_run, ranks_per_machine), "as declared [all]"},
     {"two_level", RUN, 1, 0, 1, offsetof(a_run, two_level), "[0]"},
@@ -397,7 +397,7 @@ static const struct key {
     {"rows_sent", RUN, 0, 0, 1e15, offsetof(a_run, rows_sent), "to other ranks, four passes, one MoE layer, all ranks"},
     {"bytes_sent", RUN, 0, 0, 1e18, offsetof(a_run, bytes_sent),
      "to other ranks per step, by all MoE layers of all ranks"},
-    {"imbalance", RUN, 0, 1, 65536, offsetof(a_run, imbalance), "rows of the fullest rank by the mean's"},
+    {"imbalance", RUN, 0, 1, 65536, offsetof(a_run, imbalance), "rows of the busiest rank divided by the mean"},
     {"loss", RUN, 0, 0, 1e30, offsetof(a_run, loss), "for the heading"}};
 enum { KEYS = sizeof keys / sizeof *keys };
 
