@@ -18,8 +18,8 @@
 #endif
 
 #define REPORT_HELP \
-    "  --report FILE   figures and tables of the results: FILE.html is a page, FILE.svg the first figure, other " \
-    "names are text; -: on the screen\n"
+    "  --report FILE   figures and tables of the results: a page (FILE.html), the first figure (FILE.svg) or text " \
+    "(FILE.txt, FILE.md); -: on the screen\n"
 
 static const char *report_path; /* of --report; NULL: none */
 

@@ -124,7 +124,7 @@ static const row rows[] = {
     {"select", "custom", "S is marked by the caller's function"},
     {"expert_dropout", "",
      "in training an expert cannot be selected with probability {expert_dropout}{expert_dropout_scope}"},
-    {"selection_bias", "", "b_e is a state; added for selecting only, never in a weight"},
+    {"selection_bias", "", "b_e is a state; it is added for selection only, never in a weight"},
     {"", "weight", ""},
     {"weight", "sum", "w_e = p_e / sum over S of p"},
     {"weight", "softmax", "w_e = exp(z_e) / sum over S of exp(z)"},
