@@ -28,10 +28,10 @@
     X(FAST_SHARE, "fast_share", 3, "share of the first choices that goes to expert 0") \
     X(TOGETHER, "together", 3, "share of classes one and two at the expert that has most of them") \
     X(THIRD, "third", 3, "share of class three at the other expert") \
-    X(ROWS, "rows", 3, "token-expert pairs that experts computed, per token") \
+    X(ROWS, "rows", 3, "token-expert assignments that experts computed, per token") \
     X(CLASS_LOSS, "class_loss", 3, "ln of the squared error of the class tokens alone") \
-    X(REMOTE, "remote", 3, "share of the pairs whose expert is on another machine than the token") \
-    X(EXTRA, "extra", 3, "experts with matrices per hard token, less those per easy token") \
+    X(REMOTE, "remote", 3, "share of the assignments whose expert is on another machine than the token") \
+    X(EXTRA, "extra", 3, "experts with matrices per hard token, minus those per easy token") \
     X(WORK, "work", 3, "experts with matrices per token") \
     X(ERROR, "error", 3, "share of wrong answers") \
     X(ATTACKED, "attacked", 4, "the loss (text: with 2.5 % of the tokens replaced; digits: error under attack)") \
