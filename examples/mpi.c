@@ -1632,7 +1632,7 @@ static void check_times(int timed) {
 }
 
 /* The message of a rank that has waited too long: which rank does not answer or waits elsewhere.
-   Breaks a transport of its own. */
+   Uses a transport of its own, which is unusable afterwards. */
 static void check_lost(void) {
     static uint64_t out[MAX_RANKS], in[MAX_RANKS]; /* an exchange that never ends may still write there */
     struct timespec sleep = {.tv_sec = 24}; /* others may be late by seconds on a busy machine */

@@ -49,7 +49,7 @@ static inline double statistics_beta_fraction(double a, double b, double x) {
     return value;
 }
 
-/* I_x(a,b), the regularised incomplete beta function; a, b > 0. */
+/* I_x(a,b), the regularized incomplete beta function; a, b > 0. */
 static inline double statistics_beta(double a, double b, double x) {
     double front;
     if (x <= 0 || x >= 1) return x <= 0 ? 0 : 1;

@@ -24,7 +24,7 @@ static struct {
 
 static uint64_t digits_checksum(void) { return digits.checksum; }
 
-/* Reads the digits of the repository once; 1 after a message. */
+/* Reads the digits of the repository once; 1 after an error message. */
 static int digits_read(void) {
     const char *path = example_file("data/digits.csv");
     FILE *f = digits.n == 0 ? fopen(path, "rb") : NULL;

@@ -62,7 +62,7 @@ static int cloud_fill(cloud *c, run_state *s, tokens *test) {
     return 0;
 }
 
-/* One step of the power iteration: next = C axis, C the covariance of centred tokens. */
+/* One step of the power iteration: next = C axis, C the covariance of centered tokens. */
 static void cloud_power(const cloud *c, const double *axis, double *next) {
     memset(next, 0, c->d * sizeof *next);
     for (size_t t = 0; t < c->n; t++) {

@@ -94,7 +94,7 @@ static moe_status text_load(struct text_data *d, int words, const char *train, c
     return status;
 }
 
-/* Reads the texts once; 1 after a message. */
+/* Reads the texts once; 1 after an error message. */
 static int texts_read(int words, const char *train, const char *test) {
     moe_error error;
     if (text_data[words].checksum != 0) return 0;
@@ -126,7 +126,7 @@ static void texts_free(void) {
 
 /* ---- a network ---- */
 
-/* Which arm a layer has. */
+/* The arm of a layer. */
 static const arm *text_arm(const job *j, int layer) {
     static const arm plain = {"smoe", "smoe", "router_bias=1 loss_balance=@balance", "", "x", 0, 0};
     static const arm dense = {"dense", "", "", "", "x", 0, 0};

@@ -50,7 +50,7 @@ typedef struct web_model {
     moe_net shown;
     moe_trainer trainer;
     moe_rng order; /* the order of points */
-    int mixture;   /* its index in the network */
+    int mixture;   /* the MoE layer's index in the network */
     void *work;    /* for CALL points */
     size_t work_size;
 } web_model;
