@@ -1,4 +1,4 @@
-/* A router of your own: cc -std=c99 -O2 -I. examples/own_router.c -o own_router -lm
+/* A custom router, trained and saved. cc -std=c99 -O2 -I. examples/own_router.c -o own_router -lm
    z_e = -|u - c_e|^2, c [E,D] trained, dz_e/dc_e = 2 (u - c_e); selected: experts with p > *ctx. */
 #define MOE_IMPLEMENTATION
 #include "moe.h"
