@@ -1,5 +1,5 @@
 /* Trains a language model whose experts are distributed over several processes, on one or many
-   machines, by Open MPI; measures the communication, and compares LocMoE with its baseline.
+   machines, with Open MPI; measures the communication, and compares LocMoE with its baseline.
      sh examples/run mpi -n 4 [options]
    or: mpicc -std=c99 -O2 -I. examples/mpi.c -o mpi -lm -pthread && mpirun -n 4 ./mpi */
 
