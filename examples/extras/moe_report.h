@@ -45,15 +45,15 @@
    leave out everything.
 
    Manual
-     A figure is plain data: fill in a moe_figure, or take one that is ready, and pass it on.
+     A figure is plain data: fill in a moe_figure, or get one from a function of >>ready.
        moe_figure figures[2];
        figures[0] = moe_figure_classes(&report);                   report: of moe_metrics_report
        figures[1] = moe_figure_history(&history, 0, 2, names);     history: of moe_history_add
        moe_report_save("report.html", "My experts", figures, 2, &error);
-     The name of the file decides the form: a page (.html), a picture (.svg), else text.
+     The ending of the file name selects the format: HTML page (.html), picture (.svg), else text.
 
      Errors, NULL and _f64 (in the double build every function has that suffix) are as in moe.h.
-     Threads. There are no globals: calls may run at the same time on different streams.
+     Threads. There are no globals: calls on different streams may run at the same time.
 */
 #ifndef MOE_H
 #error "moe_report.h: include moe.h before it"
@@ -92,23 +92,23 @@ extern "C" {
 #define MOEI_FIGURE_CONSTANT(constant, name, title, row, column, transposed, description) MOE_FIGURE_##constant,
 
 /* MOE_FIGURE_HEAT (0, the default), MOE_FIGURE_BARS, MOE_FIGURE_LINES, MOE_FIGURE_TOKENS,
-   MOE_FIGURE_TABLE, MOE_FIGURE_MAP; MOE_FIGURE_COUNT is how many there are.
+   MOE_FIGURE_TABLE, MOE_FIGURE_MAP; MOE_FIGURE_COUNT is their number.
      HEAT    a table colored by value: expert x class, layer x expert
      BARS    a bar per row, for up to 4 columns side by side; half_widths are whiskers
-     LINES   a curve per row through the columns that have a value: losses over steps. Up to 32 rows
-             have a style and a name each
-     TOKENS  a text, column by column, with the expert that each row (a layer) chose for each token;
+     LINES   a curve per row through the columns that have a value: losses over steps. The legend
+             names the first 32 rows
+     TOKENS  a text, one column per token, with the expert that each row (a layer) chose for it;
              values are the weights of the choices, 0 to 1
-     TABLE   numbers, or texts where there are cells; half_widths print as "0.52 +- 0.03"
+     TABLE   numbers, or texts if cells is set; half_widths print as "0.52 +- 0.03"
      MAP     the expert at each point of a grid, row 0 at the top */
 enum { MOEI_FIGURES(MOEI_FIGURE_CONSTANT) MOE_FIGURE_COUNT };
 
-/* One figure. All of it belongs to the caller and is read during the call only. A figure of zeros
-   is empty, and says so. In the comments [x] is what a field means when it is 0 or NULL. Texts are
-   UTF-8, ended by 0, and may hold anything: HTML is escaped; invalid UTF-8, control characters and
-   characters that change the direction of writing show as U+FFFD (in TOKENS line breaks, tabs and
-   spaces show as signs). A value that is NaN or infinite is missing: it is left out, or shown as a
-   dash. What is larger than a picture can show is thinned, and the figure says how. */
+/* One figure. All of it belongs to the caller and is read during the call only. A zeroed figure is
+   empty; its picture says so. In the comments [x] is the default that 0 or NULL selects. Texts are
+   UTF-8, zero-terminated, with any content: HTML is escaped; invalid UTF-8, control characters and
+   characters that change the writing direction show as U+FFFD (TOKENS marks line breaks, tabs and
+   spaces with symbols). A value that is NaN or infinite is missing: it is omitted or shown as a
+   dash. Data too large for a picture is thinned, and the picture says how. */
 typedef struct moe_figure {
     int kind;                     /* MOE_FIGURE_ */
     const char *title;            /* one line [the name of the kind] */
@@ -118,7 +118,7 @@ typedef struct moe_figure {
     const double *values;         /* [rows,columns]. Optional for TOKENS and MAP, and for TABLE with cells */
     const double *half_widths;    /* [rows,columns] of the intervals of BARS and TABLE; negative or NaN: none [none] */
     const int32_t *experts;       /* [rows,columns] of TOKENS and MAP; negative: none */
-    const char *const *cells;     /* [rows,columns] texts of TABLE; where one is NULL, the value stands [none] */
+    const char *const *cells;     /* [rows,columns] texts of TABLE; for a NULL text the value is shown [none] */
     const char *const *row_names; /* [rows] [row_label and 0, 1, ...] */
     const char *const *column_names; /* [columns], the tokens' texts of TOKENS [column_label and 0, 1, ...] */
     const char *row_label;        /* what a row is [TOKENS "layer", LINES "series", HEAT and BARS "expert"] */
@@ -126,7 +126,7 @@ typedef struct moe_figure {
     const char *value_label;      /* what a number is, with its unit: "tokens", "loss (nats)" [none] */
     const double *x;              /* [columns] positions of the columns of LINES [1, 2, ...] and MAP [no axis] */
     const double *y;              /* [rows] positions of the rows of MAP [no axis] */
-    int n_experts;                /* of TOKENS and MAP: how many the legend names [those that occur] */
+    int n_experts;                /* of TOKENS and MAP: number of experts in the legend [those that occur] */
     int decimals;                 /* digits after the point, up to 9; -1: none [0: as many as the numbers need] */
     double reference;             /* BARS, LINES: a line at this value, such as an even load or chance [0: none] */
     const char *reference_name;   /* ["reference"] */
@@ -137,22 +137,22 @@ typedef struct moe_figure {
 /* Writes figure as one SVG file. It has no scripts and loads nothing; the same figure gives the
    same bytes. Colors follow the reader's light or dark scheme, text has a contrast of at least 4.5,
    and experts and series differ by number, name or pattern as well as by color. Title and
-   description say in words what the picture shows. Lengths are in pixels, text is at least 12 high.
-   The picture is as wide as a phone where the figure allows, and scales up by half at most.
+   description say in words what the picture shows. Lengths are in pixels; text is at least 12 high.
+   The picture is as wide as a phone screen if the figure allows, and scales to at most 1.5 times.
    MOE_ERR_ARGUMENT: NULL, an unknown kind, columns > stride, or an array is missing (error names
    figure and field); MOE_ERR_OVERFLOW: rows times stride; else what the stream returned. Allocates
    nothing. Thread-safe. */
 MOE_API moe_status moe_report_svg(const moe_figure *figure, moe_stream *stream, moe_error *error);
 
-/* Writes n figures, 0 or more, as one HTML page with the properties of moe_report_svg. Figures
-   stand in as many columns as fit the screen; a wide figure scrolls in its own frame. Each has its
-   numbers in a table of at most 1000 rows. title NULL: "Report". Errors as moe_report_svg. */
+/* Writes n figures, 0 or more, as one HTML page with the properties of moe_report_svg. The page has
+   as many columns of figures as fit the screen; a wide figure scrolls in its own frame. Each has
+   its numbers in a table of at most 1000 rows. title NULL: "Report". Errors as moe_report_svg. */
 MOE_API moe_status moe_report_html(const char *title, const moe_figure *figures, size_t n, moe_stream *stream,
                                    moe_error *error);
 
 /* Writes figure as text in lines of at most `columns` characters, 40 to 400 (0: 80). Frames and
-   bars are ASCII. color 1 adds the colors of ANSI terminals (ESC [ 48;5;n m): the caller knows
-   whether the stream is one. Errors as moe_report_svg, and MOE_ERR_ARGUMENT for columns. */
+   bars are ASCII. color 1 adds ANSI color codes (ESC [ 48;5;n m); only the caller knows whether the
+   stream is a terminal. Errors as moe_report_svg, and MOE_ERR_ARGUMENT for columns. */
 MOE_API moe_status moe_report_text(const moe_figure *figure, int columns, int color, moe_stream *stream,
                                    moe_error *error);
 
@@ -167,32 +167,33 @@ MOE_API moe_status moe_report_save(const char *path, const char *title, const mo
 
 /* ==== >>ready: figures of what the library measures =========================================== */
 
-/* Figures of moe_metrics_report, which point into the memory of the metrics; any field can be
-   changed afterwards. classes: HEAT of the token-expert assignments, expert x class. load: BARS of
-   the assignments of each expert, with a line at their mean. Zeros for NULL, or for a report that
-   has no such numbers. */
+/* Figures of a report of moe_metrics_report. They point into the memory of the metrics; any field
+   may be changed afterwards. classes: HEAT of the token-expert assignments, expert x class. load:
+   BARS of the assignments of each expert, with a line at their mean. The figure is zeroed for NULL
+   and for a report without these numbers. */
 MOE_API moe_figure moe_figure_classes(const moe_report *report);
 MOE_API moe_figure moe_figure_load(const moe_report *report);
 
-/* Numbers recorded over training, in fixed memory. When it is full, every second point is dropped,
-   and from then on every second point is kept; the first and the newest are always there. Zeros are
-   an empty history. Read it freely, change it by moe_history_add only. */
+/* Numbers recorded during training, in a struct of fixed size. Each time it is full, every second
+   point is dropped and the recording interval doubles; the first and the newest point are always
+   kept. A zeroed history is empty. Every field may be read; only moe_history_add may change it. */
 enum { MOE_HISTORY_POINTS = 512, MOE_HISTORY_SERIES = 8 };
 typedef struct moe_history {
     size_t n;                    /* points */
     double at[MOE_HISTORY_POINTS];
     double values[MOE_HISTORY_SERIES][MOE_HISTORY_POINTS];
-    size_t seen, every;          /* private: points added; one of so many is kept */
+    size_t seen, every;          /* private: points added; one in `every` is kept */
 } moe_history;
 
 /* Adds a point at `at` (a step, an epoch) to the first `count` series; the other series, and those
-   where the value is NaN, have none there. Call it from the progress callback of moe_fit, with
-   loss, router_loss and test.loss for example. MOE_ERR_ARGUMENT: NULL (values may be NULL for count
-   = 0), or count > MOE_HISTORY_SERIES. */
+   whose value is NaN, get none. Call it from the progress callback of moe_fit, for example with
+   loss, router_loss and test.loss. MOE_ERR_ARGUMENT: NULL (values may be NULL for count = 0), or
+   count > MOE_HISTORY_SERIES. */
 MOE_API moe_status moe_history_add(moe_history *history, double at, const double *values, size_t count);
 
 /* LINES of `count` series from `first` on. names [count] belong to the caller; NULL: numbers. The
-   figure points into history, which must outlive it. Zeros for NULL or series that do not exist. */
+   figure points into history, which must outlive it. It is zeroed for history NULL and for series
+   that do not exist. */
 MOE_API moe_figure moe_figure_history(const moe_history *history, size_t first, size_t count, const char *const *names);
 
 #ifdef __cplusplus
@@ -249,14 +250,14 @@ static void moei_pen_repeat(moei_pen *p, const char *s, size_t times) {
     for (; times > 0; times--) moei_pen_put(p, s, moei_strlen(s));
 }
 
-/* Whether a character changes the direction of writing. */
+/* Whether a character changes the writing direction. */
 static int moei_is_bidi(uint32_t c) {
     return c == 0x61Cu || c == 0x200Eu || c == 0x200Fu || (c >= 0x202Au && c <= 0x202Eu) ||
            (c >= 0x2066u && c <= 0x2069u);
 }
 
-/* The next character of a text, as it is shown: white space as a space; U+FFFD for invalid UTF-8,
-   control characters and characters that change the direction of writing. */
+/* The next character of a text, as it is shown: a space for white space; U+FFFD for invalid UTF-8,
+   control characters and characters that change the writing direction. */
 static uint32_t moei_next_shown(const char **text) {
     uint32_t code;
     if (!moei_next_utf8(text, NULL, &code)) return 0xFFFDu;
@@ -265,8 +266,8 @@ static uint32_t moei_next_shown(const char **text) {
     return moei_is_bidi(code) ? 0xFFFDu : code;
 }
 
-/* The width of a character in columns: 0 for combining characters and joiners, 2 for the scripts of
-   East Asia and for pictures. */
+/* The width of a character in columns: 0 for combining characters and joiners, 2 for East Asian
+   scripts and emoji. */
 static size_t moei_char_width(uint32_t c) {
     static const struct {
         uint32_t first, last;
@@ -342,7 +343,7 @@ static void moei_put_tenths(moei_text *t, double x) {
     moei_put_integer(t, magnitude % 10);
 }
 
-/* %s is trusted text, %t text of the caller, %d an int, %z a size_t, %c a coordinate. */
+/* %s is trusted text, %t the caller's text, %d an int, %z a size_t, %c a coordinate. */
 static void moei_pen_print(moei_pen *p, const char *format, ...) {
     char digits[32];
     va_list arguments;
@@ -376,7 +377,7 @@ static double moei_power_below(double x) {
 }
 
 /* Digits after the point for numbers up to `most` in magnitude; integers: all of them are integers.
-   Below -1: that many significant digits, with an exponent. */
+   A result -n below -1 means n significant digits, with an exponent. */
 static int moei_decimals_for(double most, int integers) {
     if (integers && most < 1e9) return 0;
     if (most >= 1e6 || (most > 0.0 && most < 1e-3)) return -4;
@@ -435,7 +436,7 @@ struct moei_plot {
     const moei_figure_kind *kind;
     moei_pen *p;
     size_t rows, columns;                         /* the rows and columns that are shown */
-    size_t row_step, column_step;                 /* each is the mean, in MAP and tables the first, of so many */
+    size_t row_step, column_step;                 /* rows, columns per shown one: their mean, in MAP the first */
     size_t n_experts, number;                     /* number: of the figure in its page */
     double low, high;                             /* of the values */
     int has_value, decimals, show_numbers;        /* show_numbers: in the cells */
@@ -527,7 +528,7 @@ static const char *moei_column_name(const moei_plot *q, size_t i, char buffer[MO
     return moei_name(q->f->column_names, moei_column_label(q), i, buffer);
 }
 
-/* Limits a non-empty figure to that many rows and columns. */
+/* Limits a non-empty figure to at most `rows` rows and `columns` columns. */
 static void moei_downsample(moei_plot *q, size_t rows, size_t columns) {
     q->row_step = (q->f->rows - 1) / rows + 1;
     q->column_step = (q->f->columns - 1) / columns + 1;
@@ -571,7 +572,7 @@ static void moei_measure_values(moei_plot *q, size_t only) {
     else q->decimals = f->decimals < 0 ? 0 : moei_decimals_for(most, integers);
 }
 
-/* Half of high - low, which itself could overflow. */
+/* Half of high - low; the difference itself could overflow. */
 static double moei_half_range(const moei_plot *q) { return q->high * 0.5 - q->low * 0.5; }
 
 /* The position of a value between low and high, 0 to 1. */
@@ -683,7 +684,7 @@ static void moei_begin_text(moei_plot *q, double x, double y, const char *class_
     moei_pen_print(q->p, ">");
 }
 
-/* At the left margin, in the color of remarks. */
+/* Begins a text at the left margin, in the muted color. */
 static void moei_begin_note(moei_plot *q, double y) { moei_pen_print(q->p, "<text y=\"%c\" class=\"m\">", y); }
 
 static void moei_end_text(moei_plot *q) { moei_pen_print(q->p, "</text>\n"); }
@@ -765,7 +766,7 @@ static double moei_expert_share(const moei_plot *q, size_t row, int32_t e) {
     return all > 0 ? (double)of_expert / (double)all : 0.0;
 }
 
-/* Experts and their shares, from y on, if draw is set; returns the height. */
+/* Draws the experts and their shares, from y on, if draw is set; returns the height. */
 static double moei_legend(moei_plot *q, double y, int draw) {
     char buffer[MOEI_LABEL_SIZE];
     size_t e, shown = 0, lines;
@@ -785,7 +786,7 @@ static double moei_legend(moei_plot *q, double y, int draw) {
     return (double)lines * 22.0 + 6.0;
 }
 
-/* How many digits the number of the last of n experts has. */
+/* The number of digits of n - 1, the number of the last expert. */
 static size_t moei_digits_of(size_t n) {
     size_t digits = 1;
     for (; n > 10; n = (n + 9) / 10) digits++;
@@ -831,7 +832,7 @@ static void moei_plan_heat(moei_plot *q) {
     q->height = q->top + (double)q->rows * q->cell_h + 50.0;
 }
 
-/* The colors from low to high. */
+/* Draws the color scale from low to high. */
 static void moei_draw_scale(moei_plot *q, double y) {
     char buffer[MOEI_LABEL_SIZE];
     const char *low = moei_number(buffer, q->low, q->decimals);
@@ -1056,7 +1057,7 @@ static double moei_column_x(const moe_figure *f, size_t column) {
     return f->x != NULL ? f->x[column] : (double)column + 1.0;
 }
 
-/* A round step between the ticks of an axis that has about `most` of them at most. */
+/* The distance between ticks, a round number, that gives an axis about `most` ticks at most. */
 static double moei_tick_step(const moei_plot *q, double most) {
     double raw = moei_half_range(q) / most * 2.0, power = moei_power_below(raw);
     raw *= 0.999999; /* so that a range of exactly `most` steps gets that step */
@@ -1112,7 +1113,7 @@ static void moei_measure_y(moei_plot *q) {
     if (moei_has_reference(q)) moei_include(q, q->f->reference);
     if (q->low > 0.0 && q->low < q->high * 0.3) q->low = 0.0;
     moei_widen(q);
-    step = moei_tick_step(q, 5.0); /* out to the next ticks */
+    step = moei_tick_step(q, 5.0); /* extend the range to the next ticks */
     low = (double)moei_floor(q->low / step) * step;
     high = -(double)moei_floor(-q->high / step) * step;
     if (moei_is_number(low) && moei_is_number(high)) {
@@ -1150,7 +1151,7 @@ static double moei_pixel_y(const moei_plot *q, double value) {
     return q->top + (1.0 - moei_fraction(q, value)) * moei_plot_height;
 }
 
-/* One point of a curve; *started: it is not the first. h makes a dot of a curve with one point. */
+/* One point of a curve; *started is 0 before the first. h.1 makes a single point visible as a dot. */
 static void moei_point(moei_plot *q, const moei_plot *x, size_t row, size_t column, int *started) {
     double value, at = moei_column_x(q->f, column);
     if (!moei_value(q->f, row, column, &value) || !moei_is_number(at)) return;
@@ -1159,7 +1160,7 @@ static void moei_point(moei_plot *q, const moei_plot *x, size_t row, size_t colu
     *started = 1;
 }
 
-/* The columns of the lowest and the highest value of a bucket; `from` when it has none. */
+/* The columns of the lowest and the highest value of a bucket; `from` if it has no value. */
 static void moei_find_extremes(const moe_figure *f, size_t row, size_t from, size_t end, size_t *lowest,
                                size_t *highest) {
     double value, low = 0.0, high = 0.0;
@@ -1288,7 +1289,7 @@ static void moei_describe_lines(moei_plot *q) {
 
 /* ---- texts colored by expert ---- */
 
-/* The text of a token, with signs for white space. */
+/* The text of a token, with symbols for white space. */
 static const char *moei_token_text(const moei_plot *q, size_t i, char buffer[MOEI_LABEL_SIZE]) {
     const char *s = moei_name(q->f->column_names, NULL, i, buffer);
     if (*s == '\n' || *s == '\r') return "\\n";
@@ -1566,8 +1567,8 @@ static void moei_draw_map_axes(moei_plot *q) {
     moei_write_at(q, q->left - 6.0, bottom, "m r", moei_number(buffer, f->y[f->rows - 1], decimals), 12);
 }
 
-/* The cells of an expert from a column to another: its tint, a bit larger so that no gaps show, and
-   stripes when the tint is used again. */
+/* Draws the cells of an expert from column `from` to before `end`: its tint, slightly larger so
+   that no gaps show, and stripes if the tint is reused. */
 static void moei_draw_map_run(moei_plot *q, int32_t e, size_t row, size_t from, size_t end) {
     double x = q->left + (double)from * q->cell_w, y = q->top + (double)row * q->cell_h;
     double width = (double)(end - from) * q->cell_w;
@@ -1735,7 +1736,7 @@ static void moei_text_bars(moei_plot *q, size_t columns) {
 enum { MOEI_TEXT_HEIGHT = 15, MOEI_TEXT_WIDTH = 400 };
 static const char moei_curve_marks[] = "*+ox#@%&abcdefghijklmnpqrstuvwyz";
 
-/* Puts a curve into the picture of characters, with straight lines between its points. */
+/* Draws a curve into the picture of characters, with straight lines between its points. */
 static void moei_text_curve(const moei_plot *q, const moei_plot *x, size_t row, size_t width, char *picture) {
     const char mark = moei_curve_marks[row % (sizeof moei_curve_marks - 1)];
     double value, last_x = 0.0, last_y = 0.0;
@@ -1860,7 +1861,7 @@ typedef struct moei_table_column {
     int words, decimals;
 } moei_table_column;
 
-/* The cells of the columns `from` to `end`. */
+/* Prints the cells of the columns from `from` to before `end`. */
 static void moei_text_table_part(moei_plot *q, const moei_table_column *format, size_t from, size_t end) {
     char buffer[MOEI_LABEL_SIZE];
     size_t r, c;
@@ -1879,7 +1880,7 @@ static void moei_text_table_part(moei_plot *q, const moei_table_column *format, 
     }
 }
 
-/* As many columns as fit, then the next ones below. */
+/* Prints as many columns as fit, then the next ones below. */
 static void moei_text_table(moei_plot *q, size_t columns) {
     char buffer[MOEI_LABEL_SIZE];
     const char *label = moei_label(q->f->row_label, "");
@@ -2062,7 +2063,7 @@ static void moei_picture(moei_plot *q, size_t number) {
 
 enum { MOEI_PAGE_ROWS = 1000, MOEI_PAGE_COLUMNS = 100 };
 
-/* A cell of a table of numbers, but for its end. */
+/* A cell of a table of numbers, without its end tag. */
 static void moei_page_cell(moei_plot *q, size_t row, size_t column) {
     char buffer[MOEI_LABEL_SIZE];
     double value;
