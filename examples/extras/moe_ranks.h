@@ -17,7 +17,7 @@
        #include "examples/extras/moe_mpi.h"      only with MPI
      Link as for moe.h (-lm).
 
-   >>program: one rank whose transport is a loopback; it needs no library for messages.
+   >>program: one rank with a loopback transport; it needs no message-passing library.
  * --- first program ---
  * #define MOE_IMPLEMENTATION
  * #include "moe.h"
@@ -91,81 +91,81 @@
      _f64, as in moe.h.
 
    >>manual
-     Who holds what.  Of a layer's E experts rank r holds those of moe_rank_part(E, r, R), its local
-     experts. Everything else (router, shared experts, attention, ...) is on all ranks, with the
-     same bits.
+     Distribution.  Rank r holds part moe_rank_part(E, r, R) of a layer's E experts: its local
+     experts. Everything else (router, shared experts, attention, ...) is replicated on all ranks,
+     bit for bit.
 
-     A call.  Every rank brings its own tokens, or none. All of them form one batch, the tokens of
-     rank 0 first:
+     A call.  Every rank passes its own tokens, or none. Together they form one batch, in the order
+     of the ranks:
        forward    dispatch plan -> counts -> rows of x to the owning ranks -> local experts ->
                   rows of f_e(x) back -> y
        backward   rows of w dy to the owning ranks -> local experts -> rows of dx back -> dx
-     The result is that of one process with a moe_call of all tokens. With the plain C kernels y, dx
-     and the experts' gradients have its bits (other kernels: within rounding); capacity, losses,
-     metrics and the routers' state are those of the whole batch. Gradients of what all ranks hold
-     are this rank's share; moe_transport.sum over all ranks completes them, which the trainer does,
-     so they agree within rounding. So do dx and the experts' gradients of routers that read experts
-     (MOE_TRAIT_NEEDS_ALL_EXPERTS).
+     The result equals that of one process with a moe_call of all tokens. With the plain C kernels
+     y, dx and the experts' gradients are bit-identical (other kernels: within rounding); capacity,
+     losses, metrics and the routers' state are those of the whole batch. Gradients of replicated
+     tensors are this rank's share; the trainer completes them with moe_transport.sum over all
+     ranks, so they agree within rounding. So do dx and the experts' gradients of routers that read
+     experts (MOE_TRAIT_NEEDS_ALL_EXPERTS).
 
      Global and local routing.  By default every rank receives the logits of all tokens and routes
      all of them, which costs R times its own share: little on a few ranks, almost all the time on a
-     hundred. With local_routing = 1 each rank routes its own tokens as a call of its own (the
-     groups of GShard; Lepikhin et al. 2020): results are those of one process that is called with
-     the tokens of one rank after another, losses are weighted by the rank's share of the tokens,
-     and random stages draw numbers of the rank's own, but for compete_rate, by which the experts
-     compete on all ranks or on none. The routers' state still follows all tokens: counts are
-     summed; of capacity_bound and affinity_sum_auto the largest of the ranks holds.
-     ac_mode = running and l1_controller are MOE_ERR_CONFIG with it; global routing refuses select =
-     soft with input = adaptive_clustering.
+     hundred. With local_routing = 1 each rank routes only its own tokens (the groups of GShard;
+     Lepikhin et al. 2020): results are those of one process that makes one call per rank, in order;
+     losses are weighted by the rank's share of the tokens; random stages draw from a generator per
+     rank, except that compete_rate makes the experts compete on all ranks or on none. The routers'
+     state still follows all tokens: counts are summed; capacity_bound and affinity_sum_auto use the
+     maximum over the ranks. Local routing with ac_mode = running or l1_controller is
+     MOE_ERR_CONFIG, and so is global routing with select = soft and input = adaptive_clustering.
 
      Networks.  Set net.transport after moe_net_init and before the modules:
        - moe_net_build, moe_trainer_init and loading compare the settings of all ranks before they
-         take memory: MOE_ERR_CONFIG on all of them, and error names rank, module and field. Tensors
-         start with the bits that one process would give them. Trainable networks need the same
-         kernels on all ranks: name them in moe_net_init where machines differ.
-       - moe_net_forward and _backward: every rank brings whole sequences, or none. Dropout and
-         routers draw the numbers of one process: call.rng is the same on all ranks before and
+         allocate: a difference is MOE_ERR_CONFIG on all ranks, and error names rank, module and
+         field. Tensors start with the same bits as in one process. Trainable networks need the
+         same kernels on all ranks: select them in moe_net_init if machines differ.
+       - moe_net_forward and _backward: every rank passes whole sequences, or none. Dropout and
+         routers draw the same numbers as one process: call.rng is the same on all ranks before and
          after. call.batch must be NULL. Losses, metrics and routings of training are those of all
          tokens.
        - moe_trainer_step, _accumulate and _update: every rank passes its own samples (n may be 0 on
-         some). *step and the mean are over the labeled samples of all ranks. Gradients of what all
-         ranks hold are summed once per step; the norm for clipping is that of the whole network.
+         some). *step and the mean are over the labeled samples of all ranks. Gradients of
+         replicated tensors are summed once per step; clipping uses the norm of the whole network.
        - moe_fit and moe_evaluate: all ranks pass the same samples; each takes its part
          (moe_rank_part) of every batch of config.batch samples. Results and progress are the same
          on all ranks; a callback that stops one rank stops all. Without length the samples of a
          rank are one sequence.
        - moe_net_write, _save, moe_trainer_write, _save, moe_layer_write, _save: rank 0 writes one
-         ordinary file, with the bytes that one process with the same values writes; it fetches the
+         ordinary file, byte for byte the file of one process with the same values; it fetches the
          experts of the others in pieces of 256 KiB, once for the checksums and once for the file.
          stream and path of the other ranks are not used and may be NULL.
-       - moe_net_load_part, moe_layer_load_part and moe_trainer_load read the files of any number of
-         ranks. Each rank needs access to the file, and memory for its own part. Checksums
-         are compared, those of experts from the parts that all ranks have read.
+       - moe_net_load_part, moe_layer_load_part and moe_trainer_load read files written by any
+         number of ranks. Each rank needs access to the file, and memory for its own part. Checksums
+         are verified; those of experts are combined from the parts that the ranks have read.
 
      Collective calls.  All calls above, moe_net_observe, and moe_layer_create, _forward, _backward,
      _observe, _write and _save with config.transport are collective: all ranks make the same calls
      in the same order with the same configuration. If a call fails on one rank it fails on all: the
      others get MOE_ERR_PEER, and error names the rank and its status; all ranks can continue, as
-     after any failed call. (A layer, network or trainer that is NULL cannot be reported: the others
-     wait.) Trainers that are out of step, by steps, learning rate, random state, batches or frozen
-     tensors, are MOE_ERR_STATE before a batch is touched. MOE_ERR_TRANSPORT: a function of the
-     transport failed. The ranks no longer agree on anything, and exchanges in flight may still
-     write to the workspace: end all ranks, or cancel the exchanges first.
+     after any failed call. (A rank whose layer, network or trainer is NULL cannot notify the
+     others, which wait for it.) Trainers that differ in steps, learning rate, random state,
+     accumulated batches or frozen tensors get MOE_ERR_STATE before a batch is processed.
+     MOE_ERR_TRANSPORT: a function of the transport failed. The state of the ranks may differ, and
+     exchanges in flight may still write to the workspace: cancel them before you free it, or end
+     all ranks.
 
      Limits.  R <= E. Sequences do not span ranks. MOE_ERR_UNSUPPORTED: n_past, decoding, a layer's
      call.batch, inference models, modular networks, criteria that read experts; expert_outputs of a
      pass is NULL. Load the file without a transport for these. Fewer than 2^31 tokens over all
      ranks. The workspace has room for all rows that may be sent to the local experts, R n min(K,
      local experts), and with global routing for R n decisions: on many ranks use local routing and
-     few tokens per call. loss_locality knows nothing of ranks: set call.token_machine (the machine
-     of the own tokens), expert_machine and config.router.nodes.
+     few tokens per call. loss_locality does not read the transport: set call.token_machine (the
+     machine of this rank's tokens), expert_machine and config.router.nodes.
 
    >>glossary
      rank               a process, 0..R-1 as in MPI
      local expert       an expert that this rank holds; the rank is its owning rank
      received tokens    rows that other ranks, or the rank itself, sent to the local experts
      remote             on another rank;  off-machine: on another machine
-     global routing     all ranks route the tokens of all;  local routing: each routes its own
+     global routing     each rank routes all tokens;  local routing: each rank routes its own
 */
 #ifndef MOE_H
 #error "moe_ranks.h: include moe.h before it"
@@ -211,11 +211,11 @@ typedef struct moe_exchange {
     void *receive;                /* does not overlap send */
     const size_t *receive_counts; /* [R] the send_counts of the senders, known in advance */
     const size_t *receive_at;     /* [R]; other rows of receive remain unchanged */
-    int channel;                  /* 0..MOE_EXCHANGES-1; exchanges in flight have different ones */
+    int channel;                  /* 0..MOE_EXCHANGES-1; exchanges in flight have different channels */
 } moe_exchange;
 
-/* What a rank has sent in calls of layers. The library adds to it; set it to {0} first. The arrays
-   are the caller's, [R] or NULL. Sums are not counted; of files only bytes are. */
+/* What a rank has sent in layer calls. The library adds to it; set it to {0} first. The arrays
+   belong to the caller, [R] or NULL. Calls of sum are not counted; files count only as bytes. */
 typedef struct moe_traffic {
     /* rows of tokens to each rank, including itself: x, w dy and the rows that are returned */
     uint64_t *rows;
@@ -229,7 +229,7 @@ typedef struct moe_traffic {
     uint64_t exchanges;            /* calls of rows with MOE_EXCHANGE_BEGIN */
     /* other ranks that were sent at least one row, summed over exchanges */
     uint64_t messages;
-    uint64_t messages_off_machine; /* those of them on other machines */
+    uint64_t messages_off_machine; /* those to other machines */
 } moe_traffic;
 
 /* The functions by which ranks communicate. Set the fields from ctx to allocator, others to 0, then
@@ -237,7 +237,7 @@ typedef struct moe_traffic {
    are configured with it. Use it from one thread at a time. The functions return MOE_OK or
    MOE_ERR_TRANSPORT. All ranks call them in the same order, begin exchanges on the same channels
    and end each one. While one is in flight (begun, not ended), counts and an exchange on the other
-   channel may be called; sum is not. With one rank they are called, too. */
+   channel may be called, but not sum. The functions are called with one rank, too. */
 typedef struct moe_transport {
     moe_batch batch;       /* private, and first: the part that moe.h uses */
     void *ctx;             /* passed to every function */
@@ -253,7 +253,7 @@ typedef struct moe_transport {
     /* the local experts are computed in this many parts, at most one per expert; the rows of one
        part are exchanged while another is computed [1] */
     int chunks;
-    /* All-to-all: receive[r n ..] = what rank r has at send[own rank n ..]; both are [R,n]. */
+    /* All-to-all: receive[r n + i] = send[own rank n + i] of rank r; both arrays are [R,n]. */
     moe_status (*counts)(void *ctx, size_t n, const uint64_t *send, uint64_t *receive);
     /* stage is MOE_EXCHANGE_BEGIN, which starts the transfer; MOE_EXCHANGE_END with the same
        exchange, which returns when the rows have arrived; or both bits: a blocking exchange. A
@@ -334,7 +334,7 @@ void moe_rank_part(size_t n, int rank, int n_ranks, size_t *first, size_t *count
 
 /* ---- collective calls on a few numbers ------------------------------------------------------- */
 
-/* The most numbers of a rank in one all-gather; the transport's memory has room for them. */
+/* The largest count of numbers per rank in one all-gather; the transport's memory holds them. */
 enum { MOEI_WORDS = 8 };
 
 /* Sends n numbers from every rank to every rank. */
@@ -358,8 +358,8 @@ static moe_status moei_all_gather(const moe_transport *t, size_t n, const uint64
 
 static uint64_t moei_status_word(moe_status status) { return (uint64_t)(unsigned)-(int)status; }
 
-/* The own failure, or MOE_ERR_PEER if another rank's status word is a failure; *who (may be NULL)
-   receives that rank. Words are `stride` numbers apart. */
+/* This rank's failure, or MOE_ERR_PEER if another rank's status word is a failure; *who (may be
+   NULL) receives that rank. Words are `stride` numbers apart. */
 static moe_status moei_status_of_all(const moe_transport *t, moe_status own, const uint64_t *words, size_t stride,
                                      int *who) {
     int r;
@@ -381,7 +381,7 @@ moe_status moe_transport_status(const moe_transport *transport, moe_status statu
 }
 
 /* All-gather of own[0..n-1], whose first number is set to the status; error names the rank that
-   failed. After MOE_ERR_TRANSPORT nothing is exchanged any more. */
+   failed. MOE_ERR_TRANSPORT is returned without an exchange. */
 static moe_status moei_gather_status(const moe_transport *t, moe_status status, size_t n, uint64_t *own,
                                      const uint64_t **all, moe_error *error) {
     uint64_t word;
@@ -481,7 +481,7 @@ moe_status moe_transport_agree(const moe_transport *transport, size_t n, const u
     return status;
 }
 
-/* The same for n named numbers. */
+/* moei_compare for n named numbers. */
 static moe_status moei_compare_named(const moe_transport *t, size_t n, const char *const *names,
                                      const uint64_t *values, const char *where, moe_error *error) {
     moei_difference d;
@@ -551,7 +551,7 @@ static moe_status moei_compare_fields(const moe_transport *t, const moe_field *f
     return status != MOE_ERR_TRANSPORT ? MOE_OK : moei_error(error, status, "%sthe transport failed", where);
 }
 
-/* Refuses settings of a layer that are incompatible with several ranks. */
+/* Rejects layer settings that are incompatible with several ranks. */
 static moe_status moei_ranks_check(const moe_layer_config *c, moe_error *error) {
     const moe_transport *t = c->transport;
     if (MOEI_REAL_EXPERTS(&c->router) < c->router.n_experts)
@@ -593,14 +593,15 @@ typedef struct moei_row_map {
     size_t *send_counts, *send_at, *receive_counts, *receive_at;
 } moei_row_map;
 
-/* The state of a call with a transport besides the pass over the own tokens; in the workspace. */
+/* The state of a call with a transport, besides the pass over this rank's tokens; in the
+   workspace. */
 typedef struct moei_ranks {
     const moe_transport *transport;
     moe_batch batch;
-    size_t max_tokens;            /* the most tokens of a rank */
-    size_t n_local, max_local;    /* local experts; the most that a rank has */
+    size_t max_tokens;            /* the largest number of tokens of a rank */
+    size_t n_local, max_local;    /* local experts; the largest number of them on a rank */
     size_t chunks;
-    int is_broken;                /* the transport has failed and must not be called any more */
+    int is_broken;                /* the transport has failed and must not be called again */
     size_t *first_tokens;         /* [R+1] offsets of the tokens of each rank, and the end */
     /* [R,max_local+1] to each rank: a status, then rows for each of its experts */
     uint64_t *counts_out;
@@ -610,7 +611,7 @@ typedef struct moei_ranks {
     moei_row_map hop_map[MOE_EXCHANGES]; /* two_level: of the current hop */
     moe_exchange hop[MOE_EXCHANGES];
     unsigned char *hop_send[MOE_EXCHANGES], *hop_receive[MOE_EXCHANGES];
-    size_t hop_bytes;             /* size of each of these; 0: one level */
+    size_t hop_bytes;             /* size of each of these buffers; 0: one level */
     /* [R,machines] rows for the ranks of one position in each machine */
     uint64_t *hop_counts_out, *hop_counts_in;
     unsigned char *copy;          /* own rows of an all-gather */
@@ -623,13 +624,13 @@ typedef struct moei_ranks {
     size_t *chunk_offsets;
     moe_layer local;              /* the local experts as a layer: rows in, rows out */
     moe_layer_pass local_pass;    /* its pass over the received rows */
-    /* for scores that read experts: its pass over the tokens of all ranks */
+    /* for scores that read experts: the local experts' pass over the tokens of all ranks */
     moe_layer_pass scored_pass;
     moe_real *all_x, *d_all_x;    /* [R max_tokens,d] */
     /* [E,max_tokens,width] the activations of the own tokens that the score reads */
     moe_real *scored, *d_scored;
     moe_real *parts;              /* [R max_tokens,d] gradients of the own tokens from each rank */
-    moe_rng rng;                  /* local routing: the rank's own draws */
+    moe_rng rng;                  /* local routing: the rank's own generator */
     /* [E+1] local routing: loads and tokens of all ranks, for the router's state */
     size_t *counts;
     moe_real *load;               /* [2,E+1] the same as floats, for sum */
@@ -679,7 +680,7 @@ static unsigned char *moei_copy_rows(unsigned char *to, const void *rows, size_t
 }
 
 /* Computes the offsets of a hop's rows, ordered by rank. Returns 0 if they exceed the buffers,
-   which is an error of the transport. */
+   which is a transport error. */
 static int moei_hop_offsets(const moei_ranks *k, const moei_row_map *map, size_t row_bytes) {
     size_t out = 0, in = 0;
     int r;
@@ -932,7 +933,7 @@ static size_t moei_longest_row(const moe_router_config *c) {
     return reals > choices ? reals : choices;
 }
 
-/* What every token passes on its own rank: the shared expert and the matrices of d_latent. */
+/* Lays out what runs on the rank of the token: the shared expert and the matrices of d_latent. */
 static void moei_shared_layout(const moe_layer *layer, size_t n, int training, moei_layout *l, moe_layer_pass *p) {
     moei_expert_run shared;
     moei_take_latent(&layer->config, l, n, training, p);
@@ -946,7 +947,7 @@ static void moei_shared_layout(const moe_layer *layer, size_t n, int training, m
         moei_take_quantized(layer, l, n, n, p);
 }
 
-/* The widths of the experts' inputs and outputs: of the rows that ranks exchange. */
+/* The widths of the experts' inputs and outputs, which are the rows that ranks exchange. */
 static size_t moei_width_in(const moe_layer *layer) {
     return (size_t)moei_activation_width(&layer->config, layer->config.expert, MOEI_X);
 }
@@ -1071,9 +1072,9 @@ static moe_status moei_exchange_counts(const moe_layer *layer, const moe_layer_p
     return moei_status_of_all(k->transport, status, k->counts_in, n, NULL);
 }
 
-/* Plans the received rows of each expert, ordered by rank, then as the rank sent them, which is in
-   the order of tokens. They arrive chunk by chunk, within a chunk rank by rank, within a rank
-   expert by expert. Impossible counts are an error of the transport. */
+/* Builds the dispatch plan of the received rows. The rows of an expert are ordered by rank, then as
+   the rank sent them, which is token order. They arrive chunk by chunk, within a chunk rank by
+   rank, within a rank expert by expert. Impossible counts are a transport error. */
 static moe_status moei_local_plan(moei_ranks *k) {
     moe_dispatch_plan *plan = &k->local_pass.routing.plan;
     size_t ranks = (size_t)k->transport->n_ranks, n = k->max_local + 1;
@@ -1109,7 +1110,7 @@ static size_t moei_first_row(const moe_layer_pass *p, size_t e) {
     return p->routing.plan.rows > 0 ? e * p->routing.plan.rows : p->routing.plan.offsets[e];
 }
 
-/* The map of a chunk's rows, in the own plan and among the received rows. */
+/* The map of a chunk's rows, in this rank's dispatch plan and among the received rows. */
 static void moei_map_chunk(const moe_layer *layer, const moe_layer_pass *p, size_t chunk, const moei_row_map *map) {
     const moei_ranks *k = p->ranks;
     size_t n = k->max_local + 1, first, count, from, to, e, at;
@@ -1212,23 +1213,23 @@ static void moei_trip_forward(const moei_trip *trip, moe_layer_pass *pass) {
     moei_chosen_forward(local, pass, &run, trip->computed, trip->team);
 }
 
-/* The length of the own plan in rows. */
+/* The number of rows of this rank's dispatch plan. */
 static size_t moei_plan_length(const moe_layer *layer, const moe_layer_pass *p) {
     size_t experts = (size_t)layer->config.router.n_experts;
     return p->routing.plan.rows > 0 ? experts * p->routing.plan.rows : p->routing.plan.offsets[experts];
 }
 
-/* The row of assignment i of expert e in the own plan. */
+/* The row of assignment i of expert e in this rank's dispatch plan. */
 static size_t moei_plan_row(const moe_layer_pass *p, size_t e, const moe_assignment *entry, size_t i) {
     return moei_first_row(p, e) + moei_row_of(p, entry, i);
 }
 
-/* Whether the rows of the plan are those of x, unweighted. */
+/* Whether the rows of the plan are unweighted rows of x. */
 static int moei_is_plain(const moe_layer *layer, const moe_layer_pass *p) {
     return p->routing.plan.rows == 0 && layer->config.router.apply_to == MOE_APPLY_OUTPUT;
 }
 
-/* Copies the experts' inputs by the plan, times the weight on the input; soft mixes tokens. */
+/* Copies the experts' inputs by the plan, times their input weight; soft mixes tokens. */
 static void moei_dispatch(const moe_layer *layer, const moe_layer_pass *p, moe_real *rows) {
     size_t d = moei_width_in(layer), e, i;
     int plain = moei_is_plain(layer, p);
@@ -1294,7 +1295,7 @@ static moe_layer moei_scored_layer(const moe_layer *layer) {
     return local;
 }
 
-/* Computes the activation of every expert for the own tokens: sends the tokens to all ranks and
+/* Computes the activation of every expert for this rank's tokens: sends the tokens to all ranks and
    receives the activations of their experts. */
 static moe_status moei_ranks_score(const moe_layer *layer, moe_layer_pass *p, const moe_parallel *team) {
     moei_ranks *k = p->ranks;
@@ -1378,7 +1379,7 @@ static void moei_ranks_batch(moei_ranks *k, const uint64_t *all) {
     k->batch.gather = moei_ranks_gather;
 }
 
-/* The router of this call. With local routing each rank has its part of the losses. */
+/* The router of this call. With local routing each loss is scaled by the rank's share of tokens. */
 static moe_router moei_ranks_router(const moe_layer *layer, const moe_layer_pass *p) {
     moe_router router;
 #ifndef MOE_NO_TRAIN
@@ -1402,7 +1403,7 @@ static moe_router moei_ranks_router(const moe_layer *layer, const moe_layer_pass
 }
 
 /* With local routing random stages draw from the rank's own generator, and the caller's generator
-   advances by one number on all ranks, behind that of the competition. */
+   advances by one number on all ranks, after the draw for the competition. */
 static void moei_ranks_rng(const moe_layer *layer, moe_layer_pass *p) {
     const moe_transport *t = p->ranks->transport;
     int draws = p->call.training || layer->config.router.drop_order == MOE_DROP_RANDOM;
@@ -1411,7 +1412,7 @@ static void moei_ranks_rng(const moe_layer *layer, moe_layer_pass *p) {
     p->call.rng = &p->ranks->rng;
 }
 
-/* Routes the own tokens, sends their rows to the experts and receives the results. */
+/* Routes this rank's tokens, sends their rows to the experts and receives the results. */
 static moe_status moei_ranks_experts(const moe_layer *layer, moe_layer_pass *p, const moe_parallel *team) {
     moei_ranks *k = p->ranks;
     moe_router router = moei_ranks_router(layer, p);
@@ -1480,7 +1481,7 @@ static moe_status moei_ranks_forward(const moe_layer *layer, const moe_call *cal
     if (status != MOE_OK) return status;
     p.call = *call;
     if (!layer->config.transport->local_routing) p.call.batch = &p.ranks->batch;
-    (void)moei_compete_begin(layer, &p.call); /* has its generator */
+    (void)moei_compete_begin(layer, &p.call); /* cannot fail: rng was checked */
     moei_ranks_rng(layer, &p);
     p.x = call->x;
     team = moei_team(call);
@@ -1631,7 +1632,7 @@ static moe_status moei_max_over(const moe_transport *t, moe_real *bound) {
 }
 
 /* Updates the router's state after a pass. With local routing, counts and cutoffs are summed over
-   all ranks; C_min and the sum of affinity are the largest. */
+   all ranks; C_min and the affinity sum are the maximum over all ranks. */
 static moe_status moei_ranks_observe(const moe_layer *layer, const moe_layer_pass *pass, moe_real *const *state) {
     moei_ranks *k = pass->ranks;
     moe_router router;
@@ -1809,7 +1810,7 @@ static moe_status moei_ranks_train_agree(const moe_net *net, const moe_train_con
     return status;
 }
 
-/* A hash of the state that must be the same on all ranks between two batches, or they would
+/* A hash of the state that must be the same on all ranks between two batches; otherwise they would
    silently diverge. */
 static uint64_t moei_trainer_mark(const moe_trainer *t) {
     uint64_t mark = moei_hash(t->steps, &t->rng.state, sizeof t->rng.state);
@@ -1871,7 +1872,7 @@ static moe_status moei_sum_gradients(const moe_transport *t, moe_real *values, s
     return MOE_OK;
 }
 
-/* Sums the gradients of the replicated tensors; tensors between two sets of experts in one call. */
+/* Sums the gradients of the replicated tensors; runs of them between expert tensors in one call. */
 static moe_status moei_ranks_reduce(const moe_trainer *trainer, moe_error *error) {
     const moe_net *net = trainer->net;
     size_t i, n = 0;
@@ -1917,7 +1918,7 @@ static moe_status moei_fetch_piece(const moe_transport *t, int r, const moe_real
     return t->rows(t->ctx, MOEI_EXCHANGE_NOW, &e) == MOE_OK ? MOE_OK : MOE_ERR_TRANSPORT;
 }
 
-/* Writes a tensor of `experts` experts, of which data [tensor->count] is this rank's part. */
+/* Writes a tensor of `experts` experts; data [tensor->count] is this rank's part. */
 static moe_status moei_ranks_write(const moei_writing *w, moe_status status, size_t experts, const moe_tensor *tensor,
                                    const moe_real *data, moe_error *error) {
     const moe_transport *t = w->net->transport;
@@ -1996,8 +1997,8 @@ static moe_status moei_ranks_open(const moe_batch *group, moei_contents *c, cons
 
 #endif
 
-/* Checks that all ranks read the same file in the same way: its length, and the data that all of
-   them need; and the checksums of what they have read in parts. */
+/* Checks that all ranks read the same file with the same settings, by its length and the data that
+   all of them need, and verifies the checksums of what they have read in parts. */
 static moe_status moei_ranks_file_agree(const moe_batch *group, const moei_contents *c, int trainable,
                                         const moe_kernels *kernels, moe_error *error) {
     static const char *const names[] = {"its length", "its contents", "trainable",

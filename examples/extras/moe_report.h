@@ -1151,7 +1151,7 @@ static double moei_pixel_y(const moei_plot *q, double value) {
     return q->top + (1.0 - moei_fraction(q, value)) * moei_plot_height;
 }
 
-/* One point of a curve; *started is 0 before the first. h.1 makes a single point visible as a dot. */
+/* One point of a curve; *started is 0 before the first. h.1 draws a single point as a dot. */
 static void moei_point(moei_plot *q, const moei_plot *x, size_t row, size_t column, int *started) {
     double value, at = moei_column_x(q->f, column);
     if (!moei_value(q->f, row, column, &value) || !moei_is_number(at)) return;
