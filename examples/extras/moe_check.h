@@ -1,9 +1,8 @@
 /* moe_check.h - is an inference model safe to run?
 
-   An extra of moe.h. moe_infer trusts its model: offsets, sizes, shifts and table indices are used
-   as they stand. moe_model_check reads a model that somebody else exported, and accepts it only if
-   moe_infer cannot leave its memory and no sum can leave its integer. MIT or public domain, as
-   moe.h.
+   An extra of moe.h. moe_infer trusts its model: it does not check offsets, sizes, shifts and table
+   indices. moe_model_check reads a model from an untrusted source, and accepts it only if moe_infer
+   cannot access memory outside its arrays and no sum can overflow. MIT or public domain, as moe.h.
 
    Contents (search for the tag)
      >>call        moe_model_check
@@ -19,9 +18,9 @@
    Recipe
      1. Copy moe_check.h into your project, beside moe.h.
      2. Include it after moe.h. Where MOE_IMPLEMENTATION is defined, it brings its implementation.
-     It needs no option and no other extra. On a device it costs flash: it names all operations of
-     integer models, so the linker keeps them. A test on the machine that builds the firmware is
-     often the better place.
+     It needs no option and no other extra. On a device it costs flash: it references all operations
+     of integer models, so the linker keeps them. It is often better to check on the machine that
+     builds the firmware.
 
    First program: a model of one product, checked, run, and refused when its shift is wrong.
  * --- first program ---
@@ -30,7 +29,7 @@
  * #include "moe_check.h"
  * #include <stdio.h>
  *
- * // y = x0 + 2 x1: bias 0 and 0, factor 16384 (1/4) and 0, codes 1 and 2, then padding
+ * // y = (x0 + 2 x1) / 4: bias 0 and 0, factor 16384 (1/4) and 0, codes 1 and 2, then padding
  * static const unsigned char weights[20] MOE_FLASH = {
  *     0, 0, 0, 0, 0, 0, 0, 0, 0, 64, 0, 0, 1, 0, 2, 0, 0, 0, 0, 0};
  *
@@ -46,7 +45,7 @@
  *     op.shape.k = 2; // inputs
  *     op.shape.low = -32767;
  *     op.shape.high = 32767;
- *     op.out = 4; // behind the input, in int16
+ *     op.out = 4; // after the input, in units of int16
  *     model.version = MOE_MODEL_VERSION;
  *     model.weights_are = MOE_WEIGHTS_INT8;
  *     model.run = moei_int_model_run;
@@ -74,22 +73,22 @@
 
    Manual
      What is checked.   Integer models: every operation, in the order in which moe_infer runs them,
-     with every constant that it reads, also those of experts that a loader fetches. The check
-     follows the largest magnitude of every vector (the limits of the operation that wrote it last),
+     with every constant that it reads, including those of experts that a loader fetches. The check
+     tracks the largest magnitude of every vector (the limits of the operation that wrote it last),
      and bounds each sum by it: sum |weight| * largest code + |bias|, and the sum of an MoE layer by
-     all experts that one token may take, at the largest weight. A model whose sums could reach
-     beyond int32 is refused, even if its real inputs never get there. moe_model_create makes no
-     such model. Float models: the network's modules, their settings and widths, that every
-     parameter is there and finite, and the sizes of scratch memory.
+     the largest number of experts per token, at the largest weight. A model whose sums could exceed
+     int32 is refused, even if its real inputs never make them. moe_model_create makes no such
+     model. Float models: the network's modules, their settings and widths, that every parameter is
+     present and finite, and the sizes of scratch memory.
 
-     What must be true already.   Pointers cannot be checked: the arrays of a model must have the
-     lengths that it states (weights_size bytes, n_ops operations; the parameters of a float model
-     the shapes of its modules), as any array that a compiler has seen, and scratch memory
-     scratch_size bytes. input_scale, output_scale and multiplications only inform; any value is
-     accepted. What a model answers is not judged.
+     What is not checked.   Pointers: the arrays of a model must have the lengths that it states
+     (weights_size bytes, n_ops operations; the parameters of a float model the shapes of its
+     modules), as arrays compiled from C source have, and scratch memory scratch_size bytes.
+     input_scale, output_scale and multiplications are informative; any value is accepted. The
+     quality of the outputs is not checked.
 
-     Scratch.   The check works in the scratch memory of the model and needs no other. It ends with
-     scratch memory full of zeros, where a sequence begins.
+     Scratch.   The check works in the scratch memory of the model and needs no other. It leaves
+     scratch memory zeroed, which is the state at the start of a sequence.
 
      When.   Once, before the first moe_infer: the model must not change afterwards, nor the bytes
      that the loader fetches. It takes about as long as moe_infer with all experts chosen; models
@@ -116,18 +115,18 @@ extern "C" {
 /* ==== >>call ================================================================================== */
 
 /* MOE_OK: moe_infer with this model, this loader and this much scratch memory reads and writes only
-   the arrays that it is given, divides by no 0, and no signed sum or shift leaves its type, for any
-   input codes within +-127 and any token id. scratch [scratch_size], any alignment, is the
-   workspace, and all zeros afterwards. loader as for moe_infer. Errors; error (may be NULL) names
-   the operation and its field:
+   the arrays that it is given, does not divide by 0, and no signed sum or shift overflows its type,
+   for any input codes within +-127 and any token id. scratch [scratch_size], any alignment, is the
+   workspace, and zeroed afterwards. loader as for moe_infer. Errors; error (may be NULL) names the
+   operation and its field:
      MOE_ERR_ARGUMENT     model or scratch is NULL
      MOE_ERR_UNSUPPORTED  another version; experts that need a loader; a float model that is a list
                           of operations, or in a build with MOE_REAL=double or MOE_NO_FLOAT
      MOE_ERR_SPACE        scratch_size is smaller than the model's
      MOE_ERR_FORMAT       an offset, size, index, shift or function is not valid
-     MOE_ERR_OVERFLOW     a sum can leave its integer
+     MOE_ERR_OVERFLOW     a sum can overflow its integer type
      MOE_ERR_NONFINITE    a parameter of a float model is infinite or NaN
-   else what the loader returns, or what moe_layer_check finds in an MoE layer. */
+   else what the loader returns, or what moe_layer_check returns for an MoE layer. */
 MOE_API moe_status moe_model_check(const moe_model *model, const moe_loader *loader, void *scratch,
                                    size_t scratch_size, moe_error *error);
 
@@ -148,11 +147,11 @@ extern "C" {
 /* ---- >>ranges: vectors and how large their codes can be ---- */
 
 /* Instead of codes, the vectors in scratch memory hold a uint16 for each: the largest magnitude
-   that the code may have. ANY: nothing is known. ROUTED marks what a router has chosen, which
-   nothing may overwrite until the next call. */
+   that the code may have. ANY: unknown. ROUTED marks the choices of a router, which nothing may
+   overwrite until the next call. */
 enum { MOEI_CHECK_ANY = 32768, MOEI_CHECK_ROUTED = 65535 };
 
-/* The lists in which operations stand, and all of them. */
+/* The lists of operations; ADDING: those that add to the sum of an MoE layer. */
 enum {
     MOEI_CHECK_MAIN = 1,
     MOEI_CHECK_SCORE = 2,
@@ -173,22 +172,21 @@ typedef struct moei_check {
     const moe_loader *loader;
     uint16_t *most; /* [n] instead of the vectors */
     size_t n;
-    const unsigned char *base; /* where the operation's constants are: [base_size] */
+    const unsigned char *base; /* [base_size] the operation's constants */
     size_t base_size;
-    int list;                        /* which one this operation stands in */
+    int list;                        /* the list of this operation */
     const moei_int_mixture *mixture; /* the MoE layer that is running */
     size_t index;                    /* its number */
-    size_t main;                     /* operations of the model's own that have run */
-    moei_check_span sum, block;      /* of that layer: no vector may be there; n = 0: none */
-    int64_t added;                   /* to the sum by the present list, at most */
-    const char *what;                /* the error: "op", its number and name */
+    size_t main;                     /* operations of the main list that have run */
+    moei_check_span sum, block;      /* of that layer: vectors may not overlap them; n = 0: none */
+    int64_t added;                   /* the most that the current list adds to the sum */
+    const char *what;                /* for errors: "op", its number and name */
     size_t number;
     const char *name;
     moe_error *error;
 } moei_check;
 
-/* Appends to a message of which *at characters stand. Not by moei_error, which builds without
-   floating point do not have. */
+/* Appends to a message of *at characters. Builds without floating point have no moei_error. */
 static void moei_check_say(moe_error *error, size_t *at, const char *text) {
 #ifdef MOE_NO_MESSAGES
     (void)text;
@@ -247,7 +245,7 @@ static int moei_check_meet(moei_check_span a, moei_check_span b) {
     return a.at < (uint64_t)b.at + b.n && b.at < (uint64_t)a.at + a.n && a.n > 0 && b.n > 0;
 }
 
-/* Whether a span lies in the vectors, aligned to 4 bytes as the words that processors load. */
+/* Whether a span lies in the vectors, aligned to 4 bytes, because processors load words. */
 static int moei_check_inside(const moei_check *c, moei_check_span s) {
     return s.at % 2 == 0 && s.at <= c->n && s.n <= c->n - s.at;
 }
@@ -258,7 +256,7 @@ static void moei_check_fill(moei_check *c, moei_check_span s, unsigned most) {
     for (i = 0; i < s.n; i++) c->most[s.at + i] = (uint16_t)most;
 }
 
-/* Whether a span that lies in the vectors has room for a vector. */
+/* Whether a span that lies in the vectors may be overwritten: it holds no choices of a router. */
 static int moei_check_free(const moei_check *c, moei_check_span s) {
     size_t i;
     for (i = 0; i < s.n; i++)
@@ -266,7 +264,7 @@ static int moei_check_free(const moei_check *c, moei_check_span s) {
     return 1;
 }
 
-/* The largest magnitude of n codes, in *most unless that is NULL, which must be at most limit. */
+/* Sets *most (unless NULL) to the largest magnitude of n codes, which must be at most limit. */
 static moe_status moei_check_read(const moei_check *c, const char *field, uint32_t at, uint32_t n, unsigned limit,
                                   int64_t *most) {
     const moei_check_span s = moei_check_span_of(at, n);
@@ -281,7 +279,7 @@ static moe_status moei_check_read(const moei_check *c, const char *field, uint32
     return MOE_OK;
 }
 
-/* n codes up to `most`, with what is rounded up behind them, become known. */
+/* Records that n codes, padding included, have magnitudes of at most `most`. */
 static moe_status moei_check_write(moei_check *c, const char *field, uint32_t at, uint32_t n, unsigned most) {
     const moei_check_span s = moei_check_span_of(at, n);
     MOEI_CHECK_NEED(moei_check_inside(c, s), field, "outside of the vectors, or not aligned");
@@ -291,7 +289,7 @@ static moe_status moei_check_write(moei_check *c, const char *field, uint32_t at
     return MOE_OK;
 }
 
-/* The result of an operation. same: it may take the place of its input; else the two are apart. */
+/* Checks the result of an operation. same: it may replace its input; else they may not overlap. */
 static moe_status moei_check_result(moei_check *c, const moei_int_op *op, uint32_t n_in, int same) {
     const moei_int_shape *s = &op->shape;
     const int most = s->high > -s->low ? s->high : -s->low;
@@ -314,7 +312,7 @@ static moe_status moei_check_bytes(const moei_check *c, const char *field, uint3
 
 static int64_t moei_check_size(int64_t v) { return v < 0 ? -v : v; }
 
-/* sum |w| of output `side` of the pair at `pair`; -1: one above 127. */
+/* sum |w| of output `side` of the pair at `pair`; -1: a weight exceeds 127. */
 static int64_t moei_check_int8_row(const unsigned char *pair, uint32_t k, uint32_t side) {
     int64_t sum = 0;
     uint32_t p;
@@ -326,7 +324,7 @@ static int64_t moei_check_int8_row(const unsigned char *pair, uint32_t k, uint32
     return sum;
 }
 
-/* kept: the sums of the input may be any, so those of blocks are within int16. */
+/* kept: the input's sums per block are read from memory, so only int16 bounds them. */
 static int64_t moei_check_int4_row(const unsigned char *at, uint32_t k, uint32_t side, int kept) {
     const uint32_t k4 = moei_check_up(k, 4);
     int64_t sum = 0, part = 0;
@@ -345,8 +343,8 @@ static int64_t moei_check_int4_row(const unsigned char *at, uint32_t k, uint32_t
 }
 
 /* The rows of a product. *most: the largest magnitude of sum * factor >> 16. |sum| < 2^30 is what
-   moei_int8_pack and moei_int4_pack promise; then no partial sum leaves int32, in any order in
-   which processors add: they start at the bias, and 128 * 127 * 65532 more is below 2^31. */
+   moei_int8_pack and moei_int4_pack guarantee; then no partial sum overflows int32, whatever the
+   order of addition: it starts at the bias, and 128 * 127 * 65532 more is below 2^31. */
 static moe_status moei_check_product_rows(const moei_check *c, const moei_int_op *op, int int4, int64_t *most) {
     const uint32_t n = op->shape.n, k = op->shape.k;
     const uint32_t group = int4 ? 4 : 2;
@@ -368,7 +366,7 @@ static moe_status moei_check_product_rows(const moei_check *c, const moei_int_op
     return MOE_OK;
 }
 
-/* The sums that an int4 product reads, or makes first. */
+/* The input's sums per block, which an int4 product reads, or computes first. */
 static moe_status moei_check_sums(moei_check *c, const moei_int_op *op) {
     const moei_check_span sums = moei_check_span_of(op->other, (op->shape.k + MOEI_INT_BLOCK - 1u) / MOEI_INT_BLOCK);
     MOEI_CHECK_NEED(op->index <= 1, "index", "must be 0 or 1");
@@ -438,7 +436,7 @@ static moe_status moei_check_angles(const moei_check *c, const moei_int_op *op, 
 
 /* ---- >>operations ---- */
 
-/* Inputs of n and the result, which may be the same vector. */
+/* Checks n inputs and the result, which may be the same vector. */
 static moe_status moei_check_plain(moei_check *c, const moei_int_op *op) {
     MOEI_CHECK_DO(moei_check_read(c, "in", op->in, op->shape.n, MOEI_CHECK_ANY, NULL));
     return moei_check_result(c, op, moei_check_up(op->shape.n, 4), 1);
@@ -456,7 +454,7 @@ static moe_status moei_check_op_int4(moei_check *c, const moei_int_op *op) {
     return moei_check_result(c, op, moei_check_up(op->shape.k, 4), 0);
 }
 
-/* What this operation adds to the sum of its MoE layer. */
+/* Counts what this operation adds to the sum of its MoE layer. */
 static moe_status moei_check_adds(moei_check *c, const moei_int_op *op, int64_t most) {
     MOEI_CHECK_NEED(op->out == c->sum.at && 2 * moei_check_up(op->shape.n, 4) <= c->sum.n, "out",
                     "not the sum of this MoE layer, or wider");
@@ -476,7 +474,7 @@ static moe_status moei_check_op_int4_add(moei_check *c, const moei_int_op *op) {
     return moei_check_adds(c, op, most / 2 + 1);
 }
 
-/* A product of 16-bit inputs, up to its result; *most: the largest |v| of moei_int_op_int16. */
+/* A product of 16-bit inputs, without its result; *most: the largest |v| of moei_int_op_int16. */
 static moe_status moei_check_halves(moei_check *c, const moei_int_op *op, int64_t *most) {
     const uint32_t n = op->shape.n, k = op->shape.k;
     const uint32_t n2 = moei_check_up(n, 2), k4 = moei_check_up(k, 4);
@@ -519,7 +517,7 @@ static moe_status moei_check_op_curve(moei_check *c, const moei_int_op *op) {
     return moei_check_plain(c, op);
 }
 
-/* The second input; its codes must be within limit, and it is the result or apart from it. */
+/* The second input; its codes must be within limit, and it is the result or does not overlap it. */
 static moe_status moei_check_other(const moei_check *c, const moei_int_op *op, unsigned limit, int64_t *most) {
     const uint32_t n = moei_check_up(op->shape.n, 4);
     MOEI_CHECK_NEED(op->other == op->out ||
@@ -564,7 +562,7 @@ static moe_status moei_check_op_rotate(moei_check *c, const moei_int_op *op) {
     return moei_check_plain(c, op);
 }
 
-/* int8 [length, width] in the state, behind the position. */
+/* int8 [length, width] in the state, after the position. */
 static moe_status moei_check_cache(const moei_check *c, const char *field, uint32_t at, uint32_t width) {
     const size_t room = c->model->state_size;
     MOEI_CHECK_NEED(at >= sizeof(uint32_t) && at <= room && width <= (room - at) / c->model->length, field,
@@ -572,7 +570,7 @@ static moe_status moei_check_cache(const moei_check *c, const char *field, uint3
     return MOE_OK;
 }
 
-/* See moei_int_op_attention: these are the bounds that it names. */
+/* The bounds that the comment of moei_int_op_attention states. */
 static moe_status moei_check_op_attention(moei_check *c, const moei_int_op *op) {
     const uint32_t length = (uint32_t)c->model->length, scores = 2 * (length + 1) + length;
     const moei_int_attention *a;
@@ -608,7 +606,7 @@ static int moei_check_half_power(uint64_t sum) {
     return half;
 }
 
-/* x m + round, where m <= factor and the shift is the largest that can be; 2^15 * 32767 + 2^30
+/* x m + round, where m <= factor and the shift is the largest possible; 2^15 * 32767 + 2^30
    fits. */
 static moe_status moei_check_op_unit(moei_check *c, const moei_int_op *op) {
     int64_t most;
@@ -620,7 +618,7 @@ static moe_status moei_check_op_unit(moei_check *c, const moei_int_op *op) {
     return moei_check_plain(c, op);
 }
 
-/* Whether the router of MoE layer number `index` has chosen, so that its choices are marked. */
+/* Whether the router of MoE layer `index` has run, so that its choices are marked. */
 static int moei_check_has_run(const moei_check *c, size_t index) {
     const moei_int_op *op = c->model->ops, *end = op + c->main;
     if ((c->list & MOEI_CHECK_ADDING) != 0 && index == c->index) return 1;
@@ -628,7 +626,7 @@ static int moei_check_has_run(const moei_check *c, size_t index) {
     return op < end;
 }
 
-/* other has the choices of MoE layer number `index`, which has run. */
+/* Checks that op->other is the choices of MoE layer op->index, which has run. */
 static moe_status moei_check_choices(const moei_check *c, const moei_int_op *op) {
     MOEI_CHECK_NEED(op->index < c->model->n_mixtures, "index", "there is no such MoE layer");
     MOEI_CHECK_NEED(op->other == c->model->mixtures[op->index].choices, "other", "not the choices of that MoE layer");
@@ -686,7 +684,7 @@ static moe_status moei_check_op_add_rest(moei_check *c, const moei_int_op *op) {
 static moe_status moei_check_op_each(moei_check *c, const moei_int_op *op);
 static moe_status moei_check_op_mixture(moei_check *c, const moei_int_op *op);
 
-/* An operation: the function that models name, the lists in which it may stand, its check. */
+/* An operation: its function, which models store; the lists that may contain it; its check. */
 typedef struct moei_check_row {
     void (*run)(const moei_int_op *op, moei_int_run *run);
     const char *name;
@@ -722,7 +720,7 @@ static const moei_check_row moei_check_rows[] = {
     {moei_int_op_add_rest, " (add_rest)", MOEI_CHECK_ADDING, moei_check_op_add_rest},
     {NULL, "", MOEI_CHECK_ALL, NULL}};
 
-/* An error in operation number `number` has its name. */
+/* Checks operation `number`; errors carry its name. */
 static moe_status moei_check_op(moei_check *c, size_t number) {
     const moei_int_op *op = c->model->ops + number;
     const moei_check_row *row = moei_check_rows;
@@ -765,7 +763,7 @@ static moe_status moei_check_gate(const moei_check *c, const char *field, moei_i
     return MOE_OK;
 }
 
-/* How many experts a token takes at most, in *taken, and room for more while they are found. */
+/* Sets *taken to the largest number of experts per token; checks the room for candidates. */
 static moe_status moei_check_select(const moei_check *c, const moei_int_router *r, size_t *taken) {
     const int all = r->select == moei_int_select_top_p || r->select == moei_int_select_threshold;
     const int each = r->select == moei_int_select_each, grouped = each || r->select == moei_int_select_grouped;
@@ -793,7 +791,7 @@ static moe_status moei_check_select(const moei_check *c, const moei_int_router *
     return MOE_OK;
 }
 
-/* The rows of a hash: experts, each once. */
+/* The rows of a hash: experts that exist, none of them twice. */
 static moe_status moei_check_hash(const moei_check *c, const moei_int_router *r) {
     const unsigned char *table;
     size_t i, j;
@@ -847,20 +845,20 @@ static moe_status moei_check_router(const moei_check *c, const moei_int_router *
 
 /* ---- >>mixtures ---- */
 
-/* Nothing is known of a vector that may have been written before. */
+/* Marks a vector that may have been written before as unknown. */
 static void moei_check_unknown(moei_check *c, uint32_t at, uint32_t n) {
     const moei_check_span s = moei_check_span_of(at, moei_check_up(n, 4));
     if (moei_check_inside(c, s) && moei_check_free(c, s)) moei_check_fill(c, s, MOEI_CHECK_ANY);
 }
 
-/* The operations of a list may have run any number of times before. What is wrong with them is
-   found when they are checked. */
+/* Marks the results of a list as unknown, because it may have run any number of times before.
+   Errors in it are found when it is checked. */
 static void moei_check_forget(moei_check *c, uint32_t first, uint32_t n) {
     size_t i;
     for (i = 0; i < n; i++) moei_check_unknown(c, c->model->ops[first + i].out, c->model->ops[first + i].shape.n);
 }
 
-/* The first size bytes of an expert's block become the constants of operations. */
+/* Makes the first size bytes of an expert's block the constants of operations. */
 static moe_status moei_check_block(moei_check *c, size_t expert, size_t size) {
     const moei_int_mixture *m = c->mixture;
     const size_t at = (size_t)m->experts + expert * (size_t)m->stride;
@@ -873,7 +871,7 @@ static moe_status moei_check_block(moei_check *c, size_t expert, size_t size) {
     return moei_check_refuse(c, status, "experts", "the loader failed");
 }
 
-/* The number that is made of the activation of an expert, before it is scaled. */
+/* The number computed from the activation of an expert, before it is scaled. */
 static moe_status moei_check_measure(const moei_check *c, const moei_int_op *op) {
     const uint32_t n = op->shape.n;
     int64_t most, other = 1;
@@ -890,7 +888,7 @@ static moe_status moei_check_measure(const moei_check *c, const moei_int_op *op)
     return MOE_OK;
 }
 
-/* An operation that runs the shape.k operations behind it for every expert. */
+/* An operation that runs the next shape.k operations for every expert. */
 static moe_status moei_check_op_each(moei_check *c, const moei_int_op *op) {
     const unsigned char *base = c->base;
     const size_t base_size = c->base_size, number = c->number;
@@ -903,7 +901,7 @@ static moe_status moei_check_op_each(moei_check *c, const moei_int_op *op) {
     MOEI_CHECK_NEED(s->k < c->model->n_ops - number, "shape.k", "more operations than there are");
     MOEI_CHECK_NEED(op->at <= c->mixture->stride, "at", "more bytes than an expert has");
     MOEI_CHECK_NEED(experts == c->mixture->zeros, "index", "an expert of that MoE layer has no block");
-    moei_check_unknown(c, op->out, experts); /* the numbers of earlier experts lie there */
+    moei_check_unknown(c, op->out, experts); /* holds the numbers of earlier experts */
     for (e = 0; e < experts; e++) {
         MOEI_CHECK_DO(moei_check_block(c, e, op->at));
         moei_check_forget(c, (uint32_t)number + 1, s->k);
@@ -921,7 +919,7 @@ static moe_status moei_check_op_each(moei_check *c, const moei_int_op *op) {
                             (unsigned)(s->high > -s->low ? s->high : -s->low));
 }
 
-/* The parts of an MoE layer that its operations rely on. */
+/* Checks the fields of an MoE layer that its operations rely on. */
 static moe_status moei_check_parts(const moei_check *c, const moei_int_mixture *m, size_t *taken) {
     const uint32_t n = c->model->n_ops;
     const size_t experts = c->model->experts_size;
@@ -1045,7 +1043,7 @@ static moe_status moei_check_attention(const moei_check *c, const moe_module *m)
     return MOE_OK;
 }
 
-/* A layer must be as moe_layer_init makes it, whatever kernels it had elsewhere. view: the modules
+/* Checks that a layer is as moe_layer_init makes it, except for its kernels. view: the modules
    before it. */
 static moe_status moei_check_moe_layer(const moei_check *c, const moe_net *view, const moe_module *m) {
     moe_layer made;
@@ -1071,7 +1069,7 @@ static moe_status moei_check_moe_layer(const moei_check *c, const moe_net *view,
     return MOE_OK;
 }
 
-/* The settings of module i, whose kind and widths are known to fit. */
+/* Checks the settings of module i, whose kind and widths are valid. */
 static moe_status moei_check_settings(const moei_check *c, const moe_net *net, size_t i) {
     const moe_module *m = &net->modules[i];
     moe_net view = *net;
@@ -1100,7 +1098,7 @@ static moe_status moei_check_settings(const moei_check *c, const moe_net *net, s
     return moei_is_layer(m) ? moei_check_moe_layer(c, &view, m) : MOE_OK;
 }
 
-/* Every parameter is there and finite. */
+/* Checks that every parameter is present and finite. */
 static moe_status moei_check_parameters(const moei_check *c, const moe_net *net, size_t i) {
     const moe_module *m = &net->modules[i];
     moe_parameter parameter;
@@ -1158,8 +1156,7 @@ static moe_status moei_check_float(moei_check *c) {
 
 /* ---- >>models ---- */
 
-/* Whether the constants are where they can be read; builds that read them as bytes read them
-   anywhere. */
+/* Whether the constants are aligned; builds that read them byte by byte accept any address. */
 static int moei_check_aligned(const unsigned char *constants) {
 #ifdef MOEI_FLASH_WORDS
     return (uintptr_t)constants % 4 == 0;
@@ -1169,7 +1166,7 @@ static int moei_check_aligned(const unsigned char *constants) {
 #endif
 }
 
-/* The fields that are not of operations. */
+/* Checks the fields of the model itself. */
 static moe_status moei_check_fields(const moei_check *c, int known) {
     const moe_model *m = c->model;
     MOEI_CHECK_NEED(known, "run", "not that of its weights");

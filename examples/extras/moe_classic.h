@@ -57,12 +57,13 @@
      carries the suffix _f64, as in moe.h.
 
    >>manual
-     Classical mixture.  E experts, often small whole networks, all answer; a gate p [n,E] weights
-     them. The criteria cross_entropy and squared_error judge the weighted sum, the others each
-     expert's own output: experts then compete for samples instead of correcting each other.
+     Classical mixture.  Every sample passes through all E experts, often small complete networks;
+     a gate p [n,E] weights their outputs. The criteria cross_entropy and squared_error apply to the
+     weighted sum, the others to each expert's own output: experts then compete for samples instead
+     of correcting each other.
 
-     Networks.  The last module is an MoE layer with select = dense and weight = raw; its output is
-     the answer. The trainer finds the losses in the network:
+     Networks.  The last module is an MoE layer with select = dense and weight = raw. The trainer
+     takes the losses from the network:
        moe_net_init(&net, 64, MOE_KERNELS_AUTO, NULL);
        net.mixture_losses = moe_classic_losses();       again after loading: files do not store it
        moe_net_mixture(&net, &config);  moe_net_build(&net, 1, seed, &error); training.criterion =
@@ -73,16 +74,16 @@
      in the flags of their tensors, then train the gate. An attentive gate teaches an ordinary one
      by loss_distill, with its logits as the teacher.
 
-     Your own networks.  Run experts and gate yourself, hand their outputs and p to
-     moe_mixture_loss, and continue the backward pass with d_outputs and d_p. For an MoE layer,
-     expert_outputs of its pass and moe_layer_backward_experts do it.
+     Your own networks.  Run experts and gate yourself, pass their outputs and p to
+     moe_mixture_loss, and continue the backward pass with d_outputs and d_p. For an MoE layer, use
+     expert_outputs of its pass and moe_layer_backward_experts.
 
      Hierarchical mixture.  A gate chooses among G groups, a gate in each group among E experts; all
      are linear in x. EM needs no learning rate and never lowers the likelihood; it finds a local
      maximum, so try several seeds. Standardize x.
 
      Modular networks.  Every MoE layer chooses one module per sample, and the choices are latent:
-     hard EM keeps the best choices that it has seen for each sample (E-step) and trains modules and
+     hard EM keeps the best choices found so far for each sample (E-step) and trains modules and
      gates on them (M-step). Keep each batch's choices between its steps.
 
    >>sources
@@ -137,9 +138,9 @@ extern "C" {
    (Jacobs, Jordan, Nowlan, Hinton 1991). d_p [n,E] and d_outputs [E,n,C] receive the gradients;
    either may be NULL, neither may overlap an input. With expert_p (dual temperature) *loss and d_p
    belong to the loss under p, d_outputs to the loss under expert_p. Computed in double by
-   log-sum-exp; gradients beyond 1e38 (1e308 in the double build) in magnitude are cut there, which
-   takes p_i = 0 or huge values. n = 0 gives 0.
-   MOE_ERR_ARGUMENT: no such criterion, an array is missing, p is below 0, a label or T is out of
+   log-sum-exp; gradients are clamped to 1e38 (1e308 in the double build) in magnitude, which only
+   p_i = 0 or huge values exceed. n = 0 gives 0.
+   MOE_ERR_ARGUMENT: unknown criterion, an array is missing, p is below 0, a label or T is out of
    range; MOE_ERR_NONFINITE: an array holds NaN or infinity, or the loss is not finite, as when all
    p are 0 under a log; MOE_ERR_OVERFLOW. error names row and value. A failed call changes nothing.
    Allocates nothing; thread-safe for different results. */
@@ -205,9 +206,9 @@ typedef struct moe_hme {
     moe_allocator allocator;
 } moe_hme;
 
-/* Makes a mixture that owns its parameters and workspace; their size depends on config alone.
+/* Creates a mixture that owns its parameters and workspace; their size depends on config alone.
    allocator NULL: the standard heap. Call moe_hme_free in the end. MOE_ERR_CONFIG: error names
-   field and value; MOE_ERR_MEMORY, MOE_ERR_OVERFLOW. On failure *hme is untouched. */
+   field and value; MOE_ERR_MEMORY, MOE_ERR_OVERFLOW. On failure *hme is unchanged. */
 MOE_API moe_status moe_hme_create(moe_hme *hme, const moe_hme_config *config, uint64_t seed,
                                   const moe_allocator *allocator, moe_error *error);
 /* Frees the memory of create; {0}, NULL and a second call are harmless. */
@@ -217,7 +218,7 @@ MOE_API void moe_hme_free(moe_hme *hme);
    of this function and those that follow: MOE_ERR_STATE (not created), MOE_ERR_ARGUMENT (an array
    is missing, a label is out of range), MOE_ERR_NONFINITE (in x, a target or a result),
    MOE_ERR_OVERFLOW; error names row and value. After a failure the result arrays are unspecified;
-   *log_likelihood and *hme are as they were. None of them allocates. */
+   *log_likelihood and *hme are unchanged. None of them allocates. */
 MOE_API moe_status moe_hme_predict(const moe_hme *hme, size_t n, const moe_real *x, moe_real *y, moe_error *error);
 /* Mean over samples of log p(y | x), y from data->targets (gaussian) or data->labels (softmax); n =
    0 gives 0. */
@@ -228,17 +229,17 @@ MOE_API moe_status moe_hme_log_likelihood(const moe_hme *hme, const moe_data *da
 MOE_API moe_status moe_hme_posteriors(const moe_hme *hme, const moe_data *data, double *group, double *expert,
                                       moe_error *error);
 /* One EM iteration. E-step: the caller's h [n,G,E] receives h_i h_{j|i} under the parameters before
-   the call. M-step, each gate and expert by its own weighted log-likelihood: least squares for
-   gaussian experts, then their variances; IRLS for gates and softmax experts, a Newton step of one
-   row after another, halved until the likelihood does not fall (Boehning 1992 bounds how often).
-   Equations are solved for the change, by Cholesky with 1e-10 of the diagonal added: directions
-   that the data leave open, and models without posterior mass, stay as they are. *log_likelihood
-   (may be NULL) is the mean after the iteration, never below the one before: an iteration that
-   rounding spoils is undone. */
+   the call. M-step: each gate and expert increases its own weighted log-likelihood, by least
+   squares for gaussian experts, then their variances; by IRLS for gates and softmax experts, one
+   Newton step per row, halved until the likelihood does not decrease (Boehning 1992 bounds how
+   often). Equations are solved for the change, by Cholesky with 1e-10 of the diagonal added:
+   directions that the data do not determine, and models without posterior mass, do not change.
+   *log_likelihood (may be NULL) is the mean after the iteration, never below the previous one: an
+   iteration that rounding makes worse is undone. */
 MOE_API moe_status moe_hme_em(moe_hme *hme, const moe_data *data, double *h, double *log_likelihood, moe_error *error);
 /* One step of gradient ascent, parameters += rate * gradient of the mean log-likelihood; variances
-   move by their logarithm and stop at min_variance. h as in moe_hme_em; *log_likelihood (may be
-   NULL) is the one before the step. MOE_ERR_NONFINITE also when the step is too large. */
+   take the step in their logarithm, down to min_variance. h as in moe_hme_em; *log_likelihood (may
+   be NULL) is the one before the step. MOE_ERR_NONFINITE also when the step is too large. */
 MOE_API moe_status moe_hme_gradient(moe_hme *hme, const moe_data *data, moe_real rate, double *h,
                                     double *log_likelihood, moe_error *error);
 
@@ -274,9 +275,9 @@ typedef struct moe_modular_step_result {
 } moe_modular_step_result;
 
 /* Allocates memory for batches of trainer->config.batch samples; the trainer must outlive *modular.
-   Call moe_modular_free in the end. MOE_ERR_CONFIG: error names the layer that does not qualify, or
-   the criterion (cross_entropy or squared_error); MOE_ERR_UNSUPPORTED with net.transport;
-   MOE_ERR_MEMORY, MOE_ERR_OVERFLOW. On failure *modular is unchanged. */
+   Call moe_modular_free in the end. MOE_ERR_CONFIG: error names the MoE layer that does not qualify
+   (none does with a criterion that reads experts), or there is none; MOE_ERR_UNSUPPORTED with
+   net.transport; MOE_ERR_MEMORY, MOE_ERR_OVERFLOW. On failure *modular is unchanged. */
 MOE_API moe_status moe_modular_init(moe_modular *modular, moe_trainer *trainer, moe_error *error);
 /* Frees the memory of init; {0}, NULL and a second call are harmless. */
 MOE_API void moe_modular_free(moe_modular *modular);
@@ -329,7 +330,7 @@ static double moei_lse_value(const moei_lse *s) { return s->largest + log1p(s->r
 /* A term's share of the sum: the shares add up to 1, however large the terms. */
 static double moei_lse_share(const moei_lse *s, double term) { return exp(term - s->largest) / (1.0 + s->rest); }
 
-/* Whether a double converts to the real type. */
+/* Whether a double is in the range of moe_real. */
 static int moei_fits_real(double v) { return fabs(v) <= (MOE_REAL_IS_DOUBLE ? 1e308 : 1e38); }
 
 static moe_real moei_cut(double v) {
@@ -337,7 +338,7 @@ static moe_real moei_cut(double v) {
     return (moe_real)(v > limit ? limit : v < -limit ? -limit : v);
 }
 
-/* Checks the answers of n samples: labels below width, or targets [n,width]. */
+/* Checks the labels of n samples, 0 to width - 1, or their targets [n,width]. */
 static moe_status moei_wanted_check(int squared, const int32_t *labels, const moe_real *targets, size_t n, size_t width,
                                     moe_error *error) {
     size_t t;
@@ -404,8 +405,8 @@ static double moei_blend_at(const moei_blend *b, size_t j) {
     return sum * b->scale;
 }
 
-/* The same with its loss. Terms are relative to the label's, so that a small loss beside large
-   outputs keeps its digits. */
+/* moei_blend_of with the loss. Terms are relative to the label's, so that a small loss beside large
+   outputs keeps its precision. */
 static moei_blend moei_blend_measured(const moei_mix *mix, const moe_mixture *m, size_t t, const moe_real *p,
                                       size_t i) {
     moei_blend b = moei_blend_of(m, t, p, i);
@@ -482,7 +483,7 @@ static moe_status moei_gates_check(const char *name, const moe_real *p, size_t n
     return status;
 }
 
-/* result: the caller's output. learning: labels or targets are read, too. */
+/* result: the caller's output. learning: also checks labels or targets. */
 static moe_status moei_mixture_check(int criterion, const moe_mixture *m, const void *result, int learning,
                                      moe_error *error) {
     moe_real low = criterion == MOE_CRITERION_CROSS_ENTROPY ? MOEI_R(1e-6) : MOEI_R(1.0);
@@ -630,8 +631,8 @@ static moe_status moei_hme_check(const moe_hme_config *config, moe_hme_config *o
     return MOE_OK;
 }
 
-/* Every gate and every expert has rows of d + 1 weights. The one with most rows has no more of them
-   than all together, so that sizes of its workspace do not overflow. */
+/* Every gate and every expert has rows of d + 1 weights. The workspace is for the one with the most
+   rows; its sizes cannot overflow because the total of all rows does not. */
 static void moei_hme_layout(moe_hme *hme, moei_layout *l) {
     size_t groups = (size_t)hme->config.n_groups, rows, square, widest;
     hme->row = (size_t)hme->config.d_in + 1;
@@ -807,7 +808,7 @@ static moe_status moei_hme_check_data(const moe_hme *hme, const moe_data *data, 
     if (data->n == 0) return MOE_OK;
     if (data->x == NULL || result == NULL)
         return moei_error(error, MOE_ERR_ARGUMENT, "x and the array for results must not be NULL");
-    cells = hme->all > hme->width ? hme->all : hme->width; /* of the widest array, in a row */
+    cells = hme->all > hme->width ? hme->all : hme->width; /* row length of the widest array */
     if (!moei_mul(data->n, cells > hme->row ? cells : hme->row, &cells) || !moei_mul(cells, sizeof(double), &cells))
         return moei_error(error, MOE_ERR_OVERFLOW, "n = %z: too large", data->n);
     status = moei_reals_check("x", data->x, data->n, hme->row - 1, error);
@@ -1013,7 +1014,7 @@ static void moei_hme_part_variance(moe_hme *hme, const moei_hme_part *m, double 
         *m->variance = variance > least ? variance : least;
 }
 
-/* The M-step of one part: squares are solved directly, a softmax row by row, several times. */
+/* The M-step of one part: squares are solved directly, a softmax row by row, in several rounds. */
 static void moei_hme_part_maximize(moe_hme *hme, const moei_hme_part *m, const moe_data *data, const double *h) {
     moei_sums sums;
     size_t i;
