@@ -1,8 +1,8 @@
 /* moe_blocks.h - a cache of experts' blocks for devices that keep experts in external flash
 
-   An extra of moe.h. A moe_loader reads the block of every chosen expert at every call. Calls that
-   follow each other choose the same experts often; this keeps the blocks used last in the caller's
-   memory, and counts what was read. MIT or public domain, as moe.h.
+   An extra of moe.h. A moe_loader reads the block of every chosen expert in every call. Consecutive
+   calls often choose the same experts; the cache keeps the most recently used blocks in the
+   caller's memory, and counts reads. MIT or public domain, as moe.h.
 
    Contents (search for the tag)
      >>cache       moe_blocks, moe_blocks_init, moe_blocks_pin
@@ -37,7 +37,7 @@
  *     slow.ctx = NULL;
  *     slow.fetch = read_flash;
  *     if (moe_blocks_init(&cache, &slow, 32, memory, sizeof memory)) return 1;
- *     cached = moe_blocks_loader(&cache); // what moe_infer gets as its loader
+ *     cached = moe_blocks_loader(&cache); // pass it to moe_infer as the loader
  *     if (cached.fetch(cached.ctx, 0, 32, block)) return 1;
  *     if (cached.fetch(cached.ctx, 0, 32, block)) return 1;
  *     printf("%d bytes read, %d hits\n", (int)cache.bytes, (int)cache.hits);
@@ -55,14 +55,14 @@
        moe_infer(&digits, &cached, input, output, scratch, sizeof scratch);
      The header of a model states the bytes of its experts' blocks; with several MoE layers, take
      the largest. A block that is in the cache is copied to scratch memory and not read. A full
-     cache drops the block whose last use is longest ago, among those that are not pinned. With a
-     cache of as many blocks as a call reads, the same input is never read twice.
+     cache evicts the least recently used block that is not pinned. If the cache holds as many
+     blocks as a call reads, repeating the call with the same input reads nothing.
 
-     A read that fails leaves the bytes that the cache has of its block, and all other blocks but
-     the one whose place it would have taken.
+     A failed read keeps the bytes of its block that are in the cache, and all other blocks except
+     the one that it was to replace.
 
-     A score that reads experts (norm, attentive, competition) asks for the first bytes of every
-     block. The rest of a block that is there in part is read when it is asked for.
+     A score that reads experts (norm, attentive, competition) requests the first bytes of every
+     block. The rest of such a block is read when it is requested.
 
      Errors and NULL are as in moe.h. Threads: a cache belongs to one thread at a time.
 */
@@ -85,41 +85,41 @@ extern "C" {
 
 /* ==== >>cache ================================================================================= */
 
-/* A place for a block. */
+/* An entry of the cache. */
 typedef struct moe_blocks_slot {
-    size_t at, size; /* of the bytes that it holds, from the start of the block; size 0: none */
+    size_t at, size; /* offset of its block, and how many of the first bytes it holds; size 0: none */
     uint32_t used;   /* the number of the request that used it last */
-    int pinned;      /* 1: it is not dropped */
+    int pinned;      /* 1: it is not evicted */
 } moe_blocks_slot;
 
 /* A cache of blocks. Only the functions below write it; the counters of reads and hits may be set
-   to 0 at any time. All count from 0 again after 2^32 - 1. */
+   to 0 at any time. All counters wrap to 0 after 2^32 - 1. */
 typedef struct moe_blocks {
-    moe_loader loader;      /* what reads the blocks */
-    size_t block_size;      /* bytes of a block, at most */
+    moe_loader loader;      /* reads the blocks */
+    size_t block_size;      /* largest size of a block in bytes */
     moe_blocks_slot *slots; /* [n], in the caller's memory */
-    unsigned char *memory;  /* [n, block_size], behind them */
+    unsigned char *memory;  /* [n, block_size], after the slots */
     size_t n;
-    uint32_t requests;        /* how many there were: the clock of slot.used */
+    uint32_t requests;        /* number of requests: the clock of slot.used */
     uint32_t reads, bytes;    /* requests that were read, and bytes read for them */
-    uint32_t hits, hit_bytes; /* requests that were not, and bytes copied for them */
+    uint32_t hits, hit_bytes; /* requests that the cache served, and bytes copied for them */
 } moe_blocks;
 
 /* Bytes of memory for n blocks of `size` bytes at any alignment. */
 #define MOE_BLOCKS_MEMORY(n, size) ((n) * (sizeof(moe_blocks_slot) + (size)) + 16)
 
-/* An empty cache in memory [memory_size], which must outlive it, as loader's ctx must. It holds as
-   many blocks as fit. Errors: MOE_ERR_ARGUMENT (NULL, block_size 0), MOE_ERR_SPACE (not one block
-   fits). */
+/* Makes an empty cache in memory [memory_size]; memory and loader's ctx must outlive it. It holds
+   as many blocks as fit. Errors: MOE_ERR_ARGUMENT (NULL, block_size 0), MOE_ERR_SPACE (not one
+   block fits). */
 MOE_API moe_status moe_blocks_init(moe_blocks *cache, const moe_loader *loader, size_t block_size, void *memory,
                                    size_t memory_size);
 /* The loader that reads through the cache, for moe_infer. It returns what the cache's own loader
-   returns; a request of more than block_size bytes goes to that. */
+   returns; a request of more than block_size bytes goes directly to that. */
 MOE_API moe_loader moe_blocks_loader(moe_blocks *cache);
-/* Reads the block of `size` bytes from offset `at` and keeps it for good (pin = 1), or lets it go
-   (pin = 0; MOE_ERR_NOT_FOUND: it is not there). at is where a block begins: first block of the
+/* Reads the block of `size` bytes at offset `at` and pins it (pin = 1), or unpins it (pin = 0;
+   MOE_ERR_NOT_FOUND: it is not in the cache). at is the beginning of a block: first block of the
    layer + expert * bytes of a block. Errors: MOE_ERR_ARGUMENT (NULL; size 0 or above block_size),
-   MOE_ERR_SPACE (all others are pinned; one block must stay free), else what the loader returns. */
+   MOE_ERR_SPACE (all others are pinned; one must stay unpinned), else what the loader returns. */
 MOE_API moe_status moe_blocks_pin(moe_blocks *cache, size_t at, size_t size, int pin);
 
 #ifdef __cplusplus
@@ -156,8 +156,8 @@ moe_status moe_blocks_init(moe_blocks *cache, const moe_loader *loader, size_t b
     return MOE_OK;
 }
 
-/* The slot of the block at `at`, else the one to fill: empty, or used longest ago. There is one,
-   since moe_blocks_pin leaves one free. */
+/* The slot of the block at `at`, else the one to fill: empty, or least recently used. There is
+   always one, because moe_blocks_pin leaves one unpinned. */
 static moe_blocks_slot *moei_blocks_find(const moe_blocks *cache, size_t at) {
     moe_blocks_slot *oldest = NULL, *slot = cache->slots;
     size_t i;
@@ -171,8 +171,8 @@ static moe_blocks_slot *moei_blocks_find(const moe_blocks *cache, size_t at) {
     return oldest;
 }
 
-/* Has size bytes of the block at `at` in the cache, in *slot. The bytes of a block that are there
-   stay valid when the rest of it cannot be read. */
+/* Brings the first size bytes of the block at `at` into the cache, in *slot. The bytes that it
+   holds stay valid if the rest cannot be read. */
 static moe_status moei_blocks_have(moe_blocks *cache, size_t at, size_t size, moe_blocks_slot **slot) {
     moe_blocks_slot *s = moei_blocks_find(cache, at);
     unsigned char *to;

@@ -1,8 +1,8 @@
-/* moe_layout.h - where the members of moe's structs lie, for programs in other languages
+/* moe_layout.h - layouts of moe's structs, for programs in other languages
 
    An extra of moe.h. A program that cannot include C headers asks the library for the sizes of
-   structs and the offsets of their members, so that it needs no copy of them, which another
-   version, compiler or machine would break. MIT or public domain, as moe.h.
+   structs and the offsets of their members. It needs no copy of them, which would be wrong for
+   another version, compiler or machine. MIT or public domain, as moe.h.
 
    Contents (search for the tag)
      >>calls       names of structs and members, their offsets and sizes
@@ -34,9 +34,9 @@
    Options: those of moe.h. MOE_NO_TRAIN and MOE_NO_FLOAT leave out everything.
 
    Manual
-     Allocate as many zero bytes as the struct has, aligned for any type, and write members at
-     their offsets. Configurations of zeros are valid. Functions have their C names; in the double
-     build they end in _f64. tests/port/bindings.py does this in Python, bindings.rs in Rust.
+     Allocate zeroed memory of the struct's size, aligned for any type, and write members at their
+     offsets. Zeroed configurations are valid. Functions have their C names; in the double build
+     they end in _f64. tests/port/bindings.py does this in Python, bindings.rs in Rust.
      Errors and NULL are as in moe.h. Threads: there are no globals, calls may run at the same time.
 */
 #ifndef MOE_H
@@ -63,9 +63,9 @@ extern "C" {
 MOE_API const char *moe_struct_names(size_t i);
 
 /* Stores offset and size of a member in bytes, or those of the struct itself (0 and its size) when
-   member is NULL. Either pointer may be NULL. Members of members take two calls. MOE_ERR_NOT_FOUND:
-   there is no such struct or member; MOE_ERR_ARGUMENT: name is NULL. An error stores nothing.
-   Thread-safe. */
+   member is NULL. Either pointer may be NULL. A member of a member takes two calls: add the
+   offsets. MOE_ERR_NOT_FOUND: there is no such struct or member; MOE_ERR_ARGUMENT: name is NULL. An
+   error stores nothing. Thread-safe. */
 MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t *offset, size_t *size);
 
 #ifdef __cplusplus
@@ -333,7 +333,7 @@ const char *moe_struct_names(size_t i) {
     return i < sizeof moei_layout_names / sizeof *moei_layout_names ? moei_layout_names[i] : NULL;
 }
 
-/* Whether the word, terminated by a space or the end of the text, is name; stores its length. */
+/* Whether the word, which a space or the end of the text terminates, is name; stores its length. */
 static int moei_is_word(const char *word, const char *name, size_t *length) {
     size_t n = 0;
     while (word[n] != ' ' && word[n] != '\0') n++;

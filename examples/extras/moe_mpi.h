@@ -1,7 +1,7 @@
-/* moe_mpi.h - the transport of moe_ranks.h by MPI - an extra of moe, included after moe_ranks.h.
+/* moe_mpi.h - an MPI transport for moe_ranks.h - an extra of moe, included after moe_ranks.h.
 
-   The three functions of a moe_transport by non-blocking collective calls of MPI 3, with times, and
-   with a timeout after which the ranks that do not answer are named.
+   Implements the three functions of a moe_transport with non-blocking collective calls of MPI 3,
+   measures their time, and has a timeout that names the ranks that do not answer.
 
    Contents: search for
      >>recipe   >>program   >>options   >>manual
@@ -15,7 +15,7 @@
        #include "examples/extras/moe_mpi.h"
      Compile and link with mpicc or mpicxx, -lm; run with mpirun -n R.
 
-   >>program: every rank trains on samples of its own; rank 0 writes one file of all experts.
+   >>program: every rank trains on its own samples; rank 0 writes one file with all experts.
  * --- first program ---
  * #define MOE_IMPLEMENTATION
  * #include "moe.h"
@@ -71,7 +71,7 @@
  * --- end ---
 
    >>options
-     None of its own. With MOE_NO_FLOAT there is nothing here. In the double build each public name
+     None of its own. MOE_NO_FLOAT leaves out everything. In the double build each public name
      carries the suffix _f64, as in moe.h. With _POSIX_C_SOURCE >= 199309L a waiting rank sleeps
      between polls; without it the rank keeps its processor busy.
 
@@ -79,12 +79,12 @@
      Errors.  MOE_ERR_TRANSPORT from any call: print mpi.error if it is not empty, then MPI_Abort.
 
      Timeout.  Ranks wait by polling. A rank that has waited for too long queries all others. Those
-     that are waiting, too, answer; those that are dead, hang or compute do not, and mpi.error
+     that are waiting as well answer; those that are dead, hang or compute do not, and mpi.error
      names them. The time counts from the beginning of a wait, so the timeout must be longer than
      the longest computation between two exchanges.
 
      Sums.  Contributions of ranks are added in the order of ranks: a sum has the same bits on all
-     ranks and with any MPI. Up to 512 values every rank gets all contributions; of more values rank
+     ranks and with any MPI. For up to 512 values every rank gets all contributions; for more, rank
      r sums part r and sends it to all.
 */
 #ifndef MOE_RANKS_H
@@ -122,7 +122,7 @@ typedef struct moe_mpi {
     double waiting;      /* total seconds since open until the last rank had entered each exchange */
     double exchanging;   /* total seconds from then until all data had arrived */
     uint64_t *sum_bytes; /* [n_ranks] bytes sent to each rank for sums; moe_traffic has the rest */
-    uint64_t calls;      /* of MPI's collective functions */
+    uint64_t calls;      /* number of calls of MPI's collective functions */
     char error[400];     /* a description of the failure, or "" */
     /* Private. The last request of each array is for counts and sums, the others for the
        channels. */
@@ -138,7 +138,7 @@ typedef struct moe_mpi {
 
 /* Call it after MPI_Init. comm: the ranks that take part. timeout: seconds after which a wait is an
    error, 0: never. Collective. MOE_ERR_MEMORY, MOE_ERR_TRANSPORT: m->error says why; call
-   moe_mpi_close all the same. */
+   moe_mpi_close after an error, too. */
 MOE_API moe_status moe_mpi_open(moe_mpi *m, MPI_Comm comm, double timeout);
 /* A transport for moe_transport_begin. It points to *m, which must stay at its address. */
 MOE_API moe_transport moe_mpi_transport(moe_mpi *m);
@@ -169,8 +169,8 @@ extern "C" {
 enum {
     MOEI_MPI_ASK = 1, /* tags */
     MOEI_MPI_ANSWER = 2,
-    MOEI_MPI_FEW = 512,         /* values that are summed by an all-gather */
-    MOEI_MPI_LONGEST = 1 << 27, /* values that are summed at a time */
+    MOEI_MPI_FEW = 512,         /* up to this many values are summed by an all-gather */
+    MOEI_MPI_LONGEST = 1 << 27, /* at most this many values are summed at a time */
     MOEI_MPI_OTHER = MOE_EXCHANGES /* the channel of counts and sums */
 };
 
@@ -304,7 +304,7 @@ static moe_status moei_mpi_wait(moe_mpi *m, MPI_Request *request) {
         if (status != MOE_OK || done) return status;
         waited = MPI_Wtime() - began;
         if (waited < 0.0005) continue;
-        moei_mpi_pause(waited < 0.02 ? 0.00005 : 0.0002); /* the rank that is waited for may need */
+        moei_mpi_pause(waited < 0.02 ? 0.00005 : 0.0002); /* the other rank may need the processor */
         moei_mpi_talk(m, NULL);
         if (m->timeout > 0 && waited > m->timeout) return moei_mpi_lost(m, waited);
     }
@@ -317,7 +317,7 @@ static moe_status moei_mpi_start(moe_mpi *m, int doing, int channel) {
     return m->timed ? moei_mpi_check(m, MPI_Ibarrier(m->comm, &m->barrier[channel])) : MOE_OK;
 }
 
-/* Ends it and adds up the time. */
+/* Ends a collective call and adds up its time. */
 static moe_status moei_mpi_finish(moe_mpi *m, int channel) {
     double began = MPI_Wtime(), came = began;
     moe_status status = MOE_OK;

@@ -1,13 +1,13 @@
 /* moe_smooth.h - moves outliers of activations into weights before quantization - an extra of moe
 
-   A channel of an activation that is much larger than the others costs them the precision of int8.
+   An activation channel that is much larger than the others costs them precision in int8.
    SmoothQuant divides such channels by s and multiplies the weights that read them by s, so that
-   both quantize well and the float network computes what it did. Without training. MIT or public
+   both quantize well and the float network computes the same. It needs no training. MIT or public
    domain, as moe.h.
 
    Contents (search for the tag)
      >>call        moe_smooth
-     >>manual      what is scaled, what stays as it is
+     >>manual      what is scaled and what is not
      >>code        the implementation
 
    Recipe
@@ -60,31 +60,30 @@
    channel j, with max |x_j| over the data and max |w_j| over all weights that read the channel,
      s_j = 2^round(log2(max |x_j|^alpha / max |w_j|^(1 - alpha)))
    (Xiao et al. 2023, SmoothQuant: Accurate and efficient post-training quantization for large
-   language models; there s is no power of two). A channel keeps s = 1 if one of the maxima is 0, s
-   is not 2^-16 to 2^16, or a weight would leave the normal range.
+   language models; there s is not a power of two). A channel keeps s = 1 if one of the maxima is 0,
+   s is not 2^-16 to 2^16, or a weight would leave the normal range.
 
-   alpha = 0.5 suits 8 bits for both sides. Weights of 4 bits bear less: try 0.25. Without outliers
-   smoothing gains little, and int4 can lose: compare (`sh examples/run quantize --smooth`).
+   alpha = 0.5 suits 8 bits on both sides. 4-bit weights tolerate less: try 0.25. Without outliers
+   smoothing gains little, and int4 can get worse: compare (`sh examples/run quantize --smooth`).
 
    Channels that are scaled:
      hidden channels of experts   the rows of up (swiglu, glu, factorised, shared experts) or fc1
        (mlp with act = relu or identity) and their biases by 1/s, the columns of down or fc2 by s;
        each expert has its own s. Not: mlp with another act, swiglu_limit, swiglu_offset, a score
        that reads the channel (norm, attentive)
-     outputs of layer_norm and rms_norm   g and b by 1/s; the columns of all that reads them by s:
-       the linear, convolution, attention, feed_forward or mixture module behind it (experts or
-       latent.in, shared experts, router). Not: another module behind it, a residual that reads it
-       too, add_input, copy and constant experts, a later MoE layer whose clusters read it; a router
-       that does not read it linearly: score = cosine, grap or custom, select = custom, refine,
-       scaled_rms, adaptive_clustering, soft_normalise, capacity_bound. Such a router may have
-       raw_input = 1, unless it is custom: then it does not read the norm
+     outputs of layer_norm and rms_norm   g and b by 1/s; the columns of all weights that read them
+       by s: those of the linear, convolution, attention, feed_forward or mixture module after the
+       norm (experts or latent.in, shared experts, router). Not: any other module after it, a
+       residual that also reads it, add_input, copy and constant experts, a later MoE layer whose
+       clusters read it; a router that does not read it linearly: score = cosine, grap or custom,
+       select = custom, refine, scaled_rms, adaptive_clustering, soft_normalise, capacity_bound.
+       Such a router is allowed with raw_input = 1, unless it is custom: it does not read the norm
 
    Exactness. A factor 2^k changes no digit of a product or sum, so y keeps its bits, with all
-   kernels, MOE_TYPE_REAL weights and any number of threads, in calls for inference and for training
-   alike, unless an activation leaves the normal range of moe_real. A second call on the same data
-   changes nothing. Losses that read weights or inputs (orthogonal, similarity), gradients, weight
-   decay and the moments of a trainer are of other numbers: smooth after training. Caches of
-   decoding stay valid.
+   kernels, MOE_TYPE_REAL weights and any number of threads, in inference and in training, unless an
+   activation leaves the normal range of moe_real. A second call on the same data changes nothing.
+   Losses that read weights or inputs (orthogonal, similarity), gradients, weight decay and the
+   moments of a trainer do change: smooth after training. Decoding caches stay valid.
 
    Errors, NULL and promises are as in moe.h. Threads: there are no globals.
 */
@@ -118,14 +117,14 @@ typedef struct moe_smooth_result {
     int least, most; /* exponents of s: log2 of the smallest and of the largest, or of 1 */
 } moe_smooth_result;
 
-/* Smooths a built network. data: inputs like those that will come, as moe_evaluate takes them, but
-   without labels and targets. Runs the network on them, with memory from its allocator. config
-   NULL: {0}; result may be NULL.
-     MOE_ERR_ARGUMENT     NULL, n = 0, what moe_evaluate refuses; as moe_net_forward
-     MOE_ERR_CONFIG       alpha
+/* Smooths a built network. data: representative inputs, as for moe_evaluate, but labels and targets
+   are not needed. Runs the network on them, with memory from its allocator. config NULL: {0};
+   result may be NULL.
+     MOE_ERR_ARGUMENT     NULL, n = 0, inputs that moe_evaluate refuses; as moe_net_forward
+     MOE_ERR_CONFIG       alpha is out of range
      MOE_ERR_STATE        not built, packed, or has tensors that are not its own (external)
-     MOE_ERR_UNSUPPORTED  a transport
-     MOE_ERR_NONFINITE    an activation; as moe_net_forward
+     MOE_ERR_UNSUPPORTED  the network has a transport
+     MOE_ERR_NONFINITE    an activation is infinite or NaN; as moe_net_forward
      MOE_ERR_MEMORY, MOE_ERR_OVERFLOW
    On failure the network and *result are unchanged. */
 MOE_API moe_status moe_smooth(moe_net *net, const moe_data *data, const moe_smooth_config *config,
@@ -166,7 +165,7 @@ typedef struct moei_smoothing {
     double alpha;
     moe_real *most; /* the largest magnitudes of the channels, vector after vector */
     size_t n_most, widest;
-    moe_real *least_w, *most_w, *s; /* [widest] of one vector's readers; s */
+    moe_real *least_w, *most_w, *s; /* [widest] magnitudes of one vector's readers; s */
     moe_smooth_result found;
 } moei_smoothing;
 
@@ -219,7 +218,7 @@ static int moei_smooth_is_norm(const moe_module *m) {
 
 /* ---- the largest magnitudes ------------------------------------------------------------------ */
 
-/* NaN counts as infinite. */
+/* Raises most [n] to the magnitudes of x; NaN counts as infinite. */
 static void moei_smooth_include(moe_real *most, const moe_real *x, size_t rows, size_t n, size_t ld) {
     size_t i, j;
     for (i = 0; i < rows; i++)
@@ -229,13 +228,13 @@ static void moei_smooth_include(moe_real *most, const moe_real *x, size_t rows, 
         }
 }
 
-/* Of the hidden vectors of expert e, by the rows that a call with keep = 1 leaves. */
+/* Includes the hidden vectors of expert e, in the rows that a call with keep = 1 stores. */
 static void moei_smooth_hidden(const moei_hidden *h, const moe_layer_pass *p, int kind, size_t e, moe_real *most) {
     const moe_dispatch_plan *plan = &p->routing.plan;
     const size_t n = p->call.n_tokens;
     size_t first;
     if (kind == MOEI_SHARED) moei_smooth_include(most, p->shared[h->node], n, h->width, h->ld);
-    else if (p->all[h->node] != NULL) /* the score has had it computed for all tokens */
+    else if (p->all[h->node] != NULL) /* computed for all tokens, because the score reads it */
         moei_smooth_include(most, p->all[h->node] + e * n * h->width, n, h->width, h->width);
     else {
         first = plan->rows > 0 ? e * plan->rows : plan->offsets[e];
@@ -244,7 +243,7 @@ static void moei_smooth_hidden(const moei_hidden *h, const moe_layer_pass *p, in
     }
 }
 
-/* Includes a pass, or without one counts the channels. */
+/* Includes the activations of a pass; pass NULL: counts the channels. */
 static void moei_smooth_pass(moei_smoothing *s, const moe_net_pass *pass) {
     moei_hidden h;
     size_t at = 0, i, e;
@@ -298,7 +297,7 @@ static moe_status moei_smooth_measure(moei_smoothing *s, const moe_data *data, m
 
 /* ---- scaling --------------------------------------------------------------------------------- */
 
-/* The smallest magnitude but 0, and the largest, of each of n columns. */
+/* The smallest nonzero and the largest magnitude of each of n columns. */
 static void moei_smooth_extremes(const moe_real *w, size_t rows, size_t n, moe_real *least, moe_real *most) {
     size_t i, j;
     for (i = 0; i < rows; i++)
@@ -311,12 +310,12 @@ static void moei_smooth_extremes(const moe_real *w, size_t rows, size_t n, moe_r
 
 /* Exact for powers of two. */
 static double moei_smooth_log2(moe_real x) {
-    int exponent = 0; /* frexp may leave it if x is infinite */
+    int exponent = 0; /* frexp may not set it if x is infinite */
     const double fraction = frexp((double)x, &exponent);
     return (double)exponent + log(fraction) / log(2.0);
 }
 
-/* Whether numbers of these magnitudes, infinity and 0 if all are 0, stay normal times 2^k. */
+/* Whether numbers of these magnitudes (infinity, 0 if all are 0) stay normal when scaled by 2^k. */
 static int moei_smooth_fits(moe_real least, moe_real most, int k) {
     const double smallest = MOE_REAL_IS_DOUBLE ? DBL_MIN : (double)FLT_MIN;
     const double largest = MOE_REAL_IS_DOUBLE ? DBL_MAX : (double)FLT_MAX;
@@ -364,7 +363,7 @@ static void moei_smooth_channels(moei_smoothing *s, const moei_channels *c, cons
             for (j = 0; j < c->n; j++) c->reader[i][r * c->n + j] *= s->s[j];
 }
 
-/* A layer's tensor, which lies in the memory of the network. */
+/* A layer's tensor, writable because it lies in the memory of the network. */
 static moe_real *moei_smooth_tensor(const moe_layer *layer, int index) {
     moe_real *values = NULL;
     if (index >= 0) memcpy(&values, &layer->tensors[index], sizeof values);
@@ -382,7 +381,7 @@ static void moei_smooth_reader(moei_channels *c, moe_real *values, size_t rows) 
     c->rows[c->n_readers++] = rows;
 }
 
-/* The hidden channels of all experts of a layer; returns how many there are. */
+/* Scales the hidden channels of all experts of a layer; returns their number. */
 static size_t moei_smooth_experts(moei_smoothing *s, const moe_layer *layer, const moe_real *most) {
     moei_channels c;
     moei_hidden h;
@@ -405,23 +404,23 @@ static size_t moei_smooth_experts(moei_smoothing *s, const moe_layer *layer, con
 
 /* ---- what reads a norm ----------------------------------------------------------------------- */
 
-/* A layer's tensor [..,n], if it has one. */
+/* Adds a layer's tensor [..,n] to the readers, if the layer has it. */
 static void moei_smooth_parameter(moei_channels *c, const moe_layer *layer, int index) {
     moe_parameter slot;
     if (moe_layer_parameter(&layer->config, index, &slot) == MOE_OK)
         moei_smooth_reader(c, moei_smooth_tensor(layer, index), slot.count / c->n);
 }
 
-/* Whether a router's results stay if its input and the tensors that read it are scaled. */
+/* Whether a router's results stay the same if its input and the tensors that read it are scaled. */
 static int moei_smooth_router_fits(const moe_router_config *r) {
     if (r->score == MOE_SCORE_CUSTOM || r->select == MOE_SELECT_CUSTOM || r->switch_from == MOE_SELECT_CUSTOM) return 0;
-    if (r->raw_input) return 1; /* it reads what the norm reads */
+    if (r->raw_input) return 1; /* it reads the input of the norm */
     return (r->input == MOE_INPUT_PLAIN || r->input == MOE_INPUT_JITTER) && r->refine == MOE_REFINE_NONE &&
            r->score != MOE_SCORE_COSINE && r->score != MOE_SCORE_GRAP && !r->soft_normalise &&
            r->capacity_bound == MOE_BOUND_NONE;
 }
 
-/* Whether the next MoE layer's router takes clusters of the inputs of this one. */
+/* Whether the next MoE layer's router clusters the inputs of this one. */
 static int moei_smooth_clustered(const moe_net *net, size_t i) {
     for (i++; i < net->n_modules; i++)
         if (net->modules[i].kind == MOE_MODULE_MIXTURE)
@@ -429,7 +428,7 @@ static int moei_smooth_clustered(const moe_net *net, size_t i) {
     return 0;
 }
 
-/* What a layer's parts read its input with; 0: it also reads it in other ways. */
+/* Collects the tensors that read a layer's input; 0: something else reads it, too. */
 static int moei_smooth_layer_reads(const moe_net *net, size_t i, moei_channels *c) {
     static const int of_router[] = {MOE_ROUTER_WEIGHT,  MOE_ROUTER_FC1_WEIGHT,   MOE_ROUTER_NOISE_WEIGHT,
                                     MOE_ROUTER_STUDENT, MOE_ROUTER_SLOT_VECTORS, MOE_ROUTER_CODES,
@@ -453,7 +452,7 @@ static int moei_smooth_layer_reads(const moe_net *net, size_t i, moei_channels *
     return 1;
 }
 
-/* The matrices with which a module that is no layer reads its input, as bits; 0: it reads it in
+/* The matrices with which a module other than a layer reads its input, as bits; 0: it reads it in
    another way. */
 static unsigned moei_smooth_places(const moe_module *m) {
     if (m->kind == MOE_MODULE_LINEAR) return 1u << MOE_MODULE_WEIGHT;
@@ -464,7 +463,7 @@ static unsigned moei_smooth_places(const moe_module *m) {
 }
 
 /* The channels of the output of norm i, which is not the last module; 0: they cannot be scaled.
-   Without readers nothing is. */
+   Without readers nothing is scaled. */
 static int moei_smooth_norm(const moe_net *net, size_t i, moei_channels *c) {
     const moe_module *norm = &net->modules[i], *m = norm + 1;
     int place;
@@ -480,8 +479,8 @@ static int moei_smooth_norm(const moe_net *net, size_t i, moei_channels *c) {
     return 1;
 }
 
-/* Scales all vectors. Of a module the hidden ones come first: the norm before it then finds the
-   same rows of up in a second call, whose s are 1. */
+/* Scales all vectors: a module's hidden ones before the norm that it reads. So in a second call the
+   norm finds the same rows of up, whose s are then 1. */
 static void moei_smooth_net(moei_smoothing *s) {
     const moe_net *net = s->net;
     const moe_real *of_norm = s->most, *most = s->most;
@@ -502,7 +501,7 @@ static void moei_smooth_net(moei_smoothing *s) {
 
 /* ---- the call -------------------------------------------------------------------------------- */
 
-/* Whether all tensors lie in the network's memory, and nothing was made of them. */
+/* Checks that all tensors lie in the network's memory, and that none is packed. */
 static moe_status moei_smooth_state(const moe_net *net, moe_error *error) {
     size_t i;
     int j;
@@ -549,7 +548,7 @@ moe_status moe_smooth(moe_net *net, const moe_data *data, const moe_smooth_confi
     s.net = net;
     s.alpha = config != NULL && config->alpha > MOEI_R(0.0) ? (double)config->alpha : 0.5;
     moei_smooth_pass(&s, NULL);
-    numbers = s.n_most + 3 * s.widest; /* at most four numbers per row of a matrix or norm, which is in memory */
+    numbers = s.n_most + 3 * s.widest; /* no overflow: at most four per row of a matrix or norm in memory */
     if (numbers > 0) {
         s.most = (moe_real *)moei_alloc(&net->allocator, numbers, sizeof *s.most);
         if (s.most == NULL)

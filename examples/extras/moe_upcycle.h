@@ -1,8 +1,8 @@
 /* moe_upcycle.h - MoE layers from a trained dense network - an extra of moe, after moe.h
 
-   Copies a feed-forward into every expert of an MoE layer (sparse upcycling), so that training goes
-   on from the dense network's quality, and optionally draws a share of each expert's hidden units
-   again. MIT or public domain, as moe.h.
+   Copies a feed-forward into every expert of an MoE layer (sparse upcycling), so that training
+   continues from the dense network's quality, and optionally reinitializes a share of each expert's
+   hidden units. MIT or public domain, as moe.h.
 
    Contents (search for the tag)
      >>call        moe_layer_upcycle
@@ -78,15 +78,15 @@ extern "C" {
 
 /* Sparse upcycling (Komatsuzaki et al. 2023; Nakamura et al. 2025, Drop-Upcycling): makes every
    expert of layer a copy of dense, the layer of a feed_forward (net.modules[i].layer) or of one
-   expert, of the same kind and widths; the router stays as it is. If a token's weights sum to 1,
-   copies compute what dense does. upcycle_share r, 0 to 1: floor(r d_ff) hidden units of each
-   expert are drawn, the same of all its matrices, and their rows and columns are drawn again, from
-   a normal distribution with the mean and standard deviation of the replaced numbers of that
-   matrix; biases stay. upcycle_noise, 0 to 1e6: the standard deviation of noise that is then added
-   to all matrices of experts. seed: of what is drawn; expert e does not depend on the number of
-   experts. Both layers have their tensors set, and those of layer can be written; it is no longer
-   packed. MOE_ERR_CONFIG: error names the setting that differs; MOE_ERR_SHAPE, MOE_ERR_ARGUMENT. On
-   failure layer is unchanged. */
+   expert, of the same kind and widths; the router is unchanged. If a token's weights sum to 1,
+   copies compute the same as dense. upcycle_share r, 0 to 1: floor(r d_ff) hidden units of each
+   expert are chosen at random, the same in all its matrices, and their rows and columns are drawn
+   from a normal distribution with the mean and standard deviation of the replaced numbers of that
+   matrix; biases are unchanged. upcycle_noise, 0 to 1e6: the standard deviation of noise that is
+   then added to all matrices of experts. seed: for all random numbers; those of expert e do not
+   depend on the number of experts. Both layers must have their tensors set, and those of layer must
+   be writable; it is no longer packed. MOE_ERR_CONFIG: error names the setting that differs;
+   MOE_ERR_SHAPE, MOE_ERR_ARGUMENT. On failure layer is unchanged. */
 MOE_API moe_status moe_layer_upcycle(moe_layer *layer, const moe_layer *dense, moe_real upcycle_share,
                                      moe_real upcycle_noise, uint64_t seed, moe_error *error);
 
@@ -107,16 +107,16 @@ MOE_API moe_status moe_layer_upcycle(moe_layer *layer, const moe_layer *dense, m
 extern "C" {
 #endif
 
-/* Whether the next of `units` units is one of the *left that are still to be drawn. */
+/* Whether the next of `units` units is one of the *left that are still to be chosen. */
 static int moei_unit_drawn(moe_rng *rng, size_t units, size_t *left) {
     int drawn = moe_rng_below(rng, units) < *left;
     *left -= (size_t)drawn;
     return drawn;
 }
 
-/* Draws the rows or columns of `drawn` hidden units of a matrix again. A unit's numbers are
-   of_other apart, those of two units of_unit. The chooser is a copy, so all matrices of an expert
-   have the same units. */
+/* Reinitializes the rows or columns of `drawn` hidden units of a matrix. The stride within a unit
+   is of_other, between units of_unit. The chooser is a copy, so all matrices of an expert choose
+   the same units. */
 static void moei_upcycle_units(moe_real *w, size_t units, size_t of_unit, size_t others, size_t of_other, size_t drawn,
                                moe_rng chooser, moe_rng *rng) {
     double n = (double)drawn * (double)others, sum = 0.0;
@@ -145,7 +145,7 @@ static int moei_is_hidden(int activation) {
     return activation != MOEI_X && activation != MOE_NODE_LOW && activation != MOE_NODE_OUTPUT;
 }
 
-/* The expert of `run` from the one of dense. */
+/* Makes the expert of `run` from the one of dense. */
 static void moei_upcycle_expert(const moei_expert_run *run, const moe_layer *dense, size_t drawn, moe_real noise,
                                 moe_rng chooser) {
     size_t units = (size_t)run->layer->config.d_ff, i;
@@ -170,7 +170,7 @@ static void moei_upcycle_expert(const moei_expert_run *run, const moe_layer *den
     }
 }
 
-/* Whether two layers have experts of the same kind and settings. */
+/* Checks that two layers have experts of the same kind and settings. */
 static moe_status moei_upcycle_settings(const moe_layer_config *c, const moe_layer_config *dense, moe_error *error) {
     const moe_field *field = moei_feed_forward_fields;
     char has[40], wanted[40];
@@ -189,7 +189,7 @@ static moe_status moei_upcycle_settings(const moe_layer_config *c, const moe_lay
     return MOE_OK;
 }
 
-/* Whether both layers have all tensors of experts, and of the same shapes. */
+/* Checks that both layers have all tensors of experts, with the same shapes. */
 static moe_status moei_upcycle_tensors(const moe_layer *layer, const moe_layer *dense, moe_error *error) {
     moe_parameter slot, other;
     int i;
