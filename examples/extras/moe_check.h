@@ -224,7 +224,7 @@ static moe_status moei_check_refuse(const moei_check *c, moe_status code, const 
     } while (0)
 #define MOEI_CHECK_FITS(condition, field) \
     do { \
-        if (!(condition)) return moei_check_refuse(c, MOE_ERR_OVERFLOW, field, "a sum can leave its integer"); \
+        if (!(condition)) return moei_check_refuse(c, MOE_ERR_OVERFLOW, field, "a sum can overflow"); \
     } while (0)
 #define MOEI_CHECK_DO(call) \
     do { \
@@ -270,11 +270,11 @@ static moe_status moei_check_read(const moei_check *c, const char *field, uint32
     const moei_check_span s = moei_check_span_of(at, n);
     unsigned found = 0;
     size_t i;
-    MOEI_CHECK_NEED(moei_check_inside(c, s), field, "outside of the vectors, or not aligned");
+    MOEI_CHECK_NEED(moei_check_inside(c, s), field, "outside the vectors, or not aligned");
     for (i = 0; i < n; i++)
         if (c->most[at + i] > found) found = c->most[at + i];
     if (found > MOEI_CHECK_ANY || moei_check_meet(s, c->block) || moei_check_meet(s, c->sum)) found = MOEI_CHECK_ANY;
-    MOEI_CHECK_NEED(found <= limit, field, "its codes may be larger than this operation takes");
+    MOEI_CHECK_NEED(found <= limit, field, "its codes may be larger than this operation allows");
     if (most != NULL) *most = found;
     return MOE_OK;
 }
@@ -282,7 +282,7 @@ static moe_status moei_check_read(const moei_check *c, const char *field, uint32
 /* Records that n codes, padding included, have magnitudes of at most `most`. */
 static moe_status moei_check_write(moei_check *c, const char *field, uint32_t at, uint32_t n, unsigned most) {
     const moei_check_span s = moei_check_span_of(at, n);
-    MOEI_CHECK_NEED(moei_check_inside(c, s), field, "outside of the vectors, or not aligned");
+    MOEI_CHECK_NEED(moei_check_inside(c, s), field, "outside the vectors, or not aligned");
     MOEI_CHECK_NEED(!moei_check_meet(s, c->sum) && !moei_check_meet(s, c->block) && moei_check_free(c, s), field,
                     "overwrites a router's choices, a sum or the constants of an expert");
     moei_check_fill(c, s, most);
@@ -306,7 +306,7 @@ static moe_status moei_check_result(moei_check *c, const moei_int_op *op, uint32
 /* size bytes of constants from `at` in a table of `room` bytes. */
 static moe_status moei_check_bytes(const moei_check *c, const char *field, uint32_t at, uint64_t size, size_t room) {
     MOEI_CHECK_NEED(at % 4 == 0 && at <= room && size <= room - at, field,
-                    "outside of the constants, or not aligned");
+                    "outside the constants, or not aligned");
     return MOE_OK;
 }
 
@@ -359,7 +359,7 @@ static moe_status moei_check_product_rows(const moei_check *c, const moei_int_op
         const int64_t factor = moei_flash_16(at + (int4 ? size - 8 + 2 * (j % 4) : moei_int8_factor_at(side)));
         MOEI_CHECK_NEED(row >= 0, "at", "a weight is beyond +-127, or the factor of a block is negative");
         MOEI_CHECK_NEED(factor >= 0, "at", "a factor of an output is negative");
-        MOEI_CHECK_NEED(int4 || side < 2 || moei_flash_16(at + 6) == 0, "at", "no 0 behind the last factor");
+        MOEI_CHECK_NEED(int4 || side < 2 || moei_flash_16(at + 6) == 0, "at", "no 0 after the last factor");
         MOEI_CHECK_FITS(sum < (int64_t)1 << 30, "at");
         if (sum * factor / 65536 + 1 > *most) *most = sum * factor / 65536 + 1;
     }
@@ -566,7 +566,7 @@ static moe_status moei_check_op_rotate(moei_check *c, const moei_int_op *op) {
 static moe_status moei_check_cache(const moei_check *c, const char *field, uint32_t at, uint32_t width) {
     const size_t room = c->model->state_size;
     MOEI_CHECK_NEED(at >= sizeof(uint32_t) && at <= room && width <= (room - at) / c->model->length, field,
-                    "outside of the state");
+                    "outside the state");
     return MOE_OK;
 }
 
@@ -653,7 +653,7 @@ static moe_status moei_check_op_cluster(moei_check *c, const moei_int_op *op) {
     rows = (uint64_t)r->n_experts * moei_check_up(op->shape.n, 4) * 2;
     MOEI_CHECK_NEED(op->factor2 >= 1, "factor2", "must be positive");
     MOEI_CHECK_NEED(op->factor2 == 1 || moei_check_weighs_up(c, r), "factor2",
-                    "shares of weights that may be negative");
+                    "cannot normalize weights that may be negative");
     MOEI_CHECK_DO(moei_check_bytes(c, "at", op->at, rows, c->model->weights_size));
     MOEI_CHECK_DO(moei_check_read(c, "in", op->in, op->shape.n, MOEI_CHECK_ANY, NULL));
     return moei_check_result(c, op, moei_check_up(op->shape.n, 4), 0);
@@ -728,8 +728,8 @@ static moe_status moei_check_op(moei_check *c, size_t number) {
     c->what = "op";
     c->number = number;
     c->name = row->name;
-    MOEI_CHECK_NEED(row->run != NULL, "run", "no operation of integer models");
-    MOEI_CHECK_NEED((row->lists & c->list) != 0, "run", "this operation cannot stand in this list");
+    MOEI_CHECK_NEED(row->run != NULL, "run", "not an operation of integer models");
+    MOEI_CHECK_NEED((row->lists & c->list) != 0, "run", "not allowed in this list of operations");
     MOEI_CHECK_NEED(op->shape.n >= 1 && op->shape.n <= MOEI_INT_WIDEST, "shape.n", "must be 1 to 65532");
     MOEI_CHECK_NEED(op->shape.shift <= 30, "shape.shift", "must be at most 30");
     return row->check(c, op);
@@ -757,7 +757,7 @@ static moe_status moei_check_gate(const moei_check *c, const char *field, moei_i
     size_t i = 0;
     if (gate == NULL) return MOE_OK;
     while (i < n && known[i] != gate) i++;
-    MOEI_CHECK_NEED(i < n, field, "no gate of integer routers");
+    MOEI_CHECK_NEED(i < n, field, "not a gate of integer routers");
     MOEI_CHECK_NEED(i < n - 2 || (r->z_bits <= 14 && r->z_bits % 2 == 0), "router.z_bits",
                     "must be even and at most 14 for sqrt_softplus");
     return MOE_OK;
@@ -770,8 +770,8 @@ static moe_status moei_check_select(const moei_check *c, const moei_int_router *
     const int hash = r->select == moei_int_select_hash, logits = r->select == moei_int_select_logits;
     size_t room;
     MOEI_CHECK_NEED(all || grouped || hash || logits || r->select == moei_int_select_top_k, "router.select",
-                    "no selection of integer routers");
-    MOEI_CHECK_NEED(r->gate != NULL || hash || logits, "router.gate", "this selection reads it");
+                    "not a selection of integer routers");
+    MOEI_CHECK_NEED(r->gate != NULL || hash || logits, "router.gate", "must not be NULL with this selection");
     MOEI_CHECK_NEED(r->top_k >= 1 && r->top_k <= r->n_experts, "router.top_k", "must be 1 to n_experts");
     MOEI_CHECK_NEED(!grouped || (r->groups >= 1 && r->n_experts % r->groups == 0), "router.groups",
                     "must divide n_experts");
@@ -821,15 +821,15 @@ static moe_status moei_check_router(const moei_check *c, const moei_int_router *
     MOEI_CHECK_DO(moei_check_gate(c, "router.values", r->values, r));
     MOEI_CHECK_NEED(reads || r->weight == moei_int_weight_softmax || r->weight == moei_int_weight_uniform ||
                         r->weight == moei_int_weight_one || r->weight == moei_int_weight_sparsemixer,
-                    "router.weight", "no weights of integer routers");
-    MOEI_CHECK_NEED(reads == (r->values != NULL), "router.values", "weight reads them, or it does not");
+                    "router.weight", "not a weight function of integer routers");
+    MOEI_CHECK_NEED(reads == (r->values != NULL), "router.values", "must be set exactly if weight reads them");
     MOEI_CHECK_NEED(!over || r->over == moei_int_weight_sum || r->over == moei_int_weight_norm, "router.over",
-                    "these weights do not normalize");
+                    "must be weight_sum or weight_norm");
     MOEI_CHECK_NEED(!over || r->kept == moei_int_gate_softmax || r->kept == moei_int_gate_sigmoid, "router.kept",
-                    "no gate of choices that are left out");
+                    "must be gate_softmax or gate_sigmoid");
     MOEI_CHECK_NEED(r->scale == NULL || r->scale == moei_int_scale_weights, "router.scale",
-                    "no function of integer routers");
-    MOEI_CHECK_NEED(r->values != moei_int_gate_predicted, "router.values", "this gate is for selection");
+                    "not a function of integer routers");
+    MOEI_CHECK_NEED(r->values != moei_int_gate_predicted, "router.values", "this gate is only for selection");
     MOEI_CHECK_DO(moei_check_select(c, r, taken));
     if (r->select == moei_int_select_hash) MOEI_CHECK_DO(moei_check_hash(c, r));
     if (r->thresholds != MOEI_INT_NONE)
@@ -898,7 +898,7 @@ static moe_status moei_check_op_each(moei_check *c, const moei_int_op *op) {
     const moei_int_shape *s = &op->shape;
     size_t e;
     MOEI_CHECK_NEED(op->index == c->index, "index", "must be the MoE layer of this list");
-    MOEI_CHECK_NEED(s->k < c->model->n_ops - number, "shape.k", "more operations than there are");
+    MOEI_CHECK_NEED(s->k < c->model->n_ops - number, "shape.k", "more operations than the model has");
     MOEI_CHECK_NEED(op->at <= c->mixture->stride, "at", "more bytes than an expert has");
     MOEI_CHECK_NEED(experts == c->mixture->zeros, "index", "an expert of that MoE layer has no block");
     moei_check_unknown(c, op->out, experts); /* holds the numbers of earlier experts */
@@ -923,21 +923,21 @@ static moe_status moei_check_op_each(moei_check *c, const moei_int_op *op) {
 static moe_status moei_check_parts(const moei_check *c, const moei_int_mixture *m, size_t *taken) {
     const uint32_t n = c->model->n_ops;
     const size_t experts = c->model->experts_size;
-    MOEI_CHECK_NEED(m->score <= n && m->n_score <= n - m->score, "n_score", "more operations than there are");
-    MOEI_CHECK_NEED(m->expert <= n && m->n_expert <= n - m->expert, "n_expert", "more operations than there are");
-    MOEI_CHECK_NEED(m->shared <= n && m->n_shared <= n - m->shared, "n_shared", "more operations than there are");
+    MOEI_CHECK_NEED(m->score <= n && m->n_score <= n - m->score, "n_score", "more operations than the model has");
+    MOEI_CHECK_NEED(m->expert <= n && m->n_expert <= n - m->expert, "n_expert", "more operations than the model has");
+    MOEI_CHECK_NEED(m->shared <= n && m->n_shared <= n - m->shared, "n_shared", "more operations than the model has");
     MOEI_CHECK_DO(moei_check_router(c, &m->router, taken));
     MOEI_CHECK_NEED(m->zeros >= 1 && m->zeros <= m->copies && m->copies <= m->constants &&
                         m->constants <= m->router.n_experts,
-                    "zeros", "zeros, copies and constants must be 1 to n_experts and not fall");
-    MOEI_CHECK_NEED(m->copy <= n && m->n_copy <= n - m->copy, "n_copy", "more operations than there are");
+                    "zeros", "must be 1 <= zeros <= copies <= constants <= n_experts");
+    MOEI_CHECK_NEED(m->copy <= n && m->n_copy <= n - m->copy, "n_copy", "more operations than the model has");
     MOEI_CHECK_NEED(m->constant <= n && (uint64_t)m->n_constant * (m->router.n_experts - m->constants) <=
                                             n - m->constant,
-                    "n_constant", "more operations than there are");
+                    "n_constant", "more operations than the model has");
     MOEI_CHECK_NEED(m->stride % 4 == 0 && m->stride <= experts / m->zeros, "stride",
-                    "more bytes than there are, or not aligned");
+                    "more bytes than the model has, or not aligned");
     MOEI_CHECK_NEED((m->block == MOEI_INT_NONE) == (c->model->experts != NULL), "block",
-                    "the model has its experts, or a loader needs it");
+                    "must be set exactly if a loader fetches the experts");
     return moei_check_bytes(c, "experts", m->experts, (size_t)m->stride * m->zeros, experts);
 }
 
@@ -1065,7 +1065,7 @@ static moe_status moei_check_moe_layer(const moei_check *c, const moe_net *view,
     MOEI_CHECK_NEED(m->kind != MOE_MODULE_MIXTURE || (config.router.select != MOE_SELECT_CUSTOM &&
                                                       config.router.score != MOE_SCORE_CUSTOM &&
                                                       config.router.select != MOE_SELECT_GIVEN),
-                    "router", "a model has no functions or choices of the caller");
+                    "router", "a model cannot use functions or choices of the caller");
     return MOE_OK;
 }
 
@@ -1079,12 +1079,12 @@ static moe_status moei_check_settings(const moei_check *c, const moe_net *net, s
     MOEI_CHECK_NEED((m->kind == MOE_MODULE_EMBEDDING) == (m->d_in == 0), "kind",
                     "an embedding is the first module, where d_in = 0");
     MOEI_CHECK_NEED(rows ? m->n_rows >= 1 && m->n_rows <= MOE_MAX_WIDTH : m->n_rows == 0, "n_rows",
-                    "out of range, or of a module without rows");
+                    "out of range, or set for a module without rows");
     MOEI_CHECK_NEED(m->kind != MOE_MODULE_ACTIVATION || (m->act >= 0 && m->act < MOE_ACT_COUNT), "act",
                     "no such activation");
     MOEI_CHECK_NEED(m->kind != MOE_MODULE_RESIDUAL || (m->span >= 1 && (size_t)m->span <= i &&
                                                        net->modules[i - (size_t)m->span].d_in == m->d_in),
-                    "span", "nothing of this width entered there");
+                    "span", "the input that it adds is missing or of another width");
     MOEI_CHECK_NEED(m->kind != MOE_MODULE_TIED || (net->d_in == 0 && net->modules[0].d_out == m->d_in &&
                                                    net->modules[0].n_rows == m->d_out),
                     "kind", "not tied to an embedding of this width");
@@ -1110,7 +1110,7 @@ static moe_status moei_check_parameters(const moei_check *c, const moe_net *net,
         const moe_real *values;
         if (moei_module_parameter(net, i, index, &parameter) != MOE_OK) continue;
         values = moei_is_layer(m) ? m->layer.tensors[index] : m->tensors[index];
-        MOEI_CHECK_NEED(values != NULL, parameter.name, "is not there");
+        MOEI_CHECK_NEED(values != NULL, parameter.name, "is missing");
         for (j = 0; j < parameter.count; j++)
             if (!moe_is_finite(values[j]))
                 return moei_check_refuse(c, MOE_ERR_NONFINITE, parameter.name, "is not finite");
@@ -1125,8 +1125,8 @@ static moe_status moei_check_float(moei_check *c) {
     size_t i;
     int width;
     moe_status status;
-    if (MOE_REAL_IS_DOUBLE) return moei_check_refuse(c, MOE_ERR_UNSUPPORTED, "weights_are", "this build has doubles");
-    MOEI_CHECK_NEED(net != NULL && net->modules != NULL && net->built, "net", "there is none, or it is not built");
+    if (MOE_REAL_IS_DOUBLE) return moei_check_refuse(c, MOE_ERR_UNSUPPORTED, "weights_are", "this build uses double");
+    MOEI_CHECK_NEED(net != NULL && net->modules != NULL && net->built, "net", "missing, or not built");
     MOEI_CHECK_NEED(!net->external && net->cache_type == MOE_TYPE_REAL, "net", "external and cache_type must be 0");
     MOEI_CHECK_NEED(net->n_modules >= 1 && net->n_modules <= MOE_NET_MAX_MODULES, "net", "has no modules or too many");
     MOEI_CHECK_NEED(net->d_in >= 0 && (size_t)net->d_in == model->d_in, "d_in", "not the network's");
@@ -1139,7 +1139,7 @@ static moe_status moei_check_float(moei_check *c) {
         c->number = i;
         MOEI_CHECK_NEED(m->kind >= 0 && m->kind < MOE_MODULE_COUNT, "kind", "there is no such module");
         MOEI_CHECK_NEED(m->d_in == width && m->d_out >= 1 && m->d_out <= MOE_MAX_WIDTH, "d_in",
-                        "not what the module before it puts out, or d_out is out of range");
+                        "not the output width of the module before it, or d_out is out of range");
         MOEI_CHECK_DO(moei_check_settings(c, net, i));
         MOEI_CHECK_DO(moei_check_parameters(c, net, i));
         width = m->d_out;
@@ -1148,7 +1148,7 @@ static moe_status moei_check_float(moei_check *c) {
     status = moei_float_size(net, model->length, &needs, &state);
     c->what = "model";
     c->number = 0;
-    if (status != MOE_OK) return moei_check_refuse(c, status, "length", "the network cannot run like this");
+    if (status != MOE_OK) return moei_check_refuse(c, status, "length", "the network cannot run with this length");
     MOEI_CHECK_NEED(model->scratch_size >= needs, "scratch_size", "too small for the network");
     return MOE_OK;
 }
@@ -1169,7 +1169,7 @@ static int moei_check_aligned(const unsigned char *constants) {
 /* Checks the fields of the model itself. */
 static moe_status moei_check_fields(const moei_check *c, int known) {
     const moe_model *m = c->model;
-    MOEI_CHECK_NEED(known, "run", "not that of its weights");
+    MOEI_CHECK_NEED(known, "run", "not the function for these weights");
     MOEI_CHECK_NEED(m->d_in <= MOEI_INT_WIDEST, "d_in", "must be at most 65532");
     MOEI_CHECK_NEED(m->state_size % 4 == 0 && (m->length == 0 || m->state_size >= sizeof(uint32_t)), "state_size",
                     "not a multiple of 4, or no room for the position");
@@ -1182,7 +1182,7 @@ static moe_status moei_check_fields(const moei_check *c, int known) {
     MOEI_CHECK_NEED(m->ops != NULL && m->n_main >= 1 && m->n_main <= m->n_ops, "n_main", "no operations, or too many");
     MOEI_CHECK_NEED(m->mixtures != NULL || m->n_mixtures == 0, "mixtures", "missing");
     MOEI_CHECK_NEED(m->attentions != NULL || m->n_attentions == 0, "attentions", "missing");
-    MOEI_CHECK_NEED(m->d_out == m->ops[m->n_main - 1].shape.n, "d_out", "not that of the last operation");
+    MOEI_CHECK_NEED(m->d_out == m->ops[m->n_main - 1].shape.n, "d_out", "not the width of the last operation");
     if (m->experts == NULL && m->n_mixtures > 0 && (c->loader == NULL || c->loader->fetch == NULL))
         return moei_check_refuse(c, MOE_ERR_UNSUPPORTED, "experts", "they need a loader");
     return MOE_OK;
@@ -1219,7 +1219,7 @@ static moe_status moei_check_model(moei_check *c, void *scratch, size_t scratch_
     if (m->version != MOE_MODEL_VERSION)
         return moei_check_refuse(c, MOE_ERR_UNSUPPORTED, "version", "not that of this moe.h");
     if (scratch_size < m->scratch_size)
-        return moei_check_refuse(c, MOE_ERR_SPACE, "scratch_size", "more than there is");
+        return moei_check_refuse(c, MOE_ERR_SPACE, "scratch_size", "larger than the memory that was passed");
     if (m->weights_are == MOE_WEIGHTS_INT8 || m->weights_are == MOE_WEIGHTS_INT4)
         return moei_check_integers(c, scratch);
     MOEI_CHECK_NEED(m->weights_are == MOE_WEIGHTS_FLOAT, "weights_are", "must be one of MOE_WEIGHTS_");
@@ -1232,7 +1232,7 @@ static moe_status moei_check_model(moei_check *c, void *scratch, size_t scratch_
                                  "float operations are not checked: make the model with same_bits = 1");
 #endif
     MOEI_CHECK_NEED(m->run == moei_float_model_run && m->choices == moei_float_model_choices, "run",
-                    "not that of its weights");
+                    "not the function for these weights");
     return moei_check_float(c);
 #endif
 }

@@ -609,7 +609,7 @@ static const moe_field moei_hme_fields[] = {
     MOEI_INT(MOEI_H, d_out, 1, MOE_MAX_WIDTH, "numbers or classes"),
     MOEI_INT(MOEI_H, n_groups, 1, MOE_MAX_EXPERTS, "groups"),
     MOEI_INT(MOEI_H, n_experts, 1, MOE_MAX_EXPERTS, "experts in a group"),
-    MOEI_CHOICE(MOEI_H, family, MOE_HME_COUNT, moei_hme_names, "how experts see y"),
+    MOEI_CHOICE(MOEI_H, family, MOE_HME_COUNT, moei_hme_names, "what experts predict"),
     MOEI_INT(MOEI_H, steps, 1, 100, "IRLS steps per EM iteration"),
     MOEI_REAL(MOEI_H, variance, 1e-12, 1e12, "fixed variance of gaussian experts"),
     MOEI_REAL(MOEI_H, min_variance, 1e-12, 1e12, "least variance of gaussian experts"),
@@ -689,7 +689,7 @@ moe_status moe_hme_create(moe_hme *hme, const moe_hme_config *config, uint64_t s
     made.memory_size = l.used;
     made.memory = moei_alloc(&made.allocator, made.memory_size, 1);
     if (made.memory == NULL)
-        return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of mixture", made.memory_size);
+        return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of the mixture", made.memory_size);
     l = moei_layout_begin(made.memory);
     moei_hme_layout(&made, &l);
     moei_hme_start(&made, seed);

@@ -282,7 +282,7 @@ static moe_status moei_mpi_lost(moe_mpi *m, double waited) {
     double began = MPI_Wtime(), most = m->timeout / 4 < 5 ? m->timeout / 4 + 0.5 : 5;
     char byte = 0;
     int r;
-    if (places == NULL) return moei_mpi_refuse(m, "another rank does not take part");
+    if (places == NULL) return moei_mpi_refuse(m, "another rank does not answer");
     for (r = 0; r < m->n_ranks; r++)
         if (r != m->rank) (void)MPI_Send(&byte, 1, MPI_CHAR, r, MOEI_MPI_ASK, m->comm); /* never blocks */
     while (MPI_Wtime() - began < most) {

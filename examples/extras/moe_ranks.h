@@ -490,7 +490,7 @@ static moe_status moei_compare_named(const moe_transport *t, size_t n, const cha
     if (status == MOE_ERR_TRANSPORT)
         return moei_error(error, status, "%sthe ranks could not compare their settings: %s", where,
                           moe_status_text(status));
-    return moei_error(error, status, "%s%s: rank %d has another; all ranks must have the same", where, names[d.i],
+    return moei_error(error, status, "%s%s: rank %d differs; all ranks must have the same", where, names[d.i],
                       d.rank);
 }
 
@@ -561,12 +561,13 @@ static moe_status moei_ranks_check(const moe_layer_config *c, moe_error *error) 
                           c->router.n_zero, c->router.n_copy, c->router.n_constant);
     if (t->local_routing && (c->router.l1_controller || c->router.ac_mode == MOE_AC_RUNNING))
         return moei_error(error, MOE_ERR_CONFIG,
-                          "%s is incompatible with a transport whose local_routing = 1: it follows all tokens",
+                          "%s is incompatible with a transport whose local_routing = 1: "
+                          "it needs the tokens of all ranks",
                           c->router.l1_controller ? "l1_controller" : "ac_mode = running");
     if (!t->local_routing && moei_is_soft(&c->router) && moei_crosses_sequences(&c->router))
         return moei_error(error, MOE_ERR_CONFIG,
-                          "select = soft with input = adaptive_clustering is incompatible with a transport: "
-                          "the clusters are those of all ranks' tokens");
+                          "select = soft with input = adaptive_clustering is incompatible with a transport "
+                          "whose local_routing = 0: the clusters depend on the tokens of all ranks");
     if (t->n_ranks > c->router.n_experts)
         return moei_error(error, MOE_ERR_CONFIG,
                           "n_experts = %d: the transport has n_ranks = %d, and every rank needs at least "
@@ -582,7 +583,7 @@ static moe_status moei_ranks_layer_agree(const moe_layer_config *config, uint64_
     if (status != MOE_OK) return status;
     status = moei_compare(config->transport, 1, &seed, &d);
     if (status == MOE_ERR_CONFIG)
-        return moei_error(error, status, "seed: rank %d has another; all ranks must have the same", d.rank);
+        return moei_error(error, status, "seed: rank %d differs; all ranks must have the same", d.rank);
     return status == MOE_OK ? status : moei_error(error, status, "the transport failed");
 }
 
@@ -2015,7 +2016,7 @@ static moe_status moei_ranks_file_agree(const moe_batch *group, const moei_conte
     status = moei_compare_named(t, 4, names, values, "the file: ", error);
     if (status != MOE_OK) return status;
     if (moei_all_gather(t, 1, &damage, &all) != MOE_OK)
-        return moei_error(error, MOE_ERR_TRANSPORT, "the transport's counts failed");
+        return moei_error(error, MOE_ERR_TRANSPORT, "the transport's exchange of counts failed");
     for (r = 0, damage = 0; r < t->n_ranks; r++) damage ^= all[r];
     if (damage == 0) return MOE_OK;
     return moei_error(error, MOE_ERR_FORMAT,
@@ -2111,7 +2112,7 @@ static moe_status moei_transport_compare(const moe_transport *made, moe_status s
     const uint64_t *all;
     moei_difference d;
     if (moei_all_gather(made, 1, &word, &all) != MOE_OK)
-        return moei_error(error, MOE_ERR_TRANSPORT, "the transport's counts failed");
+        return moei_error(error, MOE_ERR_TRANSPORT, "the transport's exchange of counts failed");
     if (status != MOE_OK) return status;
     if (moei_status_of_all(made, status, all, 1, NULL) != MOE_OK)
         return moei_error(error, MOE_ERR_PEER, "another rank's transport is not set up correctly");
@@ -2124,7 +2125,7 @@ static moe_status moei_transport_compare(const moe_transport *made, moe_status s
     values[6] = (uint64_t)made->local_routing;
     status = moei_compare(made, 7, values, &d);
     if (status == MOE_OK) return status;
-    if (status == MOE_ERR_TRANSPORT) return moei_error(error, status, "the transport's counts failed");
+    if (status == MOE_ERR_TRANSPORT) return moei_error(error, status, "the transport's exchange of counts failed");
     return moei_error(error, status, "%s = %z: rank %d has %z; all ranks must have the same", names[d.i],
                       (size_t)values[d.i], d.rank, (size_t)d.theirs);
 }

@@ -2239,7 +2239,7 @@ static moe_status moei_report_begin(moei_pen *p, const moe_figure *figures, size
     size_t i;
     moe_status status = MOE_OK;
     if ((figures == NULL && n > 0) || stream == NULL || stream->write == NULL)
-        return moei_error(error, MOE_ERR_ARGUMENT, "figures or stream is NULL, or the stream cannot be written");
+        return moei_error(error, MOE_ERR_ARGUMENT, "figures or stream is NULL, or the stream has no write function");
     for (i = 0; i < n && status == MOE_OK; i++) status = moei_figure_check(&figures[i], i, error);
     memset(p, 0, sizeof *p);
     p->stream = stream;

@@ -507,7 +507,8 @@ static moe_status moei_smooth_state(const moe_net *net, moe_error *error) {
     int j;
     if (!net->built) return moei_error(error, MOE_ERR_STATE, "the network is not built");
     if (net->transport != NULL)
-        return moei_error(error, MOE_ERR_UNSUPPORTED, "net.transport: the data of one process are not enough");
+        return moei_error(error, MOE_ERR_UNSUPPORTED,
+                          "net.transport must be NULL: smoothing needs the data of all ranks");
     for (i = 0; i < net->n_modules; i++) {
         const moe_module *m = &net->modules[i];
         int external = net->external || m->external != NULL;
@@ -530,7 +531,7 @@ static moe_status moei_smooth_check(const moe_net *net, const moe_data *data, co
                           (double)config->alpha);
     status = moei_smooth_state(net, error);
     if (status != MOE_OK) return status;
-    if (data->n == 0) return moei_error(error, MOE_ERR_ARGUMENT, "n = 0: nothing shows how large activations are");
+    if (data->n == 0) return moei_error(error, MOE_ERR_ARGUMENT, "n = 0: samples are needed to measure activations");
     if (data->length > 0 && data->n % data->length != 0)
         return moei_error(error, MOE_ERR_ARGUMENT, "n = %z: must be a multiple of length = %z", data->n, data->length);
     status = moei_samples_alone(net, data, error);

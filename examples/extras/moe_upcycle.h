@@ -184,7 +184,7 @@ static moe_status moei_upcycle_settings(const moe_layer_config *c, const moe_lay
             return moei_error(error, MOE_ERR_CONFIG, "%s = %s: the dense layer has %s", field->name, has, wanted);
     }
     if (c->d_latent > 0 || dense->d_latent > 0)
-        return moei_error(error, MOE_ERR_CONFIG, "d_latent = %d: experts of a dense layer's width are needed",
+        return moei_error(error, MOE_ERR_CONFIG, "d_latent = %d: must be 0 in both layers",
                           c->d_latent > 0 ? c->d_latent : dense->d_latent);
     return MOE_OK;
 }
@@ -201,7 +201,7 @@ static moe_status moei_upcycle_tensors(const moe_layer *layer, const moe_layer *
             return moei_error(error, MOE_ERR_ARGUMENT, "%s is not set", moei_layer_parameter_name(i));
         if (moei_expert_parameter(&dense->config, dense->config.expert, i, &other) != 1 ||
             slot.shape[1] != other.shape[1] || slot.shape[2] != other.shape[2])
-            return moei_error(error, MOE_ERR_SHAPE, "%s has another shape in the dense layer",
+            return moei_error(error, MOE_ERR_SHAPE, "%s has a different shape in the dense layer",
                               moei_layer_parameter_name(i));
     }
     return MOE_OK;
