@@ -95,8 +95,8 @@ extern "C" {
    MOE_FIGURE_TABLE, MOE_FIGURE_MAP; MOE_FIGURE_COUNT is their number.
      HEAT    a table colored by value: expert x class, layer x expert
      BARS    a bar per row, for up to 4 columns side by side; half_widths are whiskers
-     LINES   a curve per row through the columns that have a value: losses over steps. The legend
-             names the first 32 rows
+     LINES   a curve per row through the columns that have a value: losses over steps. The first 32
+             rows have different styles and a name in the legend
      TOKENS  a text, one column per token, with the expert that each row (a layer) chose for it;
              values are the weights of the choices, 0 to 1
      TABLE   numbers, or texts if cells is set; half_widths print as "0.52 +- 0.03"
