@@ -268,8 +268,8 @@ typedef struct moe_transport {
 } moe_transport;
 
 /* Checks the transport, fills in defaults and allocates its memory; on failure it is unchanged.
-   Collective. MOE_ERR_CONFIG: a field is out of range, or another rank has another value, version
-   or MOE_REAL (error names field and rank); MOE_ERR_ARGUMENT: a function is NULL; MOE_ERR_PEER: the
+   Collective. MOE_ERR_CONFIG: a field is out of range, or differs on another rank, or version or
+   MOE_REAL do (error names field and rank); MOE_ERR_ARGUMENT: a function is NULL; MOE_ERR_PEER: the
    call failed on another rank; MOE_ERR_MEMORY; MOE_ERR_TRANSPORT. A rank that lacks a function, or
    whose rank or n_ranks is out of range, cannot notify the others, which wait for it. */
 MOE_API moe_status moe_transport_begin(moe_transport *transport, moe_error *error);
