@@ -594,8 +594,7 @@ typedef struct moei_row_map {
     size_t *send_counts, *send_at, *receive_counts, *receive_at;
 } moei_row_map;
 
-/* The state of a call with a transport, besides the pass over this rank's tokens; in the
-   workspace. */
+/* In the workspace: the state of a call on ranks, besides the pass over this rank's tokens. */
 typedef struct moei_ranks {
     const moe_transport *transport;
     moe_batch batch;
