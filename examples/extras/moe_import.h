@@ -5466,11 +5466,9 @@ static moe_status moei_import_sources_open(void *ctx, const char *name, moe_impo
 
 static moei_import_folder moei_import_sources_folder(moei_import_sources *s) {
     moei_import_folder folder;
+    memset(&folder, 0, sizeof folder);
     folder.ctx = s;
     folder.open = moei_import_sources_open;
-    folder.close = NULL;
-    folder.reason = NULL;
-    folder.map = NULL;
     return folder;
 }
 
@@ -5645,13 +5643,13 @@ static void moei_import_disk_close(void *ctx, moe_import_source *source) {
     moei_free(d->allocator, f, sizeof *f);
 }
 
-/* Interprets path as a folder. *name stays NULL if it contains neither file. */
-static moe_status moei_import_disk_folder(moei_import_disk *d, const char *path, const char **name, moe_error *error) {
-    static const char *const names[2] = {"model.safetensors.index.json", "model.safetensors"};
+/* Interprets path as a folder. *name stays NULL if it contains no file of these names. */
+static moe_status moei_import_disk_folder(moei_import_disk *d, const char *path, const char *const *names,
+                                          const char **name, moe_error *error) {
     moei_text t;
     FILE *f;
     int i, reason;
-    for (i = 0; i < 2 && *name == NULL; i++) {
+    for (i = 0; names[i] != NULL && *name == NULL; i++) {
         t = moei_import_text(d->path, sizeof d->path);
         moei_put(&t, path, moei_strlen(path));
         if (t.length > 0 && t.out[t.length - 1] != '/') moei_put(&t, "/", 1);
@@ -5675,9 +5673,14 @@ static const char *moei_import_disk_split(moei_import_disk *d, const char *path)
     return path + length;
 }
 
-/* Splits a path into a folder and the name of a file in it. */
+/* The files of a model that a folder is searched for. */
+static const char *const moei_import_names[] = {"model.safetensors.index.json", "model.safetensors", NULL};
+
+/* Splits a path into a folder and the name of a file in it; of a folder, the first of `names` that
+   is there. */
 static moe_status moei_import_disk_begin(moei_import_disk *disk, moei_import_folder *folder, const char *path,
-                                         const moe_allocator *allocator, const char **name, moe_error *error) {
+                                         const moe_allocator *allocator, const char *const *names, const char **name,
+                                         moe_error *error) {
     moe_status status = MOE_OK;
     *name = NULL;
     if (moei_strlen(path) + MOEI_IMPORT_NAME + 2 > MOEI_PATH_SIZE)
@@ -5693,7 +5696,7 @@ static moe_status moei_import_disk_begin(moei_import_disk *disk, moei_import_fol
     folder->reason = moei_import_disk_reason;
     folder->map = moei_import_disk_map;
     if (!moei_import_ends(path, ".safetensors") && !moei_import_ends(path, ".gguf") && !moei_import_ends(path, ".json"))
-        status = moei_import_disk_folder(disk, path, name, error);
+        status = moei_import_disk_folder(disk, path, names, name, error);
     if (status != MOE_OK) return status;
     if (*name == NULL) *name = moei_import_disk_split(disk, path);
     if (moei_strlen(*name) >= MOEI_IMPORT_NAME)
@@ -5709,7 +5712,7 @@ moe_status moe_import_layer(moe_layer *layer, const char *path, const char *pref
     moe_status status;
     if (layer == NULL || path == NULL || prefix == NULL)
         return moei_error(error, MOE_ERR_ARGUMENT, "layer, path or prefix is NULL");
-    status = moei_import_disk_begin(&disk, &folder, path, allocator, &name, error);
+    status = moei_import_disk_begin(&disk, &folder, path, allocator, moei_import_names, &name, error);
     return status == MOE_OK ? moei_import_run(layer, &folder, name, prefix, preset, allocator, error) : status;
 }
 
@@ -5721,7 +5724,7 @@ moe_status moe_import_model(moe_imported *model, const char *path, const moe_imp
     moe_status status;
     if (model != NULL) memset(model, 0, sizeof *model);
     if (model == NULL || path == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "model or path is NULL");
-    status = moei_import_disk_begin(&disk, &folder, path, allocator, &name, error);
+    status = moei_import_disk_begin(&disk, &folder, path, allocator, moei_import_names, &name, error);
     return status == MOE_OK ? moei_model_run(model, &folder, name, options, allocator, error) : status;
 }
 
@@ -5886,8 +5889,8 @@ moe_status moe_import_write(const moe_layer *layer, moe_stream *stream, const ch
     moei_import_writer w;
     moe_status status;
     memset(&w, 0, sizeof w);
-    if (layer == NULL || stream == NULL || stream->write == NULL || prefix == NULL)
-        return moei_error(error, MOE_ERR_ARGUMENT, "layer, stream, its write or prefix is NULL");
+    if (layer == NULL || stream == NULL || stream->write == NULL || prefix == NULL || family == NULL)
+        return moei_error(error, MOE_ERR_ARGUMENT, "layer, stream, its write, prefix or family is NULL");
     w.layer = layer;
     w.stream = stream;
     w.prefix = prefix;
@@ -8134,7 +8137,8 @@ size_t moe_tokenizer_decode(moe_decoder *d, int32_t id, char *text, size_t room)
     size_t n, held, all;
     if (t == NULL || id >= t->n_tokens) return 0;
     n = (size_t)d->n_held;
-    if (n + (id >= 0 ? moei_symbols(t)[id].size : 0) > room) return n + moei_symbols(t)[id].size;
+    all = n + (id >= 0 ? moei_symbols(t)[id].size : 0);
+    if (all > room) return all;
     memcpy(text, d->held, n);
     if (id < 0) {
         d->n_held = d->begun = 0;
@@ -8219,59 +8223,24 @@ static moe_status moei_vocab_run(moe_tokenizer *t, const moei_import_folder *fol
 moe_status moe_import_read_tokenizer(moe_tokenizer *t, const moe_import_source *sources, size_t n_sources,
                                      const moe_allocator *allocator, moe_error *error) {
     moei_import_sources s;
-    moei_import_folder folder;
+    moei_import_folder folder = moei_import_sources_folder(&s);
     if (t == NULL || sources == NULL || n_sources == 0)
         return moei_error(error, MOE_ERR_ARGUMENT, "t or sources is NULL, or there are no sources");
     s.sources = sources;
     s.n = n_sources;
-    folder.ctx = &s;
-    folder.open = moei_import_sources_open;
-    folder.close = NULL;
-    folder.reason = NULL;
     return moei_vocab_run(t, &folder, sources[0].name != NULL ? sources[0].name : "the file", allocator, error);
 }
 
 #ifndef MOE_NO_STDIO
-/* Folder and file name of a path, which is a file or a folder with tokenizer.json. */
-static moe_status moei_vocab_folder(moei_import_disk *d, const char *path, const char **name, moe_error *error) {
-    moei_text text = moei_import_text(d->path, sizeof d->path);
-    FILE *f = NULL;
-    int reason = ENOENT;
-    *name = "tokenizer.json";
-    moei_put(&text, path, moei_strlen(path));
-    if (text.length > 0 && text.out[text.length - 1] != '/') moei_put(&text, "/", 1);
-    d->length = text.length;
-    moei_put(&text, *name, moei_strlen(*name));
-    if (!moei_import_ends(path, ".gguf") && !moei_import_ends(path, ".json")) f = moei_file_open(d->path, &reason);
-    if (f != NULL) {
-        (void)fclose(f);
-        return MOE_OK;
-    }
-    if (!moei_import_is_absence(reason)) return moei_file_failed(error, "cannot open", path, reason);
-    *name = moei_import_disk_split(d, path);
-    return MOE_OK;
-}
-
 moe_status moe_import_tokenizer(moe_tokenizer *t, const char *path, const moe_allocator *allocator, moe_error *error) {
+    static const char *const names[] = {"tokenizer.json", NULL};
     moei_import_disk disk;
     moei_import_folder folder;
     const char *name;
     moe_status status;
     if (t == NULL || path == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "t or path is NULL");
-    if (moei_strlen(path) + MOEI_IMPORT_NAME + 2 > MOEI_PATH_SIZE)
-        return moei_error(error, MOE_ERR_ARGUMENT, "the path is longer than %d bytes",
-                          (int)MOEI_PATH_SIZE - (int)MOEI_IMPORT_NAME - 2);
-    memset(&disk, 0, sizeof disk);
-    disk.allocator = allocator;
-    folder.ctx = &disk;
-    folder.open = moei_import_disk_open;
-    folder.close = moei_import_disk_close;
-    folder.reason = moei_import_disk_reason;
-    status = moei_vocab_folder(&disk, path, &name, error);
-    if (status != MOE_OK) return status;
-    if (moei_strlen(name) >= MOEI_IMPORT_NAME)
-        return moei_error(error, MOE_ERR_ARGUMENT, "the file name is longer than %d bytes", (int)MOEI_IMPORT_NAME - 1);
-    return moei_vocab_run(t, &folder, name, allocator, error);
+    status = moei_import_disk_begin(&disk, &folder, path, allocator, names, &name, error);
+    return status == MOE_OK ? moei_vocab_run(t, &folder, name, allocator, error) : status;
 }
 #endif
 

@@ -1650,6 +1650,7 @@ static void refuse_writing(moe_layer *layer, moe_buffer *buffer, moe_stream *str
     room = buffer->size - 10;
     moe_buffer_free(buffer);
     REFUSED(moe_import_write(layer, &small, AT, "mixtral", MOE_DTYPE_F32, &error), MOE_ERR_SPACE, "the stream failed");
+    REFUSED(moe_import_write(layer, stream, AT, NULL, MOE_DTYPE_F32, &error), MOE_ERR_ARGUMENT, "is NULL");
     small.write = NULL;
     REFUSED(moe_import_write(layer, &small, AT, "mixtral", MOE_DTYPE_F32, &error), MOE_ERR_ARGUMENT, "is NULL");
     REFUSED(moe_import_save(NULL, "published-test.safetensors", AT, "mixtral", MOE_DTYPE_F32, &error), MOE_ERR_ARGUMENT,

@@ -478,6 +478,7 @@ static void test_decoder(void) {
     CHECK(moe_tokenizer_decode(&d, vocab_find(&v, "hello"), text, 2) == 5); /* too little room */
     CHECK(moe_tokenizer_decode(&d, 0xE2, text, 64) == 0 && d.n_held == 1);
     CHECK(moe_tokenizer_decode(&d, 0x82, text, 64) == 0 && d.n_held == 2);
+    CHECK(moe_tokenizer_decode(&d, -1, text, 1) == 2 && d.n_held == 2);
     CHECK(moe_tokenizer_decode(&d, vocab_find(&v, "he"), text, 64) == 4 && memcmp(text, "\xE2\x82he", 4) == 0);
     d.flags = MOE_TOKENIZER_SPECIAL;
     CHECK(moe_tokenizer_decode(&d, t.bos, text, 64) == 7 && memcmp(text, "<|bos|>", 7) == 0);
