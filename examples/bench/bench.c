@@ -745,18 +745,32 @@ static int run_missing(void) {
 static const char *const blocks[] = {"worlds", "cost", "natural", "missing", "routers", "builds", "verdicts"};
 enum { N_BLOCKS = sizeof blocks / sizeof blocks[0], OWN_BLOCKS = N_BLOCKS - 1 };
 
+/* The claim on natural data that stands beside a primary claim of planted worlds: the paper's primary
+   one, or if that has not been run, its first that has. */
+static int natural_claim(const judgement *g, int primary) {
+    int found = -1;
+    for (int c = 0; c < N_CLAIMS; c++) {
+        if (strcmp(claims[c].paper, claims[primary].paper) != 0) continue;
+        if (strcmp(find_world(claims[c].world)->part, "worlds") == 0) continue;
+        if (claims[c].kind == PRIMARY && g[c].verdict != NOT_RUN) return c;
+        if (found < 0 || (g[found].verdict == NOT_RUN && g[c].verdict != NOT_RUN)) found = c;
+    }
+    return found;
+}
+
 /* The primary claims: what each paper says first, in planted worlds and in natural data. */
 static void print_verdicts(const judgement *g) {
     print("| primary claims ([how](examples/bench/README.md)) | planted worlds | digits, text |\n|---|---|---|\n");
     for (int c = 0; c < N_CLAIMS; c++) {
-        int n = c + 1;
+        int n;
         if (claims[c].kind != PRIMARY || strcmp(find_world(claims[c].world)->part, "worlds") != 0) continue;
-        while (n < N_CLAIMS - 1 && (claims[n].kind != PRIMARY || strcmp(claims[n].paper, claims[c].paper) != 0)) n++;
+        n = natural_claim(g, c);
         print("| %s: %s | ", claims[c].paper, claims[c].text);
         print_verdict(&claims[c], &g[c]);
-        print(" | %s", g[n].verdict == NOT_RUN || strcmp(claims[n].text, claims[c].text) == 0 ? "" : claims[n].text);
-        print("%s", g[n].verdict == NOT_RUN || strcmp(claims[n].text, claims[c].text) == 0 ? "" : ": ");
-        print_verdict(&claims[n], &g[n]);
+        print(" | ");
+        if (n >= 0 && g[n].verdict != NOT_RUN && strcmp(claims[n].text, claims[c].text) != 0)
+            print("%s: ", claims[n].text);
+        if (n >= 0) print_verdict(&claims[n], &g[n]);
         print(" |\n");
     }
 }
