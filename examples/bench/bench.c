@@ -745,8 +745,8 @@ static int run_missing(void) {
 static const char *const blocks[] = {"worlds", "cost", "natural", "missing", "routers", "builds", "verdicts"};
 enum { N_BLOCKS = sizeof blocks / sizeof blocks[0], OWN_BLOCKS = N_BLOCKS - 1 };
 
-/* The claim on natural data beside a primary claim of planted worlds: the paper's primary one, or if
-   that has not been run, its first that has. */
+/* The claim on natural data beside a primary claim of planted worlds: the paper's primary one, or
+   if that has not been run, its first that has. */
 static int natural_claim(const judgement *g, int primary) {
     int found = -1;
     for (int c = 0; c < N_CLAIMS; c++) {
