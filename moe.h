@@ -10894,7 +10894,7 @@ static moe_status moei_sum_check(const moei_contents *c, const char *name, size_
     moei_crc_add(&crc, bytes, size);
     if (~crc.sum == wanted) return MOE_OK;
     return moei_error(error, MOE_ERR_FORMAT,
-                      "tensor '%s': damaged, its CRC-32 is not the one that was saved with it (metadata " MOEI_SUMS_KEY
+                      "tensor '%s': damaged, its CRC-32 does not match the saved one (metadata " MOEI_SUMS_KEY
                       ")", name);
 }
 

@@ -459,7 +459,7 @@ static int turn(session *s, const char *message) {
     int good;
     interrupted = 0;
     if (n > s->cache.most - s->cache.n_tokens && s->cache.n_tokens > 0) {
-        printf("(the context is full: the conversation begins anew)\n");
+        printf("(the context is full: the conversation starts over)\n");
         free(ids);
         s->cache.n_tokens = 0;
         s->previous = -1;

@@ -758,7 +758,7 @@ static int save_report(const moe_net *net, const moe_report *r, const schema *s,
     for (size_t i = 0; i < s->n_features && !failed; i++)
         names[i] = s->features[i].word != NULL ? s->features[i].word : s->features[i].name;
     figures[n] = moe_figure_classes(r);
-    figures[n].title = "Who takes what";
+    figures[n].title = "Experts and labels";
     figures[n].caption = "Held-out lines that the router sends to each expert, by their label.";
     figures[n].column_names = s->classes;
     figures[n].value_label = "lines";
@@ -1117,8 +1117,7 @@ static int match_columns(const csv_table *t, int header, schema *s) {
         if (place >= t->columns) {
             sprintf(why,
                     header ? "there is no column %s, which the classifier was trained on; it has %lu columns"
-                           : "there is no column %s; it has %lu columns, "
-                             "the table of the training had %lu",
+                           : "there is no %s; it has %lu columns, the training table had %lu",
                     csv_shown(c->name, shown), (unsigned long)t->columns, (unsigned long)s->n_columns);
             return fail(predict_path, why);
         }

@@ -207,7 +207,7 @@ static inline int csv_cut(csv_table *t, size_t most_rows) {
     char *p = (char *)t->text.data;
     size_t line, length = strlen(p);
     if (length + 1 < t->text.size) {
-        sprintf(t->why, "byte %lu is zero: this is no text; save the table as CSV, in UTF-8",
+        sprintf(t->why, "byte %lu is zero, so this is not text; save the table as CSV, in UTF-8",
                 (unsigned long)length + 1);
         return 1;
     }
@@ -226,7 +226,7 @@ static inline int csv_cut(csv_table *t, size_t most_rows) {
         if (t->rows == 0) t->separator = csv_separator(p);
         if (csv_line(t, &p, line)) return 1;
     }
-    if (t->rows == 0) strcpy(t->why, "nothing is in it");
+    if (t->rows == 0) strcpy(t->why, "it is empty");
     return t->rows == 0;
 }
 

@@ -189,7 +189,7 @@ static int read_samples(samples *s, const moe_net *net, size_t sequences) {
     if (net->d_in > 0 ? read_rows(s, net) : read_text(s, net)) return 1;
     if (sequences) s->data.length = s->data.n < (size_t)length ? s->data.n : (size_t)length;
     if (s->data.length > 0) s->data.n -= s->data.n % s->data.length;
-    return s->data.n > 0 ? 0 : fail(from, "nothing is in it");
+    return s->data.n > 0 ? 0 : fail(from, "it is empty");
 }
 
 /* ---- float against integers ---- */

@@ -189,7 +189,7 @@ static int write_report(const moe_model *model, double in_float, double in_integ
     f[1].value_label = "loss (nats)";
     f[1].column_label = "epoch";
     f[2] = moe_figure_history(&history, 2, 1, NULL);
-    f[2].title = "Held-out digits read right";
+    f[2].title = "Held-out accuracy";
     f[2].value_label = "%";
     f[2].column_label = "epoch";
     f[3].kind = MOE_FIGURE_TABLE;
@@ -219,7 +219,7 @@ static int run(const microdigits *digits, moe_net *net, moe_built_model *built) 
     if (moe_model_create(built, net, &config, &error)) return fail("quantizing", error.message);
     if ((accuracy = microdigits_accuracy(model, &digits->test)) < 0) return fail("inference", "failed");
     if (show_experts(model, &digits->test)) return 1;
-    printf("\nheld-out digits read right: %.2f %% in float, %.2f %% in %s (of %d)\n", 100.0 * (double)result.accuracy,
+    printf("\nheld-out accuracy: %.2f %% in float, %.2f %% in %s (of %d)\n", 100.0 * (double)result.accuracy,
            accuracy, weights == MOE_WEIGHTS_INT8 ? "int8" : "int4", (int)digits->test.n);
     printf("weights %d bytes, scratch memory %d bytes, %d multiplications per digit at most\n",
            (int)(model->weights_size + model->experts_size), (int)model->scratch_size, (int)model->multiplications);

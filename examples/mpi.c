@@ -1718,7 +1718,7 @@ static void resume(moe_trainer *t) {
         end_all(error.code, set.checkpoint, &error);
     }
     saved_step = t->steps;
-    if (rank == 0) printf("%s: goes on after step %.0f of %ld\n", set.checkpoint, (double)t->steps, set.steps);
+    if (rank == 0) printf("%s: continues after step %.0f of %ld\n", set.checkpoint, (double)t->steps, set.steps);
 }
 
 /* Loads a model of any number of ranks; replaces the options for its shape. */

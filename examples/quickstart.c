@@ -284,7 +284,7 @@ static int write_report(const moe_report *r, size_t all, size_t used) {
     f[2].title = "Losses";
     f[2].caption = "Mean of the epoch so far.";
     f[2].value_label = "loss (nats)";
-    f[3].title = "Held-out digits read right";
+    f[3].title = "Held-out accuracy";
     f[3].value_label = "%";
     f[3].column_label = "epoch";
     f[4].title = "Entropies of the router";

@@ -5288,7 +5288,7 @@ static moe_status moei_profile_check(const moe_net *net, const moe_data *data, m
 static moe_status moei_profile_make(moei_profiler *p, moe_profile *profile, moe_error *error) {
     moe_status status;
     if (p->built.ops == NULL)
-        return moei_error(error, MOE_ERR_UNSUPPORTED, "the model is no list of operations: %s", p->built.obstacle);
+        return moei_error(error, MOE_ERR_UNSUPPORTED, "the model is not a list of operations: %s", p->built.obstacle);
     status = moei_profile_check(p->net, p->data, error);
     if (status != MOE_OK) return status;
     status = moei_profile_begin(p, profile);
@@ -5965,7 +5965,7 @@ static void moei_print_comment(moei_printer *p, const moe_model *model, const ch
     moei_print(p, "/* %s: an inference model for moe_infer, printed by moe_export_c of moe %s. Weights: %s.\n\n",
                p->name, moe_version(), kind);
     if (model->net != NULL)
-        moei_print(p, "     code        the network's own, as it is no list of operations: %s\n", obstacle);
+        moei_print(p, "     code        the network's own, as it is not a list of operations: %s\n", obstacle);
     moei_print(p, "     constants   %z bytes of weights", model->weights_size + model->experts_size);
     if (model->experts_size > 0)
         moei_print(p, ", of which %z are experts'%s", model->experts_size,

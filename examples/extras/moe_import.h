@@ -442,7 +442,7 @@ typedef struct moe_tokenizer {
      MOE_ERR_UNSUPPORTED  a kind of tokenizer, pre-tokenizer or normalizer; more than 4,194,304
                           tokens or 8,388,608 merges; named in the message
      MOE_ERR_FORMAT       a malformed file: a missing or short array, an id beyond the vocabulary,
-                          a merge that is not two texts, a score that is not a number
+                          a merge that is not a pair of strings, a score that is not a number
      MOE_ERR_ARGUMENT     t or path is NULL; path is too long
      MOE_ERR_IO, MOE_ERR_MEMORY, MOE_ERR_OVERFLOW
    It needs about 50 bytes per token and merge besides their texts, and while it loads
@@ -4557,8 +4557,8 @@ static moe_status moei_gguf_rotary(const moei_importer *r, const moei_model *m, 
     if (!none) c->rotary_factor = m->factor;
     if (m->factors != NULL) {
         if (yarn)
-            return moei_error(r->error, MOE_ERR_UNSUPPORTED, "metadata: rope.scaling.type = yarn is not supported with "
-                              "factors of single pairs");
+            return moei_error(r->error, MOE_ERR_UNSUPPORTED, "metadata: rope.scaling.type = yarn is not supported "
+                              "together with rope_freqs or rope_factors tensors");
         c->rotary_scaling = MOE_ROTARY_FACTORS;
     } else if (yarn) {
         moei_default_real(&c->rotary_magnitude, MOEI_R(1.0));
@@ -4887,7 +4887,7 @@ static moe_status moei_build_rows(const moei_build *b, const moei_import_tensor 
     w->row *= step;
     if (w->scales == NULL) return MOE_OK;
     if (first % (size_t)w->scale_rows != 0 || (step > 1 && w->scale_rows > 1))
-        return moei_error(b->r->error, MOE_ERR_UNSUPPORTED, "tensor '%s': its scales do not begin with its parts",
+        return moei_error(b->r->error, MOE_ERR_UNSUPPORTED, "tensor '%s': a block of scales spans two of its parts",
                           f->suffix);
     w->scales += first / (size_t)w->scale_rows * w->scale_row;
     w->scale_row *= step;
@@ -6843,7 +6843,7 @@ static moe_status moei_merge_add(moei_vocab *v, const unsigned char *p, size_t l
     moei_merge m;
     moe_status status;
     if (left == 0 || right == 0)
-        return moei_error(v->r.error, MOE_ERR_FORMAT, "%s: merge %z is not two texts", v->file,
+        return moei_error(v->r.error, MOE_ERR_FORMAT, "%s: merge %z is not a pair of strings", v->file,
                           v->t.merges.size / sizeof m);
     status = moei_symbol_intern(v, p, left, &m.left);
     if (status == MOE_OK) status = moei_symbol_intern(v, p + left, right, &m.right);
@@ -7599,7 +7599,7 @@ static moe_status moei_vocab_json_merges(moei_vocab *v, size_t at) {
         }
         if (status == MOE_OK) status = moei_merge_add(v, text.data, left, text.size > left ? text.size - left : 0);
         else if (v->r.error->message[0] == '\0')
-            status = moei_error(v->r.error, status, "%s: byte %z: a merge is not two texts", v->file, j.at);
+            status = moei_error(v->r.error, status, "%s: byte %z: a merge is not a pair of strings", v->file, j.at);
     }
     moe_buffer_free(&text);
     return status == MOE_OK ? moei_vocab_pairs(v) : status;

@@ -2019,8 +2019,8 @@ static moe_status moei_ranks_file_agree(const moe_batch *group, const moei_conte
     for (r = 0, damage = 0; r < t->n_ranks; r++) damage ^= all[r];
     if (damage == 0) return MOE_OK;
     return moei_error(error, MOE_ERR_FORMAT,
-                      "a tensor of experts is damaged: the CRC-32 of its parts on all ranks is not the one that was "
-                      "saved with it (metadata " MOEI_SUMS_KEY ")");
+                      "a tensor of experts is damaged: the CRC-32 of its parts on all ranks does not "
+                      "match the saved one (metadata " MOEI_SUMS_KEY ")");
 }
 
 moe_status moe_layer_read_part(moe_layer *layer, const void *bytes, size_t size, int trainable, int kernels,

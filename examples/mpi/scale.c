@@ -169,7 +169,7 @@ static void show_run(const figures *h, a_method *f, const a_run *r, errors *wors
 static errors show_runs(measurements *m) {
     errors worst = {1, 0};
     int i, k;
-    printf("\nWhat was run on %.0f core%s, milliseconds per step: measured, predicted. bytes: how many more are "
+    printf("\nRuns on %.0f core%s, milliseconds per step: measured, predicted. bytes: how many more are "
            "predicted than were sent. The step of one rank is exact\n"
            "where `other` is what it had left over. Ranks that share cores wait for them: what is computing in the "
            "prediction is waiting in the measurement.\n",

@@ -63,11 +63,11 @@ repeats() {
     awk '{ sum[NR] = $1 } END { exit !(sum[1] == sum[2] && sum[1] != sum[3] && sum[4] == sum[5]) }' sums
 }
 
-# A second message continues; a full context begins anew.
+# A second message continues; a full context starts over.
 conversation() {
     printf 'hello\n\nand more\nagain\nonce more\n' >lines
     run chat "$prepared/model.gguf" --tokens 30 --context 120 --seed 3 <lines >said || return 1
-    [ "$(grep -c '^\[read' said)" -eq 4 ] && grep -q 'begins anew' said
+    [ "$(grep -c '^\[read' said)" -eq 4 ] && grep -q 'starts over' said
 }
 
 numbers() {

@@ -185,7 +185,7 @@ by_place() {
         grep -q '^[89][0-9] of the 90 lines' right || return 1
     cut -d, -f1 rows.csv | sed 's/$/,/' | sed 's/,$//' >narrow.csv
     ! "$prepared/csv" --load m.safetensors --predict narrow.csv >out 2>&1 &&
-        grep -q 'there is no column column 2; it has 1 columns, the table of the training had 3' out
+        grep -q 'there is no column 2; it has 1 columns, the training table had 3' out
 }
 
 # From the table to a program of integers.
@@ -203,7 +203,7 @@ firmware() {
 reports() {
     for kind in html svg txt; do run "$prepared/csv" "$prepared/plain.csv" --report "r.$kind" >said &&
         [ -s "r.$kind" ] && grep -q "^report     r.$kind$" said || return 1; done
-    grep -q '</html>' r.html && grep -q '</svg>' r.svg && grep -q 'Who takes what' r.txt &&
+    grep -q '</html>' r.html && grep -q '</svg>' r.svg && grep -q 'Experts and labels' r.txt &&
         grep -q 'small one' r.html && [ "$(grep -c '<svg' r.html)" -ge 1 ]
 }
 

@@ -45,9 +45,9 @@ firmware
 TEXT
 }
 
-# After five epochs more than nine of ten digits are read right, in integers as well.
+# After five epochs more than nine of ten digits are classified correctly, in integers as well.
 trained() {
-    awk '/read right/ { found = 1; exit !($5 > 90 && $9 > 90) } END { if (!found) exit 1 }' "$prepared/said" &&
+    awk '/held-out accuracy/ { found = 1; exit !($3 > 90 && $7 > 90) } END { if (!found) exit 1 }' "$prepared/said" &&
         test -s "$prepared/digits.h" && return 0
     cat "$prepared/said"
     return 1

@@ -175,7 +175,7 @@ runs() {
         cat out
         return 1
     }
-    awk '/^What was run/ { shown = 1 } shown { print "note: " $0 }' out
+    awk '/^Runs on/ { shown = 1 } shown { print "note: " $0 }' out
 }
 
 # With two levels the mean rank passes rows on: what really passes depends on which tokens like

@@ -248,7 +248,7 @@ goes_on() {
     losses 1 '' && tail -n 1 losses.1 >want || return 1
     # shellcheck disable=SC2086
     run mpi 2 "$prepared/mpi_float" $small "$prepared/text" --checkpoint c.safetensors --resume >out || return 1
-    grep -q 'goes on after step 4 of 8' out || { cat out; return 1; }
+    grep -q 'continues after step 4 of 8' out || { cat out; return 1; }
     sed -n 's/^held out: loss \([0-9.]*\),.*/\1/p' out >got
     near want got 2e-5
 }

@@ -743,7 +743,7 @@ static void test_seed_keys(void) {
         {"deepseek2", "", "", "deepseek2.nextn_predict_layers", 4, "\2\0\0\0", 4, MOE_ERR_CONFIG,
          "nextn_predict_layers = 2: must be less than block_count = 2", 0},
         {"llama4", "", "", "llama4.rope.scaling.type", 8, "\4\0\0\0\0\0\0\0yarn", 12, MOE_ERR_UNSUPPORTED,
-         "yarn is not supported with factors of single pairs", 0},
+         "yarn is not supported together with rope_freqs", 0},
         {"llama4", "", "", "llama4.rope.scaling.type", 8, "\4\0\0\0\0\0\0\0none", 12, MOE_OK, "", 0},
         {"llama", "rope.scaling.type", "rope.scaling.typo", "llama.rope.scaling.type", 8, "\x8\0\0\0\0\0\0\0longrope",
          16, MOE_OK, "", 0},
@@ -871,7 +871,7 @@ static void test_fp8(void) {
     } rows[] = {
         {"\"F32\", \"shape\": [2, 2, 1]", 16, "[2, 8]", MOE_OK, ""},
         {"\"F32\", \"shape\": [2, 1, 1]", 8, "[128, 128]", MOE_ERR_UNSUPPORTED,
-         "its scales do not begin with its parts"},
+         "a block of scales spans two of its parts"},
         {"\"F32\", \"shape\": [2, 2, 1]", 16, "[128, 128]", MOE_ERR_SHAPE, "one F32 scale per"},
         {"\"F32\", \"shape\": [2, 2, 1]", 16, "[2, 4]", MOE_ERR_SHAPE, "one F32 scale per"},
         {"\"F32\", \"shape\": [2, 2, 1]", 16, "[2, \"8\"]", MOE_ERR_SHAPE, "one F32 scale per"},

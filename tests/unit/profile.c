@@ -463,7 +463,7 @@ static void test_refused(void) {
     config.weights = MOE_WEIGHTS_FLOAT;
     CHECK_STATUS(moe_model_profile(&profile, &net, &config, NULL, &error), MOE_ERR_UNSUPPORTED);
     if (!MOE_REAL_IS_DOUBLE)
-        CHECK(strstr(error.message, "the model is no list of operations: ") == error.message, error.message);
+        CHECK(strstr(error.message, "the model is not a list of operations: ") == error.message, error.message);
     CHECK(memcmp(&profile, &untouched, sizeof profile) == 0, "untouched");
     moe_net_free(&net);
 }

@@ -640,9 +640,9 @@ static void test_refused_json(void) {
         {"{\"model\":{\"vocab\":{\"a\":4294967295}}}", "too large", MOE_ERR_UNSUPPORTED},
         {"{\"model\":{\"vocab\":{\"a\":99999}}}", "too large", MOE_ERR_FORMAT},
         {"{\"model\":{\"vocab\":{\"a\":-1}}}", "integer", MOE_ERR_FORMAT},
-        {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[\"ab\"]}}", "not two texts", MOE_ERR_FORMAT},
-        {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[[\"a\"]]}}", "not two texts", MOE_ERR_FORMAT},
-        {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[7]}}", "not two texts", MOE_ERR_FORMAT},
+        {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[\"ab\"]}}", "not a pair of strings", MOE_ERR_FORMAT},
+        {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[[\"a\"]]}}", "not a pair of strings", MOE_ERR_FORMAT},
+        {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[7]}}", "not a pair of strings", MOE_ERR_FORMAT},
         {"{\"added_tokens\":[{\"id\":1}],\"model\":{\"vocab\":{\"a\":0}}}", "id and content", MOE_ERR_FORMAT},
         {"{\"model\":{\"type\":\"Unigram\",\"vocab\":[[\"a\",true]]}}", "score", MOE_ERR_FORMAT},
         {"{\"model\":[]}", "no vocabulary", MOE_ERR_NOT_FOUND},
@@ -674,9 +674,9 @@ static void test_refused_json(void) {
          MOE_ERR_FORMAT},
         {"{\"added_tokens\":[{\"id\":1,\"content\":2}],\"model\":{\"vocab\":{\"a\":0}}}", "\" is expected",
          MOE_ERR_FORMAT},
-        {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[[7,\"a\"]]}}", "not two texts", MOE_ERR_FORMAT},
-        {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[[\"a\",7]]}}", "not two texts", MOE_ERR_FORMAT},
-        {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[[\"a\",\"a\",\"a\"]]}}", "not two texts", MOE_ERR_FORMAT},
+        {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[[7,\"a\"]]}}", "not a pair of strings", MOE_ERR_FORMAT},
+        {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[[\"a\",7]]}}", "not a pair of strings", MOE_ERR_FORMAT},
+        {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[[\"a\",\"a\",\"a\"]]}}", "not a pair of strings", MOE_ERR_FORMAT},
         {"[]", "object", MOE_ERR_FORMAT}};
     char longest[700];
     size_t i;
@@ -717,7 +717,7 @@ static void test_refused_gguf(void) {
     refuse_changed(&b, "token_type\t\0\0\0\5", "token_type\t\0\0\0\4", 15, MOE_ERR_FORMAT, "elements of type");
     refuse_changed(&b, "ggml.tokens\t\0\0\0\x08\0\0\0", "ggml.tokens\x04\0\0\0\x08\0\0\0", 19, MOE_ERR_FORMAT, "byte");
     refuse_changed(&b, "ggml.bos_token_id\x04", "ggml.bos_token_id\x06", 18, MOE_ERR_FORMAT, "has type 6");
-    refuse_changed(&b, "he ll", "he_ll", 5, MOE_ERR_FORMAT, "not two texts");
+    refuse_changed(&b, "he ll", "he_ll", 5, MOE_ERR_FORMAT, "not a pair of strings");
     refuse_changed(&b, "\5\0\0\0\0\0\0\0he ll", "\5\0\0\0\1\0\0\0he ll", 13, MOE_ERR_FORMAT, "beyond the end");
     v.fewer = 1;
     b.size = 0;
