@@ -778,12 +778,12 @@ static moe_status moei_two_hops(moei_ranks *k, int channel, int stage) {
     return status;
 }
 
-/* Kinds of rows: gathered router data; tokens; tokens by the dispatch plan, which may use two
-   levels. */
+/* Kinds of rows: gathered router data, not counted; tokens; tokens by the dispatch plan, which may
+   use two levels. */
 enum {
-    MOEI_ROWS_PLAIN = 0,
+    MOEI_ROWS_UNCOUNTED = 0,
     MOEI_ROWS_TOKENS,
-    MOEI_ROWS_PLAN
+    MOEI_ROWS_PLANNED
 };
 
 enum { MOEI_EXCHANGE_NOW = MOE_EXCHANGE_BEGIN | MOE_EXCHANGE_END };
@@ -792,9 +792,9 @@ enum { MOEI_EXCHANGE_NOW = MOE_EXCHANGE_BEGIN | MOE_EXCHANGE_END };
 static moe_status moei_move(moei_ranks *k, int channel, int stage, int kind) {
     const moe_transport *t = k->transport;
     int r;
-    if (kind != MOEI_ROWS_PLAIN && t->traffic != NULL && t->traffic->rows != NULL && (stage & MOE_EXCHANGE_BEGIN))
+    if (kind != MOEI_ROWS_UNCOUNTED && t->traffic != NULL && t->traffic->rows != NULL && (stage & MOE_EXCHANGE_BEGIN))
         for (r = 0; r < t->n_ranks; r++) t->traffic->rows[r] += k->exchange[channel].send_counts[r];
-    if (kind == MOEI_ROWS_PLAN && k->hop_bytes > 0) return moei_two_hops(k, channel, stage);
+    if (kind == MOEI_ROWS_PLANNED && k->hop_bytes > 0) return moei_two_hops(k, channel, stage);
     return moei_exchange_rows(t, stage, &k->exchange[channel]);
 }
 
@@ -836,7 +836,7 @@ static moe_status moei_ranks_gather(void *ctx, moe_status status, size_t row_byt
     if (own > 0) memcpy(k->copy, (unsigned char *)rows + k->batch.first * row_bytes, own * row_bytes);
     moei_map_all(k, &k->map[0]);
     moei_prepare(k, 0, row_bytes, k->copy, rows, 0);
-    status = moei_move(k, 0, MOEI_EXCHANGE_NOW, MOEI_ROWS_PLAIN);
+    status = moei_move(k, 0, MOEI_EXCHANGE_NOW, MOEI_ROWS_UNCOUNTED);
     k->is_broken = status != MOE_OK;
     return status;
 }
@@ -1169,14 +1169,14 @@ static moe_status moei_begin_dispatch(const moei_trip *trip, size_t chunk) {
     moei_ranks *k = trip->p->ranks;
     moei_map_chunk(trip->layer, trip->p, chunk, &k->map[MOEI_DISPATCH]);
     moei_prepare(k, MOEI_DISPATCH, trip->d_sent * sizeof(moe_real), trip->sent, trip->received, 0);
-    return moei_move(k, MOEI_DISPATCH, MOE_EXCHANGE_BEGIN, MOEI_ROWS_PLAN);
+    return moei_move(k, MOEI_DISPATCH, MOE_EXCHANGE_BEGIN, MOEI_ROWS_PLANNED);
 }
 
 static moe_status moei_begin_back(const moei_trip *trip, size_t chunk) {
     moei_ranks *k = trip->p->ranks;
     moei_map_chunk(trip->layer, trip->p, chunk, &k->map[MOEI_COMBINE]);
     moei_prepare(k, MOEI_COMBINE, trip->d_returned * sizeof(moe_real), trip->computed, trip->returned, 1);
-    return moei_move(k, MOEI_COMBINE, MOE_EXCHANGE_BEGIN, MOEI_ROWS_PLAN);
+    return moei_move(k, MOEI_COMBINE, MOE_EXCHANGE_BEGIN, MOEI_ROWS_PLANNED);
 }
 
 static void moei_compute_chunk(const moei_trip *trip, size_t chunk) {
@@ -1198,13 +1198,13 @@ static moe_status moei_run_trip(const moei_trip *trip) {
     size_t chunk;
     moe_status status = moei_begin_dispatch(trip, 0);
     for (chunk = 0; chunk < k->chunks && status == MOE_OK; chunk++) {
-        status = moei_move(k, MOEI_DISPATCH, MOE_EXCHANGE_END, MOEI_ROWS_PLAN);
+        status = moei_move(k, MOEI_DISPATCH, MOE_EXCHANGE_END, MOEI_ROWS_PLANNED);
         if (status == MOE_OK && chunk + 1 < k->chunks) status = moei_begin_dispatch(trip, chunk + 1);
         if (status == MOE_OK) moei_compute_chunk(trip, chunk);
-        if (status == MOE_OK && chunk > 0) status = moei_move(k, MOEI_COMBINE, MOE_EXCHANGE_END, MOEI_ROWS_PLAN);
+        if (status == MOE_OK && chunk > 0) status = moei_move(k, MOEI_COMBINE, MOE_EXCHANGE_END, MOEI_ROWS_PLANNED);
         if (status == MOE_OK) status = moei_begin_back(trip, chunk);
     }
-    return status == MOE_OK ? moei_move(k, MOEI_COMBINE, MOE_EXCHANGE_END, MOEI_ROWS_PLAN) : status;
+    return status == MOE_OK ? moei_move(k, MOEI_COMBINE, MOE_EXCHANGE_END, MOEI_ROWS_PLANNED) : status;
 }
 
 static void moei_trip_forward(const moei_trip *trip, moe_layer_pass *pass) {
