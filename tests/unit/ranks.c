@@ -483,6 +483,7 @@ typedef struct result {
     size_t *offsets;
     moe_status owned; /* of the routing of the own tokens: */
     size_t own_real, own_dropped, own_tokens;
+    moe_real *clean_logits; /* [own_tokens,E] routing.clean_logits */
     double pairs, dropped, tokens, logits; /* of its metrics */
     int32_t *recorded;                     /* its choices */
 } result;
@@ -626,6 +627,7 @@ static void keep_routing(result *r, const moe_routing *from) {
     to->memory = NULL;
     to->d_weight_in = to->d_weight_out = NULL;
     to->logits = (moe_real *)copy_of(from->logits, n * columns, sizeof(moe_real));
+    to->clean_logits = NULL;
     to->gate = NULL;
     to->probabilities = (moe_real *)copy_of(from->probabilities, n * columns, sizeof(moe_real));
     to->choices = (int32_t *)copy_of(from->choices, from->choices != NULL ? n * width : 0, sizeof(int32_t));
@@ -653,6 +655,8 @@ static void keep_own(result *r, const moe_routing *from, const moe_call *call) {
     r->owned = MOE_OK;
     if (from->plan.rows > 0) return;
     r->own_tokens = own_tokens;
+    r->routing.clean_logits = r->clean_logits = (moe_real *)copy_of(
+        from->clean_logits, from->clean_logits != NULL ? own_tokens * experts : 0, sizeof(moe_real));
     r->recorded = (int32_t *)grab(own_tokens * from->max_choices, sizeof(int32_t));
     all = (int32_t *)grab(from->n_tokens * from->max_choices, sizeof(int32_t));
     r->owned = moe_routing_choices(from, from->max_choices, 1, all);
@@ -684,6 +688,7 @@ static void result_end(result *r) {
     free(r->d_outputs);
     free(r->d_output);
     free(r->d_activations);
+    free(r->clean_logits);
     free(r->routing.logits);
     free(r->routing.probabilities);
     free(r->routing.choices);
@@ -1316,6 +1321,8 @@ static void compare_routing(const stage *g, const scene *s, const result *one, c
     AGREES(same_rows(s, whole, a->probabilities, b->probabilities, from, n, columns), "probabilities");
     AGREES(same_rows(s, whole, a->weights, b->weights, from, n, experts), "weights");
     if (b->plan.rows > 0) return;
+    AGREES(same_rows(s, whole, a->clean_logits, b->clean_logits, g->all.first[rank], r->own_tokens, experts),
+           "logits without noise");
     AGREES(same_rows(s, whole, a->choice_weights, b->choice_weights, from, n, b->max_choices) || b->max_choices == 0,
            "the weights of the stage");
     for (t = 0; t < n; t++) {

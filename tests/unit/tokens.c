@@ -238,6 +238,34 @@ static double slow_best(const vocab *v, const char *text, int32_t *ids, size_t *
     return best;
 }
 
+/* Whether the text of one character that no piece has is encoded by the token of its first byte. */
+static int falls_back(const vocab *v, const moe_buffer *b) {
+    moe_tokenizer t;
+    int32_t ids[8];
+    size_t n = 0, i;
+    int found = 0;
+    if (!CHECKF(load(&t, "tokenizer.json", b) == MOE_OK, "%s", error.message)) return -1;
+    CHECK_STATUS(moe_tokenizer_encode(&t, "\303\251", 2, 0, ids, 8, &n), MOE_OK);
+    for (i = 0; i < n; i++) found |= ids[i] == vocab_find(v, "<0xC3>");
+    moe_tokenizer_free(&t);
+    return found;
+}
+
+static void test_byte_fallback(void) {
+    static const char on[] = "\"byte_fallback\":true";
+    vocab v;
+    moe_buffer b;
+    size_t i = 0;
+    memset(&b, 0, sizeof b);
+    vocab_pieces(&v, VOCAB_UNIGRAM);
+    vocab_json(&v, meta_parts, 0, &b);
+    CHECK(falls_back(&v, &b) == 1);
+    while (i + sizeof on < b.size && memcmp(b.data + i, on, sizeof on - 1) != 0) i++;
+    memcpy(b.data + i + sizeof on - 5, "null", 4);
+    CHECK(falls_back(&v, &b) == 0);
+    moe_buffer_free(&b);
+}
+
 static void test_unigram(void) {
     vocab v;
     moe_tokenizer t;
@@ -1416,6 +1444,7 @@ int main(void) {
     CASE(test_ends());
     CASE(test_merges());
     CASE(test_unigram());
+    CASE(test_byte_fallback());
     CASE(test_cuts());
     CASE(test_special());
     CASE(test_stripping());
