@@ -66,8 +66,8 @@ refused 8:_the_label_(column_3)_is_missing 8s/[^,]*$//
 refused at_least_10 9,$d
 refused all_lines_have_the_same_label 2,$s/[^,]*$/same/
 refused is_it_the_label? s/[^,]*$/&/;=
-refused is_zero:_this_is_no_text 3s/,/\x00/
-refused nothing_is_in_it d
+refused is_zero,_so_this_is_not_text 3s/,/\x00/
+refused it_is_empty d
 refused line_4_has_a_character_that_is_not_UTF-8 4s/long\|wide\|small/caf\xe9/
 refused one_column_only s/,.*//
 told no_column_color --label color
