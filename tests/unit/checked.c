@@ -608,6 +608,20 @@ static moe_status single_check(void) {
     return status;
 }
 
+/* The message names the operation by its number, of two digits too. */
+static void test_number(void) {
+    moei_int_op ops[13];
+    moe_error error;
+    size_t i;
+    single_begin(moei_int_op_norm, 8, 0);
+    for (i = 0; i < COUNT(ops); i++) ops[i] = one.op;
+    ops[12].factor = -1;
+    one.model.ops = ops;
+    one.model.n_ops = one.model.n_main = 13;
+    CHECK_STATUS(moe_model_check(&one.model, NULL, cells, sizeof cells, &error), MOE_ERR_FORMAT, "the last of 13");
+    CHECK(strncmp(error.message, "op 12", 5) == 0, error.message);
+}
+
 static void test_single_norms(void) {
     single_begin(moei_int_op_norm, 32767, 0);
     CHECK_STATUS(single_check(), MOE_OK, "the widest norm");
@@ -1152,6 +1166,7 @@ int main(int argc, char **argv) {
     CASE(test_places());
     quick = argc > 1 && strcmp(argv[1], "quick") == 0;
     CASE(test_models());
+    CASE(test_number());
     CASE(test_single_norms());
     CASE(test_single_sums());
     CASE(test_single_attention());

@@ -2097,6 +2097,46 @@ static void test_long_calibration(void) {
     }
 }
 
+/* The order of the rows does not matter: an outlier counts in the first row as in the last. */
+static void test_calibration_order(void) {
+    enum { ROWS = 9, WIDTH = 4 };
+    moe_real x[ROWS * WIDTH];
+    moe_layer_config experts;
+    moe_data data;
+    moe_model_config config;
+    moe_built_model built, turned;
+    moe_error error;
+    moe_net net;
+    moe_rng rng;
+    size_t i;
+    moe_rng_seed(&rng, 44);
+    for (i = 0; i < ROWS * WIDTH; i++) x[i] = moe_rng_normal(&rng) * (i < WIDTH ? (moe_real)9 : (moe_real)1);
+    memset(&data, 0, sizeof data);
+    data.n = ROWS;
+    data.x = x;
+    config = int8_config(&data);
+    memset(&experts, 0, sizeof experts);
+    experts.d_ff = 5;
+    (void)moe_net_init(&net, WIDTH, MOE_KERNELS_C, NULL);
+    (void)moe_net_mixture(&net, &experts);
+    (void)moe_net_linear(&net, 3);
+    if (!CHECK_SAYS(moe_net_build(&net, 0, 1, &error), MOE_OK, "a net", error)) return;
+    CHECK_SAYS(moe_model_create(&built, &net, &config, &error), MOE_OK, "calibration", error);
+    for (i = 0; i < WIDTH; i++) {
+        const moe_real first = x[i];
+        x[i] = x[(ROWS - 1) * WIDTH + i];
+        x[(ROWS - 1) * WIDTH + i] = first;
+    }
+    CHECK_SAYS(moe_model_create(&turned, &net, &config, &error), MOE_OK, "calibration", error);
+    CHECK(built.model.weights_size == turned.model.weights_size &&
+              memcmp(built.model.weights, turned.model.weights, built.model.weights_size) == 0 &&
+              built.model.n_ops == turned.model.n_ops,
+          "the same constants");
+    moe_model_free(&turned);
+    moe_model_free(&built);
+    moe_net_free(&net);
+}
+
 /* What a header says of how its model is called, and nothing but that. */
 static void check_hint(const moe_built_model *built, const char *call) {
     moe_buffer text;
@@ -2904,6 +2944,7 @@ int main(int argc, char **argv) {
     CASE(test_negative_mixes());
     CASE(test_norm_of_zeros());
     CASE(test_long_calibration());
+    CASE(test_calibration_order());
     CASE(test_late_token());
     CASE(test_rounding());
     CASE(test_refused_calls());

@@ -1185,6 +1185,7 @@ static void test_fluctuation(void) {
     CHECK_NEAR(share, 0, 0.0);
     share = 7;
     CHECK(moe_fluctuation(6, NULL, after, mask, &share) == MOE_ERR_ARGUMENT);
+    CHECK(moe_fluctuation(1, NULL, after, mask, &share) == MOE_ERR_ARGUMENT);
     CHECK(moe_fluctuation(6, before, NULL, mask, &share) == MOE_ERR_ARGUMENT);
     CHECK(moe_fluctuation(6, before, after, mask, NULL) == MOE_ERR_ARGUMENT);
     CHECK_NEAR(share, 7, 0.0);

@@ -2920,7 +2920,7 @@ static void test_experts(void) {
                     if (!training && turn % 5 != 0) {
                         s.with |= WITH_PACKED;
                         s.with &= ~(unsigned)WITH_KEEP;
-                        s.type = types[turn % 6];
+                        s.type = types[(turn + turn / 6) % 6]; /* all of them, also of every sixth turn */
                     }
                     if (turn % 5 == 0 && s.config.router.select != MOE_SELECT_SOFT)
                         s.with |= WITH_LAST; /* only the last rank's experts have work */
