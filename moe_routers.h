@@ -865,7 +865,7 @@ enum { MOE_MAX_EXPERTS = sizeof(int) > 2 ? 65536 : 32767, MOE_MAX_WIDTH = sizeof
     REAL(bias_rate, 0, 0, 1e6, "gamma, step size of bias_rule; 0: the selection bias is constant") \
     CHOICE(bias_rule, BIAS_RULE, bias_rule, "how the loads of a step change the selection bias") \
     REAL(bias_real, 0, 1e-6, MOE_MAX_EXPERTS, \
-        "K_e > 0: target of real experts per token; other biases are constant (LongCat-Flash)") \
+        "K_e > 0: target of real experts per token; biases of the others are constant (LongCat-Flash)") \
     FLAG(bias_centre, "the biases' mean change is subtracted [smebu: 1]") \
     REAL(bias_kappa, 0, 1e-6, 1e6, "kappa of smebu [2]") \
     REAL(bias_beta, 0, 1e-6, 0.999999, "beta of smebu [0.5]") \

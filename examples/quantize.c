@@ -27,8 +27,8 @@ static const char help[] =
     "  --seed N     seed of all random choices: held-out rows, weights, order (1)\n"
     "  --epochs N   passes through the training digits (30)\n"
     "  --smooth     also moves outliers of activations into weights (moe_smooth.h) and measures int8 and int4 again\n"
-    "  --check      seeds N to N + 2; exit status 1 if the mean loss is 0.5 points or more for int8, 2 or more for "
-    "int4\n" REPORT_HELP;
+    "  --check      seeds N to N + 2; exit status 1 if accuracy falls on average by 0.5 points or more in int8, "
+    "2 in int4\n" REPORT_HELP;
 static const char *data_path;
 static long epochs = 30, first_seed = 1;
 static int checks, smooths;

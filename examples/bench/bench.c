@@ -771,7 +771,7 @@ static void print_verdicts(const judgement *g) {
         if (n >= 0 && g[n].verdict != NOT_RUN && strcmp(claims[n].text, claims[c].text) != 0)
             print("%s: ", claims[n].text);
         if (n >= 0) print_verdict(&claims[n], &g[n]);
-        print(" |\n");
+        print(n >= 0 && claims[n].kind != PRIMARY && g[n].verdict != NOT_RUN ? " (secondary) |\n" : " |\n");
     }
 }
 

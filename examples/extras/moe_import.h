@@ -1047,10 +1047,8 @@ static moe_status moei_import_shard_open(moei_importer *r, const char *name, moe
     moe_status status;
     if (s == NULL) return moei_error(r->error, MOE_ERR_MEMORY, "no memory to open a file");
     status = r->folder->open(r->folder->ctx, name, &s->source, r->error);
-    if (status == MOE_OK && s->source.read_at == NULL) {
-        if (r->folder->close != NULL) r->folder->close(r->folder->ctx, &s->source);
+    if (status == MOE_OK && s->source.read_at == NULL)
         status = moei_error(r->error, MOE_ERR_ARGUMENT, "a source's read_at is NULL");
-    }
     if (status != MOE_OK) {
         moei_free(&r->allocator, s, sizeof *s);
         return status;
