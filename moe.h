@@ -4479,7 +4479,7 @@ static void moei_shaped_backward(const moei_expert_run *run, const moei_step *st
     moe_gated_backward(run->layer->kernels, run->act, n, t, v, d_out, d_t, d_v);
     for (q = 0; q < n; q++) {
         if (gate[q] > limit) d_t[q] = MOEI_R(0.0);
-        d_gate[q] = up == NULL && (run->summed >> step->from & 1u) ? d_gate[q] + d_t[q] : d_t[q];
+        d_gate[q] = up == NULL ? d_gate[q] + d_t[q] : d_t[q]; /* up NULL: of the score, a sum */
     }
     for (q = 0; q < n && up != NULL; q++)
         run->gradient[step->second][at_up + q] = up[q] > limit || up[q] < -limit ? MOEI_R(0.0) : d_v[q] / run->alpha;

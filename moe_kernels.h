@@ -4623,8 +4623,9 @@ static void moei_quant_tiles(int type, size_t wide, size_t most, moei_tile_fn *t
     }
 }
 
-/* The same for codes. Panels that are added to start from C instead of zeros. */
-static void moei_code_tiles(size_t wide, size_t most, moei_tile_fn *tile, const moei_code_panels *p) {
+/* The same for codes, whose rows come in pairs, one panel at a time. Panels that are added to start
+   from C instead of zeros. */
+static void moei_code_tiles(size_t most, moei_tile_fn *tile, const moei_code_panels *p) {
     float spare[MOEI_PANEL], part[12 * 2 * MOEI_PANEL];
     moei_quant_tile t;
     size_t i, j, count;
@@ -4636,26 +4637,21 @@ static void moei_code_tiles(size_t wide, size_t most, moei_tile_fn *tile, const 
     t.groups = p->groups;
     t.lines = p->lines;
     t.load = p->load;
-    for (j = 0; j < p->panels; j += wide) {
-        const size_t next = wide > 1 && j + 1 < p->panels ? 1 : 0;
-        t.ldc[1] = next * p->ldc;
-        t.w[0] = p->codes[j];
-        t.w[1] = p->codes[j + next];
-        t.w_scale[0] = (const unsigned char *)p->weight_scales[j];
-        t.w_scale[1] = (const unsigned char *)p->weight_scales[j + next];
+    t.c[1] = spare;
+    for (j = 0; j < p->panels; j++) {
+        t.w[0] = t.w[1] = p->codes[j];
+        t.w_scale[0] = t.w_scale[1] = (const unsigned char *)p->weight_scales[j];
         t.c[0] = p->c + j * MOEI_PANEL;
-        t.c[1] = next ? t.c[0] + MOEI_PANEL : spare;
         t.a = p->rows;
         t.scale = p->scales;
         t.start = p->starts;
         for (i = p->m; i > 0; i -= count) {
-            count = i >= most ? most : i >= 8 ? 8 : i > 4 ? (i + 1) / 2 : i;
+            count = moei_smaller(i, most);
             tile(0, count, &t);
             t.a += count * p->row_size;
             t.scale += count * p->row_size;
             t.start += count * p->row_size;
             t.c[0] += count * p->ldc;
-            t.c[1] += count * t.ldc[1];
         }
     }
 }
@@ -4995,7 +4991,7 @@ static void moei_quant_avx2(int type, size_t m, size_t panels, size_t inner, con
     moei_quant_tiles(type, 1, 4, moei_quant_rows_avx2, m, panels, inner, rows, row_size, packed, panel_stride, c, ldc);
 }
 
-static void moei_unpacked_avx2(const moei_code_panels *p) { moei_code_tiles(1, 4, moei_quant_rows_avx2, p); }
+static void moei_unpacked_avx2(const moei_code_panels *p) { moei_code_tiles(4, moei_quant_rows_avx2, p); }
 
 MOEI_QUANT_FUNCTIONS(avx2, )
 
@@ -5206,7 +5202,7 @@ MOEI_AVX2 static void moei_quantize_avx2(int type, size_t m, size_t inner, const
     } \
     MOEI_DOT_TILE(set, target, __m256i, moei_int32x8, __m256, MOEI_EACH_6, 8) \
     MOEI_DOT_PRODUCT(set, target, 1, 6) \
-    static void moei_unpacked_##set(const moei_code_panels *p) { moei_code_tiles(1, 6, moei_quant_rows_##set, p); }
+    static void moei_unpacked_##set(const moei_code_panels *p) { moei_code_tiles(6, moei_quant_rows_##set, p); }
 
 #if defined(__apple_build_version__)
 #define MOEI_COMPILER_HAS_VNNI (__clang_major__ >= 13)
@@ -6473,7 +6469,7 @@ MOEI_INLINE void moei_finish_v4(float *c, moei_v4_int sum, moei_v4 w_scale, cons
         moei_quant_tiles(type, 1, 4, moei_quant_rows_##set, m, panels, inner, rows, row_size, packed, panel_stride, c, \
                          ldc); \
     } \
-    static void moei_unpacked_##set(const moei_code_panels *p) { moei_code_tiles(1, 4, moei_quant_rows_##set, p); } \
+    static void moei_unpacked_##set(const moei_code_panels *p) { moei_code_tiles(4, moei_quant_rows_##set, p); } \
     MOEI_QUANT_FUNCTIONS(set, )
 
 #define MOEI_DOT_PAIRS(sum, w, x, i) moei_dot_pair_sums(sum, w, MOEI_QUAD(x, i))

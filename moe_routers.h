@@ -6463,9 +6463,8 @@ static moe_real moei_largest_cosine(const moei_pass *s, size_t width) {
     size_t t, e, q, block = s->d / s->experts;
     if (w != NULL) moei_affine(s->router->kernels, s->n, s->experts, width, v, w, NULL, product);
     for (t = 0; t < s->n; t++) {
-        moe_real inverse = moei_is_real(s->call, t) ? moei_inverse_length(s->router->kernels, v + t * width, width)
-                                                    : MOEI_R(0.0),
-                 cosine;
+        moe_real inverse = moei_inverse_length(s->router->kernels, v + t * width, width); /* 0 of padding, which is 0 */
+        moe_real cosine;
         for (e = 0; e < s->experts; e++) {
             if (w != NULL)
                 cosine = product[t * s->experts + e] * moei_inverse_length(s->router->kernels, w + e * width, width) *

@@ -2245,9 +2245,7 @@ static uint32_t moei_logits_previous(moei_maker *m, const moei_scoring *s, size_
         if (sum * m->ranges[previous].z.most > *most) *most = sum * m->ranges[previous].z.most;
     }
     m->weights = MOE_WEIGHTS_INT8;
-    z = m->status != MOE_OK
-            ? 0
-            : moei_product(m, &x, m->made.mixtures[moei_array_length(m->made.mixtures) - 1].z, MOEI_WIDE, 0, *most, 0);
+    z = moei_product(m, &x, m->made.mixtures[moei_array_length(m->made.mixtures) - 1].z, MOEI_WIDE, 0, *most, 0);
     m->weights = weights;
     moei_router_matrix_free(m, w, n, experts);
     return z;
@@ -2936,7 +2934,7 @@ static void moei_constant_ops(moei_maker *m, const moei_scoring *s, size_t i, co
     for (q = 0; q < d; q++)
         if (fabs((double)v[q]) > most) most = fabs((double)v[q]);
     if (inputs) x = moei_weighted_input(m, s, mixture);
-    to.bits = inputs ? 0 : mixture->weight_bits;
+    if (inputs) to.bits = 0; /* x has the weight */
     shares = m->status == MOE_OK ? moei_constant_shares(m, s, i, x, !inputs) : 0;
     moei_set_weight(m, shares, 0);
     moei_accumulate(m, x, &to);

@@ -986,7 +986,7 @@ typedef struct moei_importer {
     int is_model;               /* 1: a whole model, not a layer */
     const moei_family *family;
     const moe_preset *preset;   /* of the caller, or NULL */
-    const char *changes;        /* settings of the caller, after the preset's name; "": none */
+    const char *changes;        /* settings of the caller, after the preset's name, or NULL */
     int by_type;                /* 1: model_type or general.architecture chose the family */
     size_t sizes[4];            /* E, H, I, S; 0: not known yet */
     moe_layer_config settings;
@@ -5381,7 +5381,6 @@ static moe_status moei_model_run(moe_imported *model, const moei_import_folder *
     own.message[0] = '\0';
     r.folder = folder;
     r.error = &own;
-    r.changes = "";
     if (allocator != NULL) r.allocator = *allocator;
     status = moei_build_run(&b, name);
     moei_importer_close(&r);
@@ -5395,7 +5394,6 @@ static moe_status moei_model_run(moe_imported *model, const moei_import_folder *
 static moe_status moei_import_asked(moei_importer *r, const char *text, moe_error *error) {
     char name[52];
     size_t n = 0;
-    r->changes = "";
     if (text == NULL) return MOE_OK;
     while (text[n] != '\0' && text[n] != ' ' && text[n] != '=') n++;
     r->changes = text[n] == '=' ? text : text + n;
