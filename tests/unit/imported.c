@@ -505,12 +505,60 @@ static void test_refusals_folder(void) {
         {"\"kv_lora_rank\": 24", "\"kv_lora_rank\": -4", MOE_ERR_CONFIG, "kv_lora_rank = -4"},
         {"model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.uq_proj.weight", MOE_ERR_NOT_FOUND, "up_proj"},
         {"model.layers.1.mlp.gate.weight", "model.layers.1.mlp.gaze.weight", MOE_ERR_NOT_FOUND, "model.layers.1."},
+        {"model.layers.1.self_attn.o_proj.weight", "model.layers.1.self_attn.o_prox.weight", MOE_ERR_NOT_FOUND,
+         "o_proj.weight': missing"},
         {"lm_head.weight", "lm_head.weighs", MOE_ERR_UNSUPPORTED, "weighs"}};
     const bytes b = read_file(FOLDER "deepseek_v3-bf16/model.safetensors");
     const bytes config = read_file(FOLDER "deepseek_v3-bf16/config.json");
     size_t i;
     for (i = 0; i < sizeof rows / sizeof rows[0]; i++) refuse(b, "model.safetensors", &config, &rows[i]);
     free(b.p);
+    free(config.p);
+}
+
+/* Tensors that other architectures have are refused, not left out. */
+static void test_foreign(void) {
+    static const char *const names[] = {
+        "model.layers.0.self_attn.q_proj.bias",        "model.layers.0.self_attn.k_proj.bias",
+        "model.layers.0.self_attn.v_proj.bias",        "model.layers.0.self_attn.o_proj.bias",
+        "model.layers.0.self_attn.q_norm.weight",      "model.layers.0.self_attn.k_norm.weight",
+        "model.layers.0.self_attn.q_layernorm.weight", "model.layers.0.self_attn.key_layernorm.weight",
+        "model.layers.0.self_attn.k_proj.weight",      "model.layers.0.self_attn.out_proj.weight",
+        "model.layers.0.self_attn.sinks",              "model.layers.0.conv.in_proj.weight",
+        "model.layers.0.input_layernorm.bias",         "model.layers.0.post_attention_layernorm.bias",
+        "model.layers.0.operator_norm.weight",         "model.layers.0.ffn_norm.weight",
+        "model.layers.0.conv.conv.weight",             "model.embedding_norm.weight",
+        "model.norm.bias",                             "lm_head.bias"};
+    const bytes file = read_file(FOLDER "deepseek_v3-bf16/model.safetensors");
+    const bytes config = read_file(FOLDER "deepseek_v3-bf16/config.json");
+    size_t i, k, length = 0;
+    for (k = 8; k-- > 0;) length = length << 8 | file.p[k];
+    for (i = 0; i < sizeof names / sizeof *names; i++) {
+        const size_t end = file.n - 8 - length; /* of the data, where the tensor's two bytes are added */
+        bytes more;
+        size_t header;
+        moe_import_source sources[2];
+        moe_imported model;
+        moe_error error;
+        moe_status status;
+        more.p = (unsigned char *)grab(file.n + 300, 1);
+        sprintf((char *)more.p + 8, "{\"%s\":{\"dtype\":\"BF16\",\"shape\":[1],\"data_offsets\":[%lu,%lu]},", names[i],
+                (unsigned long)end, (unsigned long)end + 2);
+        header = strlen((const char *)more.p + 8);
+        memcpy(more.p + 8 + header, file.p + 9, file.n - 9); /* without the first brace */
+        more.n = file.n + header - 1 + 2;
+        for (k = 0; k < 8; k++) more.p[k] = (unsigned char)((length + header - 1) >> 8 * k & 255u);
+        sources[0] = moe_import_memory("model.safetensors", more.p, more.n);
+        sources[1] = moe_import_memory("config.json", config.p, config.n);
+        error.message[0] = '\0';
+        status = moe_import_read_model(&model, sources, 2, NULL, NULL, &error);
+        CHECKF(status == MOE_ERR_UNSUPPORTED && strstr(error.message, names[i]) != NULL &&
+                   strstr(error.message, "has no such tensor") != NULL,
+               "%s: %s: %s", names[i], moe_status_text(status), error.message);
+        moe_import_free(&model);
+        free(more.p);
+    }
+    free(file.p);
     free(config.p);
 }
 
@@ -1074,6 +1122,7 @@ int main(void) {
     CASE(test_refusals_gguf());
     CASE(test_refusals_oss());
     CASE(test_refusals_folder());
+    CASE(test_foreign());
     CASE(test_bounds());
     CASE(test_bytes(gguf, 1, 0, 2500, 8));
     CASE(test_bytes(gguf_oss, 1, 0, 3500, 12));

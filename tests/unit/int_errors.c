@@ -83,8 +83,8 @@ static moe_status make_experts(moe_net *net, const trial *t) {
 /* variant: 0 swiglu, 1 linear, 2 factorised, 3 shared experts, 4 weighted inputs, 5 weighted by raw
    probabilities, 6 shared experts with a sigmoid, 7 add_input, 8 shaped, 9 weighted inputs of
    linear experts, 10 a zero expert, 11 copies, 12 constant experts, 13 all of these with weights
-   over the experts with matrices, 14 weighted inputs of copies and constant experts, 15 logit_cap,
-   16 and 17 the logits of another layer, without and with logit_cap */
+   over the experts with matrices, 14 inputs of copies and constant experts with weights that sum to
+   3, 15 logit_cap, 16 and 17 the logits of another layer, without and with logit_cap */
 static moe_status make_mixture(moe_net *net, const trial *t) {
     moe_layer_config c = layer_of(MOE_EXPERT_SWIGLU, 0);
     if (t->variant == 1 || t->variant == 9) c.expert = MOE_EXPERT_LINEAR;
@@ -108,7 +108,10 @@ static moe_status make_mixture(moe_net *net, const trial *t) {
         c.router.n_zero = t->variant == 10 || t->variant == 13;
         c.router.n_copy = (t->variant == 11) + (t->variant >= 13);
         c.router.n_constant = t->variant >= 12 ? 2 : 0;
-        if (t->variant == 14) c.router.apply_to = MOE_APPLY_INPUT;
+        if (t->variant == 14) {
+            c.router.apply_to = MOE_APPLY_INPUT;
+            c.router.scale = 3;
+        }
         if (t->variant == 13) c.router.weight_over = MOE_WEIGHT_OVER_REAL;
     }
     if (t->variant == 15 || t->variant == 17) c.router.logit_cap = 1;

@@ -1044,10 +1044,7 @@ static void try_signs(void) {
     c.top_k = 2;
     c.score = MOE_SCORE_DSELECT; /* weights of one sign */
     CHECK(moei_int_router_plan_make(&c, tensors, 8, NULL, 0, &plan, &error) == MOE_OK, error.message);
-    /* sparsemixer's window of everything; a table with a number below 0 */
-    CHECK(plan_of("weight=sparsemixer sparsemixer_eps=1.5 select=top_k top_k=2", 5.0, &error, &plan) == MOE_OK &&
-              plan.router.threshold == 131072,
-          error.message);
+    /* a table with a number below 0 */
     memset(&c, 0, sizeof c);
     c.d_model = 8;
     c.n_experts = 4;
@@ -1060,6 +1057,20 @@ static void try_signs(void) {
     CHECK(moei_int_router_plan_make(&c, tensors, 8, NULL, 0, &plan, &error) == MOE_ERR_ARGUMENT &&
               strstr(error.message, "router.table[2] = -1") != NULL,
           error.message);
+}
+
+/* The window of sparsemixer, 2 eps, is rounded to nearest; above 1 it is everything. */
+static void try_windows(void) {
+    static const double eps[] = {1e-4, 0.1, 0.3, 0.75, 1.5};
+    moei_int_router_plan plan;
+    moe_error error;
+    char text[80];
+    size_t i;
+    for (i = 0; i < sizeof eps / sizeof *eps; i++) {
+        sprintf(text, "weight=sparsemixer sparsemixer_eps=%g select=top_k top_k=2", eps[i]);
+        CHECK(plan_of(text, 5.0, &error, &plan) == MOE_OK, error.message);
+        CHECK_NEAR(plan.router.threshold, eps[i] < 1 ? floor(eps[i] * 131072 + 0.5) : 131072, 0);
+    }
 }
 
 /* The default and what is printed of it. */
@@ -1104,6 +1115,7 @@ int main(int argc, char **argv) {
     CASE(try_errors());
     CASE(try_thresholds());
     CASE(try_signs());
+    CASE(try_windows());
     return test_end();
 }
 #endif

@@ -39,6 +39,26 @@ static void test_patterns(void) {
         CHECK(moei_fits_pattern(cases[i].pattern, cases[i].name) == cases[i].fits, cases[i].pattern);
 }
 
+/* The bound on a product is what the worst codes give. */
+static void test_matrix_bound(void) {
+    static const moe_real w[6] = {1, -2, (moe_real)0.5, 0, (moe_real)-0.25, 3}, bias[2] = {-4, 1};
+    double scale;
+    int with, signs;
+    size_t i, p;
+    for (scale = 1e-4; scale < 0.1; scale *= 10)
+        for (with = 0; with < 2; with++) {
+            const moei_matrix x = moei_matrix_of(w, with ? bias : NULL, 1, 2, 3);
+            double most = 0;
+            for (signs = 0; signs < 8; signs++)
+                for (i = 0; i < 2; i++) {
+                    double y = with ? (double)bias[i] : 0;
+                    for (p = 0; p < 3; p++) y += (signs >> p & 1 ? 127 : -127) * scale * (double)w[3 * i + p];
+                    if (fabs(y) > most) most = fabs(y);
+                }
+            CHECK_NEAR(moei_matrix_bound(&x, scale), most, 1e-9);
+        }
+}
+
 /* The points of the integer form of softplus, g(t) = sqrt(log2(1 + t) / t), as the formula has
    them. */
 static void test_points(void) {
@@ -534,6 +554,7 @@ int main(void) {
     CASE(test_inverse_length());
     CASE(test_patterns());
     CASE(test_points());
+    CASE(test_matrix_bound());
     CASE(test_ranges());
     CASE(test_int4_most());
     CASE(test_int4_scale());

@@ -263,7 +263,11 @@ static void check_rows(const watched *w, uint64_t seed) {
         const moe_profile_row *row = &p->rows[r];
         bytes += row->weight_bytes;
         multiplications += row->multiplications;
-        if (strcmp(row->name, "route") == 0) continue;
+        if (strcmp(row->name, "route") == 0) {
+            CHECKF(row->net_compared == ROWS * row->inputs, "seed %d row %d route: %d weights compared, not %d",
+                   (int)seed, (int)r, (int)row->net_compared, (int)(ROWS * row->inputs));
+            continue;
+        }
         if (strcmp(row->name, "attention") == 0) attends += row->multiplications;
         CHECKF(fixed ? w->calls[row->op] == ROWS * row->calls : w->calls[row->op] <= ROWS * row->calls || !row->calls,
                "seed %d row %d %s: %d calls, not %d", (int)seed, (int)r, row->name, (int)w->calls[row->op],

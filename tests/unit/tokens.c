@@ -1115,6 +1115,49 @@ static void test_changing(void) {
     moe_buffer_free(&b);
 }
 
+/* A source with another byte at one place, from one read of it on. */
+typedef struct edit {
+    const moe_buffer *bytes;
+    uint64_t at;
+    int left;
+} edit;
+
+static moe_status read_edited(void *ctx, uint64_t at, void *to, size_t size) {
+    edit *e = (edit *)ctx;
+    memcpy(to, e->bytes->data + at, size);
+    if (e->at >= at && e->at - at < size && e->left-- <= 0) ((unsigned char *)to)[e->at - at] ^= 1;
+    return MOE_OK;
+}
+
+/* A string of a list grows beyond the end: before the file is looked through, or only before its
+   strings are read. */
+static void test_longer_string(void) {
+    vocab v;
+    moe_buffer b;
+    int reads;
+    moe_tokenizer t;
+    moe_status status = MOE_ERR_FORMAT;
+    uint64_t at = 0;
+    memset(&b, 0, sizeof b);
+    vocab_bytes(&v);
+    vocab_gguf(&v, &b);
+    while (at + 13 < b.size && memcmp(b.data + at, "\5\0\0\0\0\0\0\0he ll", 13) != 0) at++;
+    for (reads = 0; status != MOE_OK && reads < 9; reads++) {
+        edit e = {&b, at + 5, reads}; /* 2^40 bytes more */
+        moe_import_source source = moe_import_memory("a.gguf", b.data, b.size);
+        source.ctx = &e;
+        source.read_at = read_edited;
+        error.message[0] = '\0';
+        status = moe_import_read_tokenizer(&t, &source, 1, NULL, &error);
+        if (status == MOE_OK) moe_tokenizer_free(&t);
+        else
+            CHECKF(status == MOE_ERR_FORMAT && strstr(error.message, "string goes beyond the end") != NULL,
+                   "read %d: %s", reads, error.message);
+    }
+    CHECKF(status == MOE_OK && reads > 2, "%d reads", reads);
+    moe_buffer_free(&b);
+}
+
 /* ---- texts and pairs that collide ---- */
 
 /* The slots that a search visits before it gives up. */
@@ -1460,6 +1503,7 @@ int main(void) {
     CASE(test_template());
     CASE(test_few_keys());
     CASE(test_changing());
+    CASE(test_longer_string());
     CASE(test_crowded_texts());
     CASE(test_crowded_pairs());
     CASE(test_expressions());
