@@ -483,9 +483,9 @@ typedef struct moe_decoder {
 /* Writes the text of an id to text[0..room-1]; returns the number of bytes, without a terminating
    zero. A negative id ends the text: held bytes are written as they are. All outputs together are
    the bytes that were encoded, valid UTF-8 or not, unless encode met an unknown character. An id
-   that does not exist yields nothing. If the text has more than room bytes, which
-   moe_tokenizer_room excludes, nothing is written, the state is unchanged, and the number of bytes
-   is returned. */
+   that does not exist yields nothing. If the text, with what it holds back, has more than room
+   bytes, which moe_tokenizer_room excludes, nothing is written, the state is unchanged, and the
+   number of bytes is returned. */
 MOE_API size_t moe_tokenizer_decode(moe_decoder *d, int32_t id, char *text, size_t room);
 /* The most bytes that one call of moe_tokenizer_decode writes. */
 MOE_API size_t moe_tokenizer_room(const moe_tokenizer *t);
@@ -517,7 +517,7 @@ MOE_API const moe_chat *moe_chat_find(const moe_tokenizer *t);
      role      MOE_CHAT_
      previous  role of the message before this one; -1: this is the first
      text      NULL, for MOE_CHAT_ASSISTANT: opens the model's turn instead
-   MOE_ERR_ARGUMENT: NULL, a role; MOE_ERR_MEMORY. */
+   MOE_ERR_ARGUMENT: NULL, a role; MOE_ERR_MEMORY; MOE_ERR_SPACE: more than to->most bytes. */
 MOE_API moe_status moe_chat_put(const moe_chat *c, int role, int previous, const char *text, moe_buffer *to);
 
 #ifdef __cplusplus
@@ -5376,6 +5376,11 @@ static moe_status moei_model_run(moe_imported *model, const moei_import_folder *
     if (b.options->context < 0 || b.options->top_k < 0)
         return moei_error(error, MOE_ERR_CONFIG, "options: context = %d and top_k = %d must not be negative",
                           b.options->context, b.options->top_k);
+    if (b.options->cache_type != MOE_TYPE_REAL && b.options->cache_type != MOE_TYPE_F16 &&
+        b.options->cache_type != MOE_TYPE_BF16 && b.options->cache_type != MOE_TYPE_Q8_BLOCK)
+        return moei_error(error, MOE_ERR_CONFIG,
+                          "options: cache_type = %d must be MOE_TYPE_REAL, F16, BF16 or Q8_BLOCK",
+                          b.options->cache_type);
     if (!moei_can_allocate(allocator))
         return moei_error(error, MOE_ERR_ARGUMENT, "allocator is required with MOE_NO_MALLOC");
     own.message[0] = '\0';
@@ -8082,30 +8087,30 @@ moe_status moe_tokenizer_encode(const moe_tokenizer *t, const char *text, size_t
 
 /* ---- decoding ---- */
 
-/* Writes the bytes of a token to out (moe_tokenizer_room bytes); returns their number. */
+/* The number of bytes of a token, which out receives unless it is NULL. */
 static size_t moei_decode_token(const moe_decoder *d, int32_t id, unsigned char *out) {
     const moe_tokenizer *t = d->tokenizer;
     const moei_symbol *s = moei_symbols(t) + id;
     const unsigned char *text = moei_symbol_text(t, (uint32_t)id);
-    const char *p = (const char *)text, *end = p + s->size;
-    const int kind = s->kind & 15;
-    size_t n = 0;
+    const char *begin = (const char *)text, *end = begin + s->size;
+    const char *p = begin;
+    const int kind = s->kind & 15, normal = kind == MOEI_TOKEN_NORMAL;
+    size_t n = 0, size;
     if (kind == MOEI_TOKEN_UNUSED) return 0;
     if ((kind == MOEI_TOKEN_CONTROL || kind == MOEI_TOKEN_UNKNOWN) && (d->flags & MOE_TOKENIZER_SPECIAL) == 0) return 0;
     if (kind == MOEI_TOKEN_BYTE && s->size == 6) {
-        out[0] = (unsigned char)(moei_hex_digit(text[3]) << 4 | moei_hex_digit(text[4]));
+        if (out != NULL) out[0] = (unsigned char)(moei_hex_digit(text[3]) << 4 | moei_hex_digit(text[4]));
         return 1;
     }
-    while (p < end) {
+    for (; p < end; p += size) {
         const moei_rune r = moei_rune_at(p, end);
-        const int byte = kind == MOEI_TOKEN_NORMAL && t->kind == MOE_TOKENIZER_BYTES ? moei_byte_of(r.code) : -1;
-        if (byte >= 0) out[n++] = (unsigned char)byte;
-        else if (r.code == 0x2581u && kind == MOEI_TOKEN_NORMAL && t->space != MOEI_SPACE_KEPT) out[n++] = ' ';
-        else {
-            memcpy(out + n, p, r.size);
-            n += r.size;
-        }
-        p += r.size;
+        int byte = normal && t->kind == MOE_TOKENIZER_BYTES ? moei_byte_of(r.code) : -1;
+        if (r.code == 0x2581u && normal && t->space != MOEI_SPACE_KEPT) byte = ' ';
+        size = r.size;
+        if (p == begin && normal && t->strip && !d->begun && (byte == ' ' || (byte < 0 && *p == ' '))) continue;
+        if (byte >= 0 && out != NULL) out[n] = (unsigned char)byte;
+        if (byte < 0 && out != NULL) memcpy(out + n, p, size);
+        n += byte >= 0 ? 1 : size;
     }
     return n;
 }
@@ -8133,21 +8138,17 @@ size_t moe_tokenizer_decode(moe_decoder *d, int32_t id, char *text, size_t room)
     size_t n, held, all;
     if (t == NULL || id >= t->n_tokens) return 0;
     n = (size_t)d->n_held;
-    all = n + (id >= 0 ? moei_symbols(t)[id].size : 0);
+    all = n + (id >= 0 ? moei_decode_token(d, id, NULL) : 0);
     if (all > room) return all;
-    memcpy(text, d->held, n);
+    if (n > 0) memcpy(text, d->held, n); /* text may be NULL without room */
     if (id < 0) {
         d->n_held = d->begun = 0;
         return n;
     }
-    all = n + moei_decode_token(d, id, (unsigned char *)text + n);
-    if (t->strip && !d->begun && all > n && (moei_symbols(t)[id].kind & 15) == MOEI_TOKEN_NORMAL && text[n] == ' ') {
-        memmove(text + n, text + n + 1, all - n - 1);
-        all--;
-    }
+    if (all > n) (void)moei_decode_token(d, id, (unsigned char *)text + n);
     if (all > n || (moei_symbols(t)[id].kind & 15) == MOEI_TOKEN_NORMAL) d->begun = 1;
     held = moei_decode_open(text, all);
-    memcpy(d->held, text + all - held, held);
+    if (held > 0) memcpy(d->held, text + all - held, held);
     d->n_held = (int)held;
     return all - held;
 }
@@ -8316,7 +8317,7 @@ const moe_chat *moe_chat_find(const moe_tokenizer *t) {
 
 moe_status moe_chat_put(const moe_chat *c, int role, int previous, const char *text, moe_buffer *to) {
     const char *parts[4] = {"", "", "", ""};
-    size_t i, size;
+    size_t i, size, had;
     moe_status status = MOE_OK;
     if (c == NULL || to == NULL || role < 0 || role >= MOE_CHAT_ROLES) return MOE_ERR_ARGUMENT;
     if (text == NULL && role != MOE_CHAT_ASSISTANT) return MOE_ERR_ARGUMENT;
@@ -8324,10 +8325,11 @@ moe_status moe_chat_put(const moe_chat *c, int role, int previous, const char *t
     if (!c->joined || previous != MOE_CHAT_SYSTEM) parts[1] = text != NULL ? c->before[role] : c->reply;
     parts[2] = text != NULL ? text : "";
     parts[3] = text != NULL ? c->after[role] : "";
-    for (i = 0; i < 4 && status == MOE_OK; i++) {
+    for (i = 0, had = to->size; i < 4 && status == MOE_OK; i++) {
         size = moei_strlen(parts[i]);
         status = moei_buffer_write(to, parts[i], size);
     }
+    if (status != MOE_OK) to->size = had;
     return status;
 }
 

@@ -173,6 +173,10 @@ static void test_options(void) {
     options.top_k = -1;
     CHECK_STATUS(moe_import_model(&model, GGUF, &options, NULL, &error), MOE_ERR_CONFIG);
     options.top_k = 0;
+    options.cache_type = MOE_TYPE_Q4;
+    CHECK_STATUS(moe_import_model(&model, GGUF, &options, NULL, &error), MOE_ERR_CONFIG);
+    CHECK(strstr(error.message, "cache_type") != NULL, error.message);
+    options.cache_type = MOE_TYPE_REAL;
     options.kernels = MOE_KERNELS_COUNT;
     CHECK(moe_import_model(&model, GGUF, &options, NULL, &error) != MOE_OK);
     CHECK_STATUS(moe_import_model(NULL, GGUF, NULL, NULL, &error), MOE_ERR_ARGUMENT);

@@ -510,6 +510,10 @@ static void test_decoder(void) {
     CHECK(moe_tokenizer_decode(&d, vocab_find(&v, "he"), text, 64) == 4 && memcmp(text, "\xE2\x82he", 4) == 0);
     d.flags = MOE_TOKENIZER_SPECIAL;
     CHECK(moe_tokenizer_decode(&d, t.bos, text, 64) == 7 && memcmp(text, "<|bos|>", 7) == 0);
+    CHECK(moe_tokenizer_decode(&d, t.bos, text, 6) == 7);
+    d.flags = 0;
+    CHECK(moe_tokenizer_decode(&d, t.bos, NULL, 0) == 0 && moe_tokenizer_decode(&d, -1, NULL, 0) == 0);
+    CHECK(moe_tokenizer_decode(&d, vocab_find(&v, "unused"), NULL, 0) == 0);
     moe_tokenizer_free(&t);
     moe_buffer_free(&b);
 }
@@ -534,6 +538,10 @@ static void test_decoder_pieces(void) {
     CHECK(moe_tokenizer_decode(&d, t.n_tokens - 3, text, 64) == 5 && memcmp(text, "<0x4>", 5) == 0);
     CHECK(moe_tokenizer_decode(&d, t.n_tokens - 2, text, 64) == 4 && memcmp(text, "\342\226\201u", 4) == 0);
     CHECK(moe_tokenizer_decode(&d, t.n_tokens - 1, text, 64) == 2 && memcmp(text, "u ", 2) == 0);
+    /* the room for what is written, not for how the file writes it */
+    CHECK(moe_tokenizer_decode(&d, t.n_tokens - 1, text, 1) == 2);
+    CHECK(moe_tokenizer_decode(&d, t.n_tokens - 1, text, 2) == 2 && memcmp(text, "u ", 2) == 0);
+    CHECK(moe_tokenizer_decode(&d, vocab_find(&v, "<0x41>"), text, 1) == 1 && text[0] == 'A');
     moe_tokenizer_free(&t);
     moe_buffer_free(&b);
 }
@@ -1419,6 +1427,11 @@ static void test_chat(void) {
         CHECK_STATUS(moe_chat_put(c, MOE_CHAT_ROLES, -1, "x", &b), MOE_ERR_ARGUMENT);
         CHECK_STATUS(moe_chat_put(c, -1, -1, "x", &b), MOE_ERR_ARGUMENT);
         CHECK_STATUS(moe_chat_put(c, MOE_CHAT_USER, -1, "x", NULL), MOE_ERR_ARGUMENT);
+        b.size = 3; /* a message that does not fit leaves what was there */
+        b.most = 3 + strlen(c->begin) + strlen(c->before[MOE_CHAT_USER]) + 1;
+        CHECK_STATUS(moe_chat_put(c, MOE_CHAT_USER, -1, "xy", &b), MOE_ERR_SPACE);
+        CHECKF(b.size == 3, "%s: %d bytes", c->name, (int)b.size);
+        b.size = b.most = 0;
     }
     t.chat_template = "{{ unknown }}";
     CHECK(moe_chat_find(&t) == NULL && moe_chat_find(NULL) == NULL);
