@@ -221,6 +221,8 @@ typedef struct moei_pen {
     int xml, color; /* xml: escape texts; color: emit terminal colors */
     size_t used;
     size_t blanks;  /* text: pending spaces, written when something follows them on the line */
+    size_t columns, column; /* text: the longest line, and the length of this one */
+    int escape;     /* text: 1 within a color code, which has no width */
     char buffer[512];
 } moei_pen;
 
@@ -234,14 +236,28 @@ static void moei_pen_byte(moei_pen *p, char c) {
     p->buffer[p->used++] = c;
 }
 
+/* Text: writes the pending spaces, or a line break if `width` more columns do not fit behind
+   them. */
+static void moei_pen_advance(moei_pen *p, size_t width) {
+    if (p->column + p->blanks + width > p->columns) {
+        moei_pen_byte(p, '\n');
+        p->column = p->blanks = 0;
+    }
+    p->column += p->blanks + width;
+    for (; p->blanks > 0; p->blanks--) moei_pen_byte(p, ' ');
+}
+
+/* In a text, moei_pen_char has advanced for bytes beyond ASCII. */
 static void moei_pen_put(moei_pen *p, const char *s, size_t n) {
     for (; n > 0; s++, n--) {
         if (!p->xml && *s == ' ') {
             p->blanks++;
             continue;
         }
-        if (*s == '\n') p->blanks = 0;
-        for (; p->blanks > 0; p->blanks--) moei_pen_byte(p, ' ');
+        if (*s == '\x1b') p->escape = 1;
+        if (*s == '\n') p->column = p->blanks = 0;
+        else if (!p->xml && ((unsigned char)*s & 0x80) == 0) moei_pen_advance(p, p->escape ? 0 : 1);
+        if (*s == 'm') p->escape = 0;
         moei_pen_byte(p, *s);
     }
 }
@@ -299,10 +315,11 @@ static const char *moei_xml_escape(uint32_t c) {
 
 static void moei_pen_char(moei_pen *p, uint32_t c) {
     char bytes[4];
-    size_t n = c < 0x80u ? 1 : c < 0x800u ? 2 : c < 0x10000u ? 3 : 4, i;
+    size_t n = c < 0x80u ? 1 : c < 0x800u ? 2 : c < 0x10000u ? 3 : 4, width = moei_char_width(c), i;
     const char *escape = p->xml ? moei_xml_escape(c) : NULL;
     for (i = n - 1; i > 0; i--, c >>= 6) bytes[i] = (char)(unsigned char)(0x80u | (c & 63u));
     bytes[0] = (char)(unsigned char)(n == 1 ? c : (0xF00u >> n & 0xF0u) | c);
+    if (n > 1 && !p->xml) moei_pen_advance(p, width);
     if (escape != NULL) moei_pen_put(p, escape, moei_strlen(escape));
     else moei_pen_put(p, bytes, n);
 }
@@ -2308,7 +2325,8 @@ moe_status moe_report_text(const moe_figure *figure, int columns, int color, moe
     if (columns != 0 && (columns < 40 || columns > 400))
         return moei_error(error, MOE_ERR_ARGUMENT, "columns = %d, must be 0 or 40 to 400", columns);
     p.color = color;
-    moei_write_text(figure, &p, columns == 0 ? 80 : (size_t)columns);
+    p.columns = columns == 0 ? 80 : (size_t)columns;
+    moei_write_text(figure, &p, p.columns);
     return moei_report_end(&p, error);
 }
 

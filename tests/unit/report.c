@@ -516,6 +516,40 @@ static void test_wrapping(void) {
     CHECK(longest_line() <= 80);
 }
 
+/* No line is longer than what was asked for, whatever the kind, the names and the labels. */
+static void test_narrow(void) {
+    static const int columns[] = {40, 41, 57, 80, 0};
+    static const char *longest[32];
+    static char word[300];
+    size_t i, c, at;
+    int kind;
+    memset(word, 'x', sizeof word - 1);
+    for (i = 11; i < sizeof word - 1; i += 17) word[i] = ' ';
+    for (i = 0; i < 32; i++) longest[i] = word + i;
+    for (kind = 0; kind < MOE_FIGURE_COUNT; kind++)
+        for (c = 0; c < sizeof columns / sizeof *columns; c++) {
+            moe_figure f = figure(kind, 6, kind == MOE_FIGURE_BARS ? 4 : 8);
+            const size_t most = columns[c] > 0 ? (size_t)columns[c] : 80;
+            moe_buffer text;
+            moe_stream stream;
+            size_t length = 0, found = 0;
+            memset(&text, 0, sizeof text);
+            stream = moe_buffer_stream(&text);
+            f.title = f.caption = f.row_label = f.column_label = f.value_label = f.reference_name = word;
+            f.row_names = f.column_names = longest;
+            f.reference = 0.5;
+            f.decimals = 9;
+            if (kind == MOE_FIGURE_BARS || kind == MOE_FIGURE_TABLE) f.half_widths = widths;
+            CHECK(moe_report_text(&f, columns[c], 0, &stream, NULL) == MOE_OK);
+            for (at = 0; at < text.size; at++) {
+                length = text.data[at] == '\n' ? 0 : length + 1;
+                if (length > found) found = length;
+            }
+            CHECKF(found <= most, "kind %d: a line of %d characters, not %d", kind, (int)found, (int)most);
+            moe_buffer_free(&text);
+        }
+}
+
 static void check_no_numbers(double *v) {
     int i;
     moe_figure f = figure(MOE_FIGURE_HEAT, 1, 64);
@@ -1579,6 +1613,7 @@ int main(int count, char **words) {
     CASE(test_parser());
     CASE(test_texts());
     CASE(test_wrapping());
+    CASE(test_narrow());
     CASE(test_chance());
     CASE(test_contrast());
     CASE(test_messages());
