@@ -57,7 +57,9 @@ static int read_options(int count, char **words) {
         if (!option) path = word;
         else if (strcmp(word, "-o") == 0) output = value;
         else if (strcmp(word, "--report") == 0) report_path = value;
-        else if (strcmp(word, "--name") == 0) sprintf(name, "%.*s", (int)NAME_SIZE, value);
+        else if (strcmp(word, "--name") == 0 && strlen(value) > NAME_SIZE)
+            return fail(value, "is too long for the name of a model: at most 40 characters");
+        else if (strcmp(word, "--name") == 0) strcpy(name, value);
         else if (strcmp(word, "--calibration") == 0) rows_path = value;
         else if (strcmp(word, "--tokens") == 0) text_path = value;
         else if (strcmp(word, "--divide") == 0) divisor = strtod(value, &end);
@@ -65,8 +67,8 @@ static int read_options(int count, char **words) {
         else if (strcmp(word, "--length") == 0) length = strtol(value, &end, 10);
         else if (strcmp(word, "--weights") != 0) return fail(word, "no such option; see -h");
         else for (weights = 0; weights < MOE_WEIGHTS_COUNT && strcmp(kinds[weights], value) != 0;) weights++;
-        if ((end != NULL && (*end != '\0' || end == value)) || !(fabs(divisor) > 0) || most_rows < 1 ||
-            most_rows > 1000000 || length < 1 || length > 65535 || weights == MOE_WEIGHTS_COUNT) {
+        if ((end != NULL && (*end != '\0' || end == value)) || !(fabs(divisor) > 0 && fabs(divisor) < HUGE_VAL) ||
+            most_rows < 1 || most_rows > 1000000 || length < 1 || length > 65535 || weights == MOE_WEIGHTS_COUNT) {
             fprintf(stderr, "export: %s %s: not a value of this option; see -h\n", word, value);
             return 1;
         }
@@ -102,7 +104,7 @@ static const char *read_row(char *const *cells, size_t columns, size_t width, si
                    : kind == CSV_MISSING ? "a value is missing"
                                          : "a number is infinite";
         if (i < width) x[i] = (moe_real)(value / divisor);
-        else if (i > width || !(value >= 0 && value < (double)classes))
+        else if (i > width || !(value >= 0 && value < (double)classes) || floor(value) < value)
             return "more numbers than the network has inputs, and the last is not a label";
         else *label = (int32_t)value;
     }
@@ -340,8 +342,14 @@ static int compare(const samples *s, const moe_model *floats, const moe_model *i
 
 /* ---- the model ---- */
 
+typedef struct header {
+    const moe_built_model *built;
+    moe_error *error;
+} header;
+
 static moe_status write_header(void *ctx, moe_stream *stream) {
-    return moe_export_c((const moe_built_model *)ctx, name, stream, NULL);
+    const header *h = (const header *)ctx;
+    return moe_export_c(h->built, name, stream, h->error);
 }
 
 static void show_model(const moe_model *model) {
@@ -464,6 +472,7 @@ static void report_profile(const moe_profile *p) {
 static int export_net(moe_net *net, samples *s, moe_built_model *floats, moe_built_model *made, moe_profile *profile) {
     moe_model_config config = {.length = (size_t)length};
     moe_error error = {0};
+    header whole = {made, &error};
     size_t all, used;
     if (moe_net_load(net, path, 0, MOE_KERNELS_C, NULL, &error)) return fail(path, error.message);
     all = moe_net_parameter_count(net, &used);
@@ -476,7 +485,7 @@ static int export_net(moe_net *net, samples *s, moe_built_model *floats, moe_bui
     if (moe_model_create(made, net, &config, &error)) return fail(path, error.message);
     if (moe_model_profile(profile, net, &config, NULL, &error) == MOE_OK) made->profile = profile;
     else if (error.code != MOE_ERR_UNSUPPORTED) return fail(path, error.message);
-    if (moe_file_replace(output, write_header, made, &error)) return fail(output, error.message);
+    if (moe_file_replace(output, write_header, &whole, &error)) return fail(output, error.message);
     show_model(&made->model);
     if (profile->instructions > 0)
         printf("             about %.0f instructions of a Cortex-M4\n", profile->instructions);

@@ -6000,8 +6000,10 @@ static int moei_is_identifier(const char *name) {
     static const char words[] =
         " auto break case char const continue default do double else enum extern float for goto if inline int long "
         "register restrict return short signed sizeof static struct switch typedef union unsigned void volatile while "
-        "bool catch class delete false friend namespace new operator private protected public template this throw "
-        "true try using virtual ";
+        "alignas alignof and and_eq asm bitand bitor bool catch char16_t char32_t class compl const_cast constexpr "
+        "decltype delete dynamic_cast explicit export false friend mutable namespace new noexcept not not_eq nullptr "
+        "operator or or_eq private protected public reinterpret_cast static_assert static_cast template this "
+        "thread_local throw true try typeid typename using virtual wchar_t xor xor_eq _Bool _Complex _Imaginary ";
     const char *at;
     size_t i;
     for (i = 0; name[i] != '\0'; i++) {

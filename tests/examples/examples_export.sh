@@ -25,6 +25,8 @@ prepare() {
     echo '1,2,3' >"$prepared/short.csv"
     echo 'a,b' >"$prepared/words.csv"
     sed 's/[0-9]*$/11/' "$digits" >"$prepared/labels.csv"
+    sed 's/[0-9]*$/&.5/' "$digits" >"$prepared/fractions.csv"
+    sed 9q "$digits" >"$prepared/digits.csv"
 }
 
 plan() {
@@ -39,8 +41,12 @@ refused fewer_numbers --calibration short.csv
 refused not_a_label --calibration labels.csv
 refused cannot_open --calibration none.csv
 refused cannot_be_the_name --calibration short.csv --name 1x
+refused is_too_long --calibration short.csv --name a_name_of_more_than_forty_characters_is_too_long
+refused must_be_a_short_identifier_of_C_and_C++ --calibration digits.csv --name explicit
+refused not_a_label --calibration fractions.csv
 refused not_a_value --weights int9
 refused not_a_value --divide 0
+refused not_a_value --divide inf
 firmware
 TEXT
 }
@@ -72,7 +78,7 @@ header() { # weights option
 refused() { # what-it-says-with-_-for-spaces options...
     said=$(echo "$1" | tr _ ' ')
     shift
-    for file in short words labels; do cp "$prepared/$file.csv" .; done
+    for file in short words labels fractions digits; do cp "$prepared/$file.csv" .; done
     if "$prepared/export" "$prepared/digits.safetensors" "$@" -o refused.h >out 2>&1; then
         echo 'it was not refused'
         return 1

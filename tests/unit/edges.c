@@ -1048,7 +1048,7 @@ static void test_models_refused(void) {
 static void refuse_names(moe_built_model *built, moe_buffer *text, moe_stream *stream, moe_stream *full) {
     size_t i;
     static const char * const wrong[] = {
-        "",  "1a", "a-b", "a b", "int", "class",    "a{",
+        "",  "1a", "a-b", "a b", "int", "class",    "a{", "explicit", "typename", "export", "xor", "_Bool",
         "@", "[",  "`",   "a/",  "a:",  "\xc3\xa4", "a_name_that_is_longer_than_all_names_of_tensors_can_be"};
     static const char * const right[] = {"a", "_", "Zz_09aAyY", "intern", "clas", "s"};
     REFUSED(MOE_ERR_ARGUMENT, "must not be NULL", moe_export_c(NULL, "model", stream, &error));
