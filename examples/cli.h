@@ -32,16 +32,30 @@ static inline const char *const *example_headers(void) {
     return paths;
 }
 
-/* NULL if path can be written, else the reason. Called before long computations; leaves no file
-   behind. */
-static inline const char *not_writable(const char *path) {
+static inline int file_is_there(const char *path) {
     FILE *f = fopen(path, "rb");
-    const int there = f != NULL;
     if (f != NULL) fclose(f);
-    f = fopen(path, "ab");
+    return f != NULL;
+}
+
+/* NULL if path can be written, else the reason. Called before long computations; leaves no file
+   behind. What is not there is tried with another name beside it, because it may be a link that
+   leads nowhere yet. */
+static inline const char *not_writable(const char *path) {
+    char beside[2048];
+    const char *tried = path;
+    int there = file_is_there(path);
+    FILE *f;
+    if (*path == '\0' || strlen(path) + sizeof ".try" > sizeof beside) return *path == '\0' ? "no name" : "too long";
+    if (!there) {
+        sprintf(beside, "%s.try", path);
+        tried = beside;
+        there = file_is_there(beside);
+    }
+    f = fopen(tried, "ab");
     if (f == NULL) return strerror(errno);
     fclose(f);
-    if (!there) remove(path);
+    if (!there) remove(tried);
     return NULL;
 }
 

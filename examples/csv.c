@@ -1098,7 +1098,8 @@ static int load(moe_net *net, csv_table *t, schema *s) {
              stream.write(stream.ctx, text, strlen(text) + 1))
         failed = fail(load_path, "out of memory");
     else if (csv_cut(t, (size_t)-1) || read_schema(t, s) || s->n_features != (size_t)net->d_in ||
-             s->n_classes != (size_t)net->d_out || net->n_modules != 1 || net->modules[0].kind != MOE_MODULE_MIXTURE)
+             s->n_classes != (size_t)net->d_out || net->modules[0].kind != MOE_MODULE_MIXTURE ||
+             (net->n_modules > 1 && (net->n_modules != 2 || net->modules[1].kind != MOE_MODULE_LINEAR)))
         failed = fail(load_path, "its description of the table's columns does not match its network");
     moe_buffer_free(&bytes);
     free(text);
@@ -1127,6 +1128,17 @@ static int match_columns(const csv_table *t, int header, schema *s) {
     return 0;
 }
 
+/* Prints a label as a cell: in quotes if it holds a separator or a quote. */
+static void print_label(const char *text) {
+    const int quoted = strpbrk(text, ",\"") != NULL;
+    if (quoted) putchar('"');
+    for (; *text != '\0'; text++) {
+        if (*text == '"') putchar('"');
+        putchar((unsigned char)*text < 0x20 || *text == 0x7f ? '?' : *text);
+    }
+    if (quoted) putchar('"');
+}
+
 static double probability(const moe_real *y, size_t n, size_t best) {
     double sum = 0;
     for (size_t c = 0; c < n; c++) sum += exp((double)y[c] - (double)y[best]);
@@ -1146,9 +1158,9 @@ static int predict(const moe_net *net, schema *s) {
     if (!failed) printf("line,label,probability,expert\n");
     for (size_t i = 0; i < d.n && !failed; i++) {
         size_t best = best_of(a.y + i * s->n_classes, s->n_classes);
-        char text[CSV_SHOWN_SIZE];
-        printf("%lu,%s,%.3f,%d\n", (unsigned long)d.lines[i], csv_shown(s->classes[best], text),
-               probability(a.y + i * s->n_classes, s->n_classes, best), (int)a.first[i]);
+        printf("%lu,", (unsigned long)d.lines[i]);
+        print_label(s->classes[best]);
+        printf(",%.3f,%d\n", probability(a.y + i * s->n_classes, s->n_classes, best), (int)a.first[i]);
         known += d.labels[i] >= 0;
         right += d.labels[i] == (int32_t)best;
     }
@@ -1258,6 +1270,8 @@ int main(int count, char **words) {
     if (read_options(count, words)) return EXIT_USAGE;
     if (report_refused() != NULL) return fail(report_path, report_refused());
     if (save_path != NULL && not_writable(save_path) != NULL) return fail(save_path, not_writable(save_path));
+    if (firmware_path != NULL && not_writable(firmware_path) != NULL)
+        return fail(firmware_path, not_writable(firmware_path));
     failed = load_path != NULL ? load(&net, &table, &s) : learn(&net, &table, &s);
     failed = failed || (predict_path != NULL && predict(&net, &s)) || finish();
     moe_net_free(&net);

@@ -116,27 +116,19 @@ static inline int csv_grow(csv_table *t) {
     return 0;
 }
 
-/* The number of cells of a line. */
+/* The number of cells of a line, where csv_cell ends them. */
 static inline size_t csv_count(const char *line, char separator) {
+    const char *s = line;
     size_t n = 0;
-    int quoted = 0, inside = 0;
-    if (separator == ' ') {
-        for (; *line != '\0' && *line != '\n'; line++) {
-            n += !csv_is_blank(*line) && !inside;
-            inside = !csv_is_blank(*line);
-        }
-        return n;
+    for (;; s++) {
+        while (csv_is_blank(*s) && (*s != separator || separator == ' ')) s++;
+        if (separator == ' ' && (*s == '\0' || *s == '\n')) return n;
+        n++;
+        if (*s == '"')
+            for (s++; *s != '\0' && *s != '\n' && (*s != '"' || s[1] == '"'); s++) s += *s == '"';
+        while (*s != '\0' && *s != '\n' && *s != separator) s++;
+        if (*s != separator) return n;
     }
-    for (n = 1, inside = 1; *line != '\0' && *line != '\n'; line++) {
-        /* inside: at the start of a cell, the only position where a quote opens */
-        quoted ^= *line == '"' && (quoted || inside);
-        inside = inside && csv_is_blank(*line);
-        if (*line == separator && !quoted) {
-            n++;
-            inside = 1;
-        }
-    }
-    return n;
 }
 
 /* Splits one line into the next row and advances *p. Returns 0, or 1 after writing t->why. */

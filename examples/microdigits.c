@@ -52,7 +52,8 @@ static int read_options(int count, char **words) {
         else if (strcmp(word, "--seed") == 0) seed = strtol(value, &end, 10);
         else if (strcmp(word, "--epochs") == 0) epochs = strtol(value, &end, 10);
         else return fail(word, "no such option, or its value is missing; see -h");
-        if ((end != NULL && (*end != '\0' || end == value)) || epochs < 1 || epochs > 9999) {
+        if ((end != NULL && (*end != '\0' || end == value)) || epochs < 1 || epochs > 9999 || seed < 0 ||
+            seed > 999999999) {
             fprintf(stderr, "microdigits: %s %s: not a value of this option; see -h\n", word, value);
             return 1;
         }

@@ -61,8 +61,8 @@ static int read_options(int count, char **words) {
         else
             for (kernels = 0; moe_kernels_name(kernels) != NULL && strcmp(moe_kernels_name(kernels), value) != 0;)
                 kernels++;
-        if ((end != NULL && (*end != '\0' || end == value)) || epochs < 1 || epochs > 9999 ||
-            !moe_kernels_name(kernels)) {
+        if ((end != NULL && (*end != '\0' || end == value)) || epochs < 1 || epochs > 9999 || seed < 0 ||
+            seed > 999999999 || !moe_kernels_name(kernels)) {
             fprintf(stderr, "quickstart: %s %s: not a value of this option; see -h\n", word, value);
             return 1;
         }

@@ -52,8 +52,11 @@ label
 dropped
 predicts
 words_are_one_hot
+quoted_names
+quoted_labels
 by_place
 firmware
+links
 reports
 refused line_3_has_2_cells 3s/,.*,/,/
 refused a_quote_is_not_closed 4s/$/"x/;4s/"//g;4s/,/,"/2
@@ -78,6 +81,7 @@ told not_a_value --header maybe
 told no_such_option --what 1
 told unknown_preset --router nobody
 told add_--save --firmware x.c
+told none/x.c:_No_such_file --save m.safetensors --firmware none/x.c
 told only_one_of_them --load m.safetensors
 gallery_refuses
 TEXT
@@ -108,8 +112,9 @@ without_matrices() {
 # Presets that tell how many experts have no matrices, or form how many groups, with four experts.
 presets() {
     for preset in adamoe moe_pp longcat_flash moge deepseek_v3 base; do
-        run "$prepared/csv" "$prepared/plain.csv" --router "$preset" --epochs 1 >said || return 1
+        run "$prepared/csv" "$prepared/plain.csv" --router "$preset" --epochs 1 --save m.safetensors >said || return 1
         grep -q '^held-out' said || return 1
+        run "$prepared/csv" --load m.safetensors --predict "$prepared/plain.csv" >answers || return 1
     done
 }
 
@@ -175,6 +180,26 @@ words_are_one_hot() {
     ! "$prepared/csv" many.csv >out 2>&1 && grep -q 'more than 64 different words' out
 }
 
+# Separators and doubled quotes within the quoted names of the first line.
+quoted_names() {
+    sed '1s/.*/"length ""mm"", rounded",width,what/' "$prepared/plain.csv" >names.csv
+    run "$prepared/csv" names.csv --epochs 1 >said && grep -q '90 lines, 2 numbers each, 3 labels' said || return 1
+    sed '1s/.*/"length in mm" width what/; s/"small one"/small/; s/,/ /g' "$prepared/plain.csv" >blanks.csv
+    run "$prepared/csv" blanks.csv --epochs 1 >said && grep -q '90 lines, 2 numbers each, 3 labels' said
+}
+
+# A label with a separator and quotes, longer than messages show, comes out as it went in.
+quoted_labels() {
+    label='"it is wide, ""wider"" than long, and wider than all others of its kind"'
+    sed "s/,wide\$/,$label/" "$prepared/plain.csv" >labels.csv
+    run "$prepared/csv" labels.csv --save m.safetensors >said || return 1
+    run "$prepared/csv" --load m.safetensors --predict labels.csv >answers || return 1
+    grep -qE "^[0-9]+,$label,[0-9.]+,[0-3]$" answers && grep -qE '^[0-9]+,small one,[0-9.]+,[0-3]$' answers &&
+        return 0
+    head -n 5 answers
+    return 1
+}
+
 # Without names columns go by their place, with or without the label.
 by_place() {
     sed 1d "$prepared/plain.csv" >rows.csv
@@ -198,6 +223,13 @@ firmware() {
         grep -q 'it is small one; expert [0-3]$' out && return 0
     cat out
     return 1
+}
+
+# The check before training keeps a link that leads nowhere yet.
+links() {
+    ln -s there.safetensors link.safetensors || return 1
+    run "$prepared/csv" "$prepared/plain.csv" --epochs 1 --save link.safetensors >said || return 1
+    [ -L link.safetensors ] && [ -s there.safetensors ] && [ "$(ls *.try 2>/dev/null)" = '' ]
 }
 
 reports() {
@@ -238,6 +270,7 @@ told() { # what-it-says options...
 
 gallery_refuses() {
     for call in '-o|none|none/' '--preset|nobody|there is no preset of this name' '--steps|0|not a value' \
+        '--seed|99999999999999999999|not a value' '--seed|-1|not a value' \
         '--kernels|mmx|not a value' '--what|1|no such option'; do
         option=${call%%|*} rest=${call#*|}
         "$prepared/gallery" "$option" "${rest%%|*}" >out 2>&1
