@@ -348,8 +348,10 @@ static int32_t *read_tokens(session *s, const char *text, size_t size, int flags
         const moe_status status = moe_tokenizer_encode(&s->tokenizer, text, size, flags, ids, room, n);
         size_t i = 0;
         while (status == MOE_OK && i < *n && ids[i] < s->model.vocabulary) i++;
-        if (status != MOE_OK || i < *n) {
-            fail("the message", status != MOE_OK ? moe_status_text(status) : "has tokens that the model lacks");
+        if (status != MOE_OK || i < *n || *n == 0) {
+            fail("the message", status != MOE_OK ? moe_status_text(status)
+                                : i < *n         ? "has tokens that the model lacks"
+                                                 : "has no tokens");
             *n = 0;
         }
         return ids;
@@ -365,6 +367,7 @@ static int32_t *read_tokens(session *s, const char *text, size_t size, int flags
         ids[(*n)++] = (int32_t)id;
         text = end;
     }
+    if (*n == 0) fail("the message", "has no token ids");
     return ids;
 }
 
@@ -379,11 +382,14 @@ static void show_numbers(const session *s, size_t read, double reading, size_t w
     printf("; context %d of %d]\n", (int)s->cache.n_tokens, (int)s->cache.most);
 }
 
-/* Writes text; control characters, which could change the terminal, show as ?. */
+/* Writes text; control characters, which could change the terminal, show as ?. Those from U+0080 to
+   U+009F are C2 and a byte below A0. */
 static void write_text(const char *text, size_t n) {
     for (size_t i = 0; i < n; i++) {
         const unsigned char c = (unsigned char)text[i];
-        putchar((c < ' ' && c != '\n' && c != '\t') || c == 127 ? '?' : c);
+        const int high = c == 0xC2 && i + 1 < n && ((unsigned char)text[i + 1] & 0xE0) == 0x80;
+        putchar((c < ' ' && c != '\n' && c != '\t') || c == 127 || high ? '?' : c);
+        i += (size_t)high;
     }
     fflush(stdout);
 }

@@ -880,6 +880,7 @@ static int check_files(void) {
     if (set.resume && !exists(set.checkpoint)) return fail(set.checkpoint, "does not exist: nothing to resume");
     if (!set.resume && exists(set.checkpoint))
         return fail(set.checkpoint, "holds training that was stopped: --resume continues it; remove it to start over");
+    if (!set.resume && not_writable(set.checkpoint) != NULL) return fail(set.checkpoint, not_writable(set.checkpoint));
     return 0;
 }
 
@@ -992,7 +993,7 @@ static int try_out(sample *s) {
     corpus c = {.n = 0};
     int result = learn(&m, &c);
     if (result == DONE) {
-        moe_data held_out = data_of(c.held_out, 4001);
+        moe_data held_out = data_of(c.held_out, c.n_held_out < 4001 ? c.n_held_out : 4001);
         s->ids = generate(&m, &s->n);
         if (s->ids == NULL || moe_evaluate(&m.net, &held_out, MOE_CRITERION_CROSS_ENTROPY, &s->result, NULL))
             result = FAILED;

@@ -31,6 +31,7 @@ numbers
 report
 fewer
 interrupt
+controls
 help
 refused 2 -h_lists --fast
 refused 2 needs_a_value model.gguf --seed
@@ -40,6 +41,7 @@ refused 1 cannot_open none.gguf --prompt x
 refused 1 short.gguf short.gguf --prompt x
 refused 1 cannot_open empty --prompt x
 refused 1 write_token_ids plain.gguf --prompt words
+refused 1 has_no_token_ids plain.gguf --prompt ,
 refused 1 context_is_full model.gguf --prompt abcdefghijkl --context 8
 refused 2 a_report_is model.gguf --report page.pdf
 refused 2 --kernels model.gguf --kernels fast
@@ -103,6 +105,14 @@ interrupt() {
     wait $pid && [ "$(grep -c '^\[read' said)" -eq 2 ] && return 0
     cat said
     return 1
+}
+
+# A random reply in which bytes make up U+0080 to U+009F, which some terminals obey.
+controls() {
+    run chat "$prepared/model.gguf" --prompt hello --tokens 400 --context 900 --temperature 100 --top-k 0 --top-p 1 \
+        --seed 19 >said || return 1
+    tr '\302' '<' <said | tr '\200-\237' '[>*]' >marked
+    ! grep -q '<>' marked
 }
 
 help() { run chat -h >said && grep -q 'Ctrl-C ends a reply' said && grep -q -- '--experts' said; }
