@@ -955,11 +955,12 @@ static void print_list(void) {
     for (int i = 0; i < N_OUTCOMES; i++) printf("outcome %-16s %s\n", outcomes[i].name, outcomes[i].about);
 }
 
-static int read_number(const char *name, const char *text, double least, double most, double *out) {
+static int read_number(const char *name, const char *text, int whole, double least, double most, double *out) {
     char *end;
     *out = strtod(text, &end);
-    if (*text != '\0' && *end == '\0' && *out >= least && *out <= most) return 0;
-    fprintf(stderr, "bench: %s %s: must be a number from %g to %g\n", name, text, least, most);
+    if (*text != '\0' && *end == '\0' && *out >= least && *out <= most && !(whole && floor(*out) < *out)) return 0;
+    fprintf(stderr, "bench: %s %s: must be %s from %g to %g\n", name, text, whole ? "an integer" : "a number", least,
+            most);
     return 1;
 }
 
@@ -992,7 +993,7 @@ static int read_options(int count, char **words) {
         if (*value == '\0') return complain(words[i], "its value is missing; see -h");
         i++;
         if (known[k].text != NULL) *known[k].text = value;
-        else if (read_number(words[i - 1], value, known[k].whole != NULL ? 1 : 0.01,
+        else if (read_number(words[i - 1], value, known[k].whole != NULL, known[k].whole != NULL ? 1 : 0.01,
                              known[k].whole != NULL ? MAX_SEEDS : 1e6, &number))
             return 1;
         if (known[k].whole != NULL) *known[k].whole = (int)number;

@@ -72,6 +72,7 @@ TEXT
 }
 
 plan() {
+    echo short_check
     calls | awk '
         NR == FNR { wanted[++n] = $1; condition[n] = $2 " " $3; next }
         {
@@ -168,6 +169,12 @@ output() { # condition call...
     for file in out.*; do
         [ ! -e "$file" ] || grep -qF "$file" said || show_call "$file is left" || return 1
     done
+}
+
+# text checks itself on a text of which a tenth is held out, less than its own checks look at.
+short_check() {
+    head -c 24000 "$root/moe_routers.h" >short
+    run "$prepared/text" --check short >said && passed_all said
 }
 
 run_checks "$@"
