@@ -174,7 +174,8 @@ output() { # condition call...
 # text checks itself on a text of which a tenth is held out, less than its own checks look at.
 short_check() {
     head -c 24000 "$root/moe_routers.h" >short
-    run "$prepared/text" --check short >said && passed_all said
+    MOE_EXAMPLES=$root/examples "$prepared/text" --check short >said 2>&1
+    passed_all said
 }
 
 run_checks "$@"
