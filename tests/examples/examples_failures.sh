@@ -46,6 +46,8 @@ csv         csv  replaced IN --epochs 1 --report OUT
 csv         net  -        --load IN --predict IN
 quantize    -    -        --epochs 1
 text        text replaced --steps 1 --width 8 --layers 1 --experts 2 --context 16 --batch 2 --generate 5 -o OUT IN
+text        text added --steps 1 --width 8 --layers 1 --experts 2 --context 16 --batch 2 --generate 5
+    -o other --checkpoint OUT IN
 quickstart  -    replaced --epochs 1 -o other --report OUT
 microdigits -    replaced --epochs 1 -o other --save other --report OUT
 export      -    replaced NET --calibration examples/data/digits.csv --divide 16 --rows 300 -o other --report OUT
