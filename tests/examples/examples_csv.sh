@@ -56,6 +56,7 @@ quoted_names
 quoted_labels
 by_place
 firmware
+firmware_refused
 links
 reports
 refused line_3_has_2_cells 3s/,.*,/,/
@@ -81,7 +82,6 @@ told not_a_value --header maybe
 told no_such_option --what 1
 told unknown_preset --router nobody
 told add_--save --firmware x.c
-told none/x.c:_No_such_file --save m.safetensors --firmware none/x.c
 told only_one_of_them --load m.safetensors
 gallery_refuses
 TEXT
@@ -223,6 +223,13 @@ firmware() {
         grep -q 'it is small one; expert [0-3]$' out && return 0
     cat out
     return 1
+}
+
+# Before training: nothing is saved.
+firmware_refused() {
+    "$prepared/csv" "$prepared/plain.csv" --epochs 1 --save m.safetensors --firmware none/x.c >out 2>&1
+    status=$?
+    said_all none/x.c:_No_such_file && [ ! -e m.safetensors ]
 }
 
 # The check before training keeps a link that leads nowhere yet.
