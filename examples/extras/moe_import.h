@@ -7806,10 +7806,10 @@ static uint32_t moei_score_rank(float score) {
 /* Adds the pair of a part and the next one, if these merge. */
 static void moei_encode_pair(moei_encoder *e, uint32_t at) {
     const moe_tokenizer *t = e->t;
-    const moei_part *parts = (const moei_part *)(const void *)e->parts.data, *a = parts + at;
-    const moei_part *b = parts + a->next;
+    const moei_part *parts = (const moei_part *)(const void *)e->parts.data, *a = parts + at, *b;
     moei_bigram pair;
     if (a->next == MOEI_NO_SYMBOL || e->status != MOE_OK) return;
+    b = parts + a->next;
     pair.at = at;
     pair.left = a->symbol;
     pair.right = b->symbol;
@@ -7876,8 +7876,10 @@ static void moei_encode_merge(moei_encoder *e, size_t size) {
     for (i = 0; i < e->parts.size / sizeof *parts; i++) moei_encode_pair(e, i);
     while (e->heap.size > 0 && e->status == MOE_OK) {
         const moei_bigram pair = moei_bigram_pop(e);
-        moei_part *a = parts + pair.at, *b = parts + a->next;
-        if (a->size == 0 || a->next == MOEI_NO_SYMBOL || a->symbol != pair.left || b->symbol != pair.right) continue;
+        moei_part *a = parts + pair.at, *b;
+        if (a->size == 0 || a->next == MOEI_NO_SYMBOL || a->symbol != pair.left) continue;
+        b = parts + a->next;
+        if (b->symbol != pair.right) continue;
         a->symbol = pair.result;
         a->size += b->size;
         a->next = b->next;
