@@ -356,9 +356,9 @@
    networks norms keep it small.) Infinities and NaN are not repaired: a router that meets one ends
    the call with MOE_ERR_NONFINITE, the trainer refuses such data, losses and gradients (in a
    network the message names the module where it arose, and its tensor that has one), and elsewhere
-   they affect only what is computed from them: their own token's row, and with attention those of
-   later tokens. Files store every value unchanged. Compiler options that break IEEE
-   arithmetic (-ffast-math) void these guarantees.
+   they affect only what is computed from them: their own token's row, and with attention and
+   convolution those of later tokens. Files store every value unchanged. Compiler options that break
+   IEEE arithmetic (-ffast-math) void these guarantees.
 
    Threads. There are no globals. Several threads may run inference on one layer or network, each
    with its own workspace; only one thread may train a network. A call distributes the experts' work
@@ -770,8 +770,8 @@ typedef struct moe_quant_error {
    on the first tokens of the batch, at most 64. Soft layers are measured on tokens, not on slots,
    and rows is then N; the shared expert is packed but not measured. calibration is a call for
    inference of at least one token. errors NULL: no report; calibration and work may then be NULL
-   too. work [work of moe_layer_pack_size]. Errors are those of moe_layer_pack and
-   moe_layer_forward; on failure the layer is unchanged. */
+   too. work [work of moe_layer_pack_size]. Errors are those of moe_layer_pack, on failure as there,
+   and moe_layer_forward. */
 MOE_API moe_status moe_layer_quantize(moe_layer *layer, int type, void *memory, size_t size,
                                       const moe_call *calibration, void *work, size_t work_size,
                                       moe_quant_error *errors, moe_error *error);
@@ -1177,7 +1177,7 @@ MOE_API moe_status moe_net_work_size(const moe_net *net, size_t n_tokens, int tr
    ranks. On failure *pass is untouched. Thread-safe for different work (with a transport: one
    thread at a time). Infinities and NaN in x: MoE layers and feed_forwards (these in padding too)
    end the call with MOE_ERR_NONFINITE; in the other modules they stay in their token's row, and
-   attention spreads them to the tokens that attend to it; all others keep every bit. */
+   attention and convolution spread them to the tokens that read it; all others keep every bit. */
 MOE_API moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size,
                                    moe_net_pass *pass);
 /* moe_layer_pack for the layers of a built network and for the matrices of linear, tied,
@@ -1201,8 +1201,9 @@ MOE_API const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pas
 
 /* What decoding keeps of one sequence's earlier tokens: keys and values of every attention, and
    what causal refinement reads. It is in the caller's memory. Lower n_tokens to go back to an
-   earlier position; 0 begins a new sequence. One thread at a time. It is not updated when the
-   network's tensors change. */
+   earlier position; 0 begins a new sequence. Attention with a window or chunk keeps only the last
+   tokens, and a convolution those before the last call: where they are gone, decode returns
+   MOE_ERR_STATE. One thread at a time. It is not updated when the network's tensors change. */
 typedef struct moe_cache {
     const moe_net *net;  /* the caller's, must outlive it */
     size_t n_tokens;     /* tokens so far: the position of the next one */
@@ -1225,12 +1226,12 @@ MOE_API moe_status moe_net_decode_size(const moe_net *net, size_t most, size_t n
 MOE_API moe_status moe_net_cache_init(moe_cache *cache, const moe_net *net, size_t most, void *memory, size_t size,
                                       moe_error *error);
 /* Runs the call's tokens as the next ones of the sequence; pass->y [N,d_out] is what
-   moe_net_forward on the whole sequence gives for them: the same bits for the same build and
-   kernels (see net.cache_type and net.last_only). One token or a whole prompt at once; modules
-   share memory, so that work is small. call: x or token_ids, n_tokens; training, keep, sequences,
-   mask, n_past and the past_ arrays must be 0. Adds n_tokens to cache->n_tokens.
+   moe_net_forward on the whole sequence with decoding = 1 gives for them: the same bits for the
+   same build and kernels (see net.cache_type and net.last_only). One token or a whole prompt at
+   once; modules share memory, so that work is small. call: x or token_ids, n_tokens; training,
+   keep, sequences, mask, n_past and the past_ arrays must be 0. Adds n_tokens to cache->n_tokens.
    MOE_ERR_SPACE: no room in the cache or in work; errors of moe_net_forward. On failure the cache
-   is unchanged. */
+   is unchanged, but a failed call of more than 256 tokens may lose those of a window or chunk. */
 MOE_API moe_status moe_net_decode(const moe_net *net, moe_cache *cache, const moe_call *call, void *work,
                                   size_t work_size, moe_net_pass *pass);
 
@@ -1335,7 +1336,7 @@ typedef struct moe_data {
     /* samples form consecutive sequences of this length; n is a multiple of it. moe_fit and
        moe_evaluate then split and shuffle whole sequences, and routers see them unless call has
        others. [0: samples are split and shuffled one by one, and each call is one sequence; moe_fit
-       and moe_evaluate need a length for networks with attention or positions] */
+       and moe_evaluate need a length for networks with attention, positions or convolution] */
     size_t length;
 } moe_data;
 
@@ -2088,11 +2089,8 @@ typedef struct moei_stdio {
 } moei_stdio;
 
 static void moei_file_name_beside(moei_stdio *out, int i) {
-    moei_text t;
-    t.out = out->name;
-    t.room = MOEI_PATH_SIZE;
-    t.length = 0;
-    moei_put(&t, out->target, moei_strlen(out->target));
+    moei_text t = moei_text_begin(out->name, MOEI_PATH_SIZE);
+    moei_put_text(&t, out->target);
     moei_put(&t, ".tmp", 4);
     moei_put_integer(&t, i);
 }
@@ -2746,10 +2744,7 @@ static moe_status moei_tiles_strays(const moei_tiles *s, moei_json *j, const moe
 
 /* For numbers beyond int64 too, which moei_error would show as negative. */
 static const char *moei_unsigned_text(uint64_t value, char out[24]) {
-    moei_text t;
-    t.out = out;
-    t.room = 24;
-    t.length = 0;
+    moei_text t = moei_text_begin(out, 24);
     if (value >= 10) moei_put_integer(&t, (int64_t)(value / 10));
     moei_put_integer(&t, (int64_t)(value % 10));
     return out;
@@ -3171,10 +3166,7 @@ static void moei_header_put_text(moei_header *h, const char *s) { moei_header_pu
 
 static void moei_header_put_size(moei_header *h, size_t value) {
     char digits[24];
-    moei_text t;
-    t.out = digits;
-    t.room = sizeof digits;
-    t.length = 0;
+    moei_text t = moei_text_begin(digits, sizeof digits);
     moei_put_integer(&t, (int64_t)value);
     moei_header_put(h, digits, t.length);
 }
@@ -3676,13 +3668,11 @@ static moe_status moei_kind_clashes(const moe_layer_config *c, moe_error *error)
         const moe_field *field = moe_field_find(moei_layer_fields, rows[i].field);
         if ((moei_experts[c->expert].has & rows[i].has) || moei_field_is_zero(field, c)) continue;
         moe_field_text(field, c, value, sizeof value);
-        text.out = kinds;
-        text.room = sizeof kinds;
-        text.length = 0;
+        text = moei_text_begin(kinds, sizeof kinds);
         for (kind = 0; kind < MOE_EXPERT_COUNT; kind++) {
             if (!(moei_experts[kind].has & rows[i].has)) continue;
             if (text.length > 0) moei_put(&text, ", ", 2);
-            moei_put(&text, moei_expert_names[kind], moei_strlen(moei_expert_names[kind]));
+            moei_put_text(&text, moei_expert_names[kind]);
         }
         return moei_error(error, MOE_ERR_CONFIG, "%s = %s is incompatible with expert = %s: it is for %s",
                           rows[i].field, value, moei_expert_names[c->expert], kinds);
@@ -4293,7 +4283,7 @@ static void moei_packed_product(const moei_expert_run *run, const moei_step *ste
     size_t whole = moei_panels(count) * MOEI_PANEL;
     const unsigned char *b = (const unsigned char *)layer->packed[step->weight];
     moe_real *out = run->activation[step->to] + j;
-    /* cannot fail: moe_layer_pack checked it */
+    /* moe_layer_pack checked it */
     if (moe_panel_size(layer->packed_type, width, &panel) != MOE_OK) return;
     b += (run->expert * moei_panels(run->width[step->to]) + j / MOEI_PANEL) * panel;
     if (j + whole <= ld) count = whole;
@@ -6029,12 +6019,8 @@ moe_status moe_net_init(moe_net *net, int d_in, int kernels, const moe_allocator
 /* Remembers why a module cannot be added; returns code. */
 static moe_status moei_module_refuse(moe_net *net, int kind, moe_status code, const char *format, ...) {
     char why[sizeof net->error.message];
-    moei_text t;
+    moei_text t = moei_text_begin(why, sizeof why);
     va_list arguments;
-    t.out = why;
-    t.room = sizeof why;
-    t.length = 0;
-    why[0] = '\0';
     va_start(arguments, format);
     moei_put_format(&t, format, arguments);
     va_end(arguments);
@@ -6361,10 +6347,9 @@ moe_status moe_net_rms_norm(moe_net *net) {
 
 moe_status moe_net_mixture(moe_net *net, const moe_layer_config *config) {
     moe_module m = moei_module_of(MOE_MODULE_MIXTURE);
-    if (net != NULL && config == NULL)
-        return net->error.code != MOE_OK ? net->error.code
-                                         : moei_module_refuse(net, m.kind, MOE_ERR_ARGUMENT, "config must not be NULL");
     if (config != NULL) m.layer.config = *config;
+    else if (moei_module_begin(net, m.kind, &m) == MOE_OK)
+        return moei_module_refuse(net, m.kind, MOE_ERR_ARGUMENT, "config must not be NULL");
     return moe_net_append(net, &m);
 }
 
@@ -6549,14 +6534,11 @@ static moe_status moei_net_count(const moe_net *net, size_t *tensors, size_t *nu
 }
 
 static void moei_tensor_describe(size_t module, const moe_parameter *slot, moe_tensor *out) {
-    moei_text t;
+    moei_text t = moei_text_begin(out->name, sizeof out->name);
     moei_tensor_shape(slot, out);
-    t.out = out->name;
-    t.room = sizeof out->name;
-    t.length = 0;
     moei_put_integer(&t, (int64_t)module);
     moei_put(&t, ".", 1);
-    moei_put(&t, slot->name, moei_strlen(slot->name));
+    moei_put_text(&t, slot->name);
 }
 
 /* Fills net->tensors with names and shapes; moei_net_allocate adds the values. */
@@ -6783,7 +6765,7 @@ static moe_tensor *moei_net_tensor(const moe_net *net, const char *name) {
 }
 
 moe_status moe_net_find(const moe_net *net, const char *name, moe_tensor *out) {
-    const moe_tensor *found = moei_net_tensor(net, name);
+    const moe_tensor *found = net != NULL && net->built ? moei_net_tensor(net, name) : NULL;
     if (net == NULL || name == NULL || out == NULL) return MOE_ERR_ARGUMENT;
     if (found == NULL) return MOE_ERR_NOT_FOUND;
     *out = *found;
@@ -9099,11 +9081,13 @@ static moe_status moei_samples_alone(const moe_net *net, const moe_data *data, m
     size_t i;
     if (data->call != NULL)
         return moei_error(error, MOE_ERR_ARGUMENT, "call must be NULL here: only moe_trainer_step takes it");
-    for (i = 0; i < net->n_modules; i++)
+    for (i = 0; i < net->n_modules; i++) {
+        const int kind = net->modules[i].kind;
         if (data->length == 0 && data->n > 0 &&
-            (net->modules[i].kind == MOE_MODULE_ATTENTION || net->modules[i].kind == MOE_MODULE_POSITIONS))
+            (kind == MOE_MODULE_ATTENTION || kind == MOE_MODULE_POSITIONS || kind == MOE_MODULE_CONVOLUTION))
             return moei_error(error, MOE_ERR_ARGUMENT, "length = 0: module %z needs to know how long the sequences are",
                               i);
+    }
     return MOE_OK;
 }
 
@@ -9738,7 +9722,7 @@ static moe_status moei_trainer_make(moe_trainer *trainer, moe_net *net, const mo
     moe_rng_seed(&made.rng, made.config.seed);
     made.rate = made.config.rate;
     made.total_steps = (uint64_t)made.config.total_steps;
-    moei_trainer_plan(&made);
+    if (!fit) moei_trainer_plan(&made);
     *trainer = made;
     return MOE_OK;
 }
@@ -10610,13 +10594,10 @@ static void moei_config_act(moe_layer_config *config) {
 /* Adds one element of "modules" to the network. */
 static moe_status moei_config_module(moei_json *j, moe_net *net, int origin) {
     moe_module m;
-    moei_text t;
     char place[32];
+    moei_text t = moei_text_begin(place, sizeof place);
     size_t at;
     moe_status status;
-    t.out = place;
-    t.room = sizeof place;
-    t.length = 0;
     moei_put(&t, "module ", 7);
     moei_put_integer(&t, (int64_t)net->n_modules);
     memset(&m, 0, sizeof m);
@@ -10772,11 +10753,8 @@ static moe_tensor *moei_file_wanted(const moe_net *net, const moe_file_tensor *t
 
 /* "[10,64]" */
 static const char *moei_shape_text(const size_t *shape, int n_dims, char out[80]) {
-    moei_text t;
+    moei_text t = moei_text_begin(out, 80);
     int i;
-    t.out = out;
-    t.room = 80;
-    t.length = 0;
     moei_put(&t, "[", 1);
     for (i = 0; i < n_dims; i++) {
         if (i > 0) moei_put(&t, ",", 1);
@@ -11237,14 +11215,11 @@ static moei_checkpoint moei_checkpoint_of(const moe_trainer *trainer) {
 /* ---- writing --------------------------------------------------------------------------------- */
 
 static void moei_checkpoint_put(const moei_checkpoint *c, char out[MOEI_CHECKPOINT_TEXT]) {
-    moei_text t;
+    moei_text t = moei_text_begin(out, MOEI_CHECKPOINT_TEXT);
     int i;
-    t.out = out;
-    t.room = MOEI_CHECKPOINT_TEXT;
-    t.length = 0;
     for (i = 0; i < MOEI_CHECKPOINT_ROWS; i++) {
         if (i > 0) moei_put(&t, " ", 1);
-        moei_put(&t, moei_checkpoint_rows[i].name, moei_strlen(moei_checkpoint_rows[i].name));
+        moei_put_text(&t, moei_checkpoint_rows[i].name);
         moei_put(&t, " ", 1);
         moei_put_unsigned(&t, moei_checkpoint_get(c, i));
     }
@@ -11333,20 +11308,12 @@ static moe_status moei_checkpoint_parse(const char *text, moei_checkpoint *c, mo
 /* Names the first number that must be the same and is not. */
 static moe_status moei_checkpoint_differs(const moei_checkpoint *has, const moei_checkpoint *wanted, moe_error *error) {
     char is[24], was[24];
-    moei_text t;
     int i;
     for (i = 0; i < MOEI_CHECKPOINT_ROWS; i++) {
         if (!moei_checkpoint_rows[i].of_fit || moei_checkpoint_get(has, i) == moei_checkpoint_get(wanted, i)) continue;
-        t.out = is;
-        t.room = sizeof is;
-        t.length = 0;
-        moei_put_unsigned(&t, moei_checkpoint_get(wanted, i));
-        t.out = was;
-        t.room = sizeof was;
-        t.length = 0;
-        moei_put_unsigned(&t, moei_checkpoint_get(has, i));
         return moei_error(error, MOE_ERR_CONFIG, "%s = %s: the training of the checkpoint has %s",
-                          moei_checkpoint_rows[i].name, is, was);
+                          moei_checkpoint_rows[i].name, moei_unsigned_text(moei_checkpoint_get(wanted, i), is),
+                          moei_unsigned_text(moei_checkpoint_get(has, i), was));
     }
     return MOE_OK;
 }
@@ -11365,25 +11332,35 @@ static moe_status moei_checkpoint_continues(const moei_checkpoint *c, const moei
 
 #endif
 
-/* Whether the file's configuration is byte for byte what the trainer's network would write. */
+/* Removes the steps of routers' schedules, which trainers set, from a text. */
+static void moei_drop_steps(char *to) {
+    const char *from = to;
+    uint64_t steps;
+    while (*from != '\0')
+        if (moei_take_word(&from, ",\"schedule_steps\":")) (void)moei_take_number(&from, &steps);
+        else *to++ = *from++;
+    *to = '\0';
+}
+
+/* Whether the file's configuration is otherwise what the trainer's network would write. */
 static moe_status moei_checkpoint_same_net(const moe_net *net, const moe_file *file, moe_error *error) {
     moei_config_text text;
     char *found;
     size_t length = 0;
-    int same;
     moe_status status = moei_config_length(file, &length, error);
     if (status != MOE_OK) return status;
     status = moei_checkpoint_config(net, &text, error);
     if (status != MOE_OK) return status;
-    same = length + 1 == text.buffer.size;
-    found = same ? (char *)moei_alloc(&net->allocator, length + 1, 1) : NULL;
-    if (same && found == NULL)
+    found = (char *)moei_alloc(&net->allocator, length + 1, 1);
+    if (found == NULL)
         status = moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of configuration", length + 1);
-    else
-        same = same && moe_file_metadata(file, MOEI_CONFIG_KEY, found, length + 1, NULL) == MOE_OK &&
-               moei_memcmp(found, text.buffer.data, length) == 0;
-    if (status == MOE_OK && !same)
-        status = moei_error(error, MOE_ERR_CONFIG, "the checkpoint is of a network with other modules");
+    else {
+        (void)moe_file_metadata(file, MOEI_CONFIG_KEY, found, length + 1, NULL);
+        moei_drop_steps(found);
+        moei_drop_steps((char *)text.buffer.data);
+        if (moei_strcmp(found, (char *)text.buffer.data) != 0)
+            status = moei_error(error, MOE_ERR_CONFIG, "the checkpoint is of a network with other modules");
+    }
     moei_free(&net->allocator, found, length + 1);
     moe_buffer_free(&text.buffer);
     return status;
@@ -11620,7 +11597,6 @@ static void moei_fit_count(moei_fit *f) {
     f->progress.steps = (batches - 1) / (size_t)t->config.accumulate + 1;
     f->progress.total_steps = (uint64_t)f->progress.steps * (uint64_t)f->progress.epochs;
     if (t->total_steps == 0) t->total_steps = f->progress.total_steps;
-    moei_trainer_plan(t);
     moe_rng_seed(&f->rng, t->config.seed);
     moe_rng_seed(&other, ~t->config.seed);
     moe_rng_seed(&t->rng, moe_rng_next(&other));
@@ -11883,6 +11859,7 @@ static moe_status moei_fit_resume(moei_fit *f, moe_error *error) {
 static moe_status moei_fit_run(moei_fit *f, moe_error *error) {
     uint64_t from, epoch;
     moe_status status = moei_fit_resume(f, error);
+    if (status == MOE_OK) moei_trainer_plan(&f->trainer);
     from = f->trainer.position[0];
     for (epoch = 0; status == MOE_OK && epoch < (uint64_t)f->progress.epochs; epoch++) {
         f->progress.epoch = (int)epoch + 1;

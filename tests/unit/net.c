@@ -383,15 +383,21 @@ static void test_untrainable(void) {
     moe_layer_config c = small_layer();
     moe_train_config t = quick_training();
     moe_trainer trainer;
+    moe_tensor tensor;
     c.router.top_k = 1;
     c.router.loss_balance = 0;
     moe_net_init(&net, D, 0, NULL);
     moe_net_mixture(&net, &c);
+    moe_net_linear(&net, 3);
     CHECK_STATUS(moe_net_build(&net, 1, 1, &error), MOE_ERR_CONFIG, "top_k = 1 with weight = sum cannot learn");
+    CHECK_STATUS(moe_net_find(&net, "0.router.weight", &tensor), MOE_ERR_NOT_FOUND, "nothing after a failed build");
     CHECK(strstr(error.message, "module 0") != NULL && strstr(error.message, "top_k = 1") != NULL &&
               strstr(error.message, "weight = sum") != NULL,
           "and says why");
     CHECK_STATUS(moe_net_build(&net, 0, 1, &error), MOE_OK, "but it can infer");
+    CHECK_STATUS(moe_net_find(&net, "0.router.weight", &tensor), MOE_OK, "after build");
+    CHECK_STATUS(moe_net_mixture(&net, NULL), MOE_ERR_STATE, "after build nothing is added");
+    CHECK(net.error.code == MOE_OK && net.n_modules == 2, "nor remembered");
     CHECK_STATUS(moe_trainer_init(&trainer, &net, &t, &error), MOE_ERR_STATE, "not built for training");
     moe_net_free(&net);
     c.router.untrained = 1;

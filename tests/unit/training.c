@@ -1113,6 +1113,31 @@ static void test_needs(void) {
     moe_net_free(&net);
 }
 
+/* A convolution mixes neighbors, so samples that are shuffled one by one are no sequence for it. */
+static void test_convolution_needs(void) {
+    samples s = samples_of(24, 12);
+    moe_train_config c = descent(8);
+    moe_evaluation e;
+    moe_error error;
+    moe_module m;
+    moe_net net;
+    place(&s);
+    c.epochs = 1;
+    memset(&m, 0, sizeof m);
+    m.kind = MOE_MODULE_CONVOLUTION;
+    m.length = 3;
+    moe_net_init(&net, D, MOE_KERNELS_C, NULL);
+    moe_net_append(&net, &m);
+    moe_net_linear(&net, CLASSES);
+    CHECK_STATUS(moe_net_build(&net, 1, 1, &error), MOE_OK, "build");
+    CHECK_STATUS(moe_fit(&net, &s.data, NULL, &c, &error), MOE_ERR_ARGUMENT, "no length");
+    CHECK(strstr(error.message, "length = 0: module 0") != NULL, error.message);
+    CHECK_STATUS(moe_evaluate(&net, &s.data, 0, &e, &error), MOE_ERR_ARGUMENT, "no length");
+    s.data.length = 4;
+    CHECK_STATUS(moe_fit(&net, &s.data, &s.data, &c, &error), MOE_OK, "with length");
+    moe_net_free(&net);
+}
+
 /* Sequences longer than a network has places for are found before the first step, in the test set
    too. */
 static void test_too_long(void) {
@@ -1569,6 +1594,7 @@ static void test_failed_writing(void) {
     memset(&old, 0, sizeof old);
     memset(&now, 0, sizeof now);
     memset(&stream, 0, sizeof stream);
+    s.data.n = 8;
     step(&t, &s.data, NULL);
     CHECK_STATUS(moe_trainer_save(&t, path[0], &error), MOE_OK, "save");
     CHECK_STATUS(moe_file_read(path[0], &old, &error), MOE_OK, "read");
@@ -1856,6 +1882,67 @@ static void test_resumed_otherwise(void) {
     remove(path[1]);
 }
 
+static moe_net scheduled_net(uint64_t seed) {
+    moe_layer_config c = layer_of("n_experts=4 top_k=1 k_end=3 gate=sigmoid weight=raw d_ff=4");
+    moe_net net;
+    moe_net_init(&net, D, MOE_KERNELS_AUTO, NULL);
+    moe_net_mixture(&net, &c);
+    moe_net_linear(&net, CLASSES);
+    CHECK_STATUS(moe_net_build(&net, 1, seed, NULL), MOE_OK, "build");
+    return net;
+}
+
+/* Routers whose schedule takes the trainer's steps: more epochs are no other network, and a failed
+   call sets nothing. */
+static void test_resumed_schedule(void) {
+    samples s = samples_of(24, 35);
+    moe_train_config c = descent(8);
+    moe_net net = scheduled_net(1), other = scheduled_net(2);
+    const int *steps = &other.modules[0].layer.config.router.schedule_steps;
+    moe_trainer t, longer;
+    moe_error error;
+    place(&s);
+    c.epochs = 2;
+    c.checkpoint = path[0];
+    c.resume = 1;
+    remove(path[0]);
+    CHECK_STATUS(moe_fit(&net, &s.data, NULL, &c, &error), MOE_OK, "fit");
+    CHECK(net.modules[0].layer.config.router.schedule_steps == 6, "the steps of the training");
+    c.total_steps = 30;
+    CHECK_STATUS(moe_fit(&other, NULL, NULL, &c, &error), MOE_ERR_ARGUMENT, "no data");
+    CHECK(*steps == 0, "a failed call changes nothing");
+    c.seed++;
+    CHECK_STATUS(moe_fit(&other, &s.data, NULL, &c, &error), MOE_ERR_CONFIG, "another training");
+    CHECK(*steps == 0, "a failed call changes nothing");
+    c.seed--;
+    c.total_steps = 0;
+    c.epochs = 4;
+    error.message[0] = '\0';
+    CHECK(moe_fit(&other, &s.data, NULL, &c, &error) == MOE_OK, error.message);
+    CHECK(*steps == 12 && (int)other.modules[0].layer.tensors[MOE_ROUTER_STEP][0] == 12, "more epochs");
+    moe_net_free(&net);
+    moe_net_free(&other);
+    net = scheduled_net(1);
+    other = scheduled_net(2);
+    c.checkpoint = NULL;
+    c.resume = 0;
+    c.total_steps = 10;
+    t = trainer_of(&net, &c);
+    c.total_steps = 20;
+    longer = trainer_of(&other, &c);
+    s.data.n = 8;
+    step(&t, &s.data, NULL);
+    CHECK_STATUS(moe_trainer_save(&t, path[0], &error), MOE_OK, "save");
+    CHECK(moe_trainer_load(&longer, path[0], &error) == MOE_OK, error.message);
+    CHECK(net_print(&other) == net_print(&net) && other.modules[0].layer.config.router.schedule_steps == 20,
+          "the trainer keeps its schedule");
+    moe_trainer_free(&t);
+    moe_trainer_free(&longer);
+    moe_net_free(&net);
+    moe_net_free(&other);
+    remove(path[0]);
+}
+
 /* ---- every allocation fails once ---- */
 
 static void train_without_memory(samples *s, test_heap *m, moe_net *net, moe_train_config *c) {
@@ -1991,6 +2078,7 @@ int main(int count, char **words) {
     CASE(test_unlabelled());
     CASE(test_sequences());
     CASE(test_needs());
+    CASE(test_convolution_needs());
     CASE(test_too_long());
     CASE(test_checkpoints());
     CASE(test_packed_checkpoint());
@@ -2001,6 +2089,7 @@ int main(int count, char **words) {
     CASE(test_failed_writing());
     CASE(test_resuming());
     CASE(test_resumed_otherwise());
+    CASE(test_resumed_schedule());
     CASE(test_without_memory());
     return test_end();
 }
