@@ -1431,7 +1431,7 @@ typedef struct moe_report {
     const double *first;     /* first choices */
     const double *kept;      /* assignments that capacity kept */
     const double *mean_gate; /* mean_t p_te */
-    const double *mean_logit; /* mean_t z_te; for the score norm the mean norm of the activation */
+    const double *mean_logit; /* mean_t z_te; of the score norm the mean norm; of soft 0 */
 } moe_report;
 
 /* Exact bytes of memory for E = n_experts (1..MOE_MAX_EXPERTS) and n_classes (0: none; at most
@@ -1447,9 +1447,10 @@ MOE_API moe_status moe_metrics_init(moe_metrics *metrics, size_t n_experts, size
 /* Adds one routed call. mask: the call's. classes: [N] class of each token, 0 .. n_classes-1, or
    -1: none; those of padding are not read; NULL: none. Of a batch with global routing
    (moe_batch) it adds the call's own tokens; mask and classes are theirs. Reads routing's sizes,
-   real_experts, logits, probabilities, choices, n_choices, kept, n_real, n_dropped and plan.
-   MOE_ERR_ARGUMENT: NULL, a class or a choice out of range, or a mask that does not fit the routing
-   (n_real; padding has no choices); MOE_ERR_SHAPE: not as many experts as at the start. */
+   real_experts, logits, probabilities (soft: weights as p), choices, n_choices, kept, n_real,
+   n_dropped and plan. MOE_ERR_ARGUMENT: NULL, a class or choice out of range, or a mask that does
+   not fit the routing (n_real; padding has no choices); MOE_ERR_SHAPE: not as many experts as at
+   the start. */
 MOE_API moe_status moe_metrics_add(moe_metrics *metrics, const moe_routing *routing, const unsigned char *mask,
                                    const int32_t *classes);
 
@@ -8064,7 +8065,7 @@ moe_status moe_metrics_init(moe_metrics *metrics, size_t n_experts, size_t n_cla
     return MOE_OK;
 }
 
-/* ---- adding a call: everything is checked first, so that a failed call adds nothing ---- */
+/* ---- adding a call: all is checked first, so that a failed one adds nothing ---- */
 
 static moe_status moei_metrics_check(const moe_metrics *m, const moe_routing *r, const unsigned char *mask,
                                      const int32_t *classes) {
@@ -8072,7 +8073,7 @@ static moe_status moei_metrics_check(const moe_metrics *m, const moe_routing *r,
     if (classes != NULL && m->n_classes == 0) return MOE_ERR_ARGUMENT;
     if (r->n_experts != m->n_experts) return MOE_ERR_SHAPE;
     if (r->plan.offsets == NULL || r->logits == NULL || r->probabilities == NULL || r->choices == NULL ||
-        r->n_choices == NULL)
+        r->n_choices == NULL || (r->plan.rows > 0 && r->weights == NULL))
         return MOE_ERR_ARGUMENT;
     for (t = 0; t < r->n_tokens; t++) {
         int32_t count = r->n_choices[t];
@@ -8092,14 +8093,14 @@ static moe_status moei_metrics_check(const moe_metrics *m, const moe_routing *r,
     return real == r->n_real ? MOE_OK : MOE_ERR_ARGUMENT;
 }
 
-/* Adds one token's gate values and logits; m->row sums the call's gate values. */
+/* Adds one token's gate values and logits (soft: NULL); m->row sums the call's. */
 static void moei_metrics_add_gate(moe_metrics *m, const moe_real *z, const moe_real *p) {
     double x_ln_x = 0.0, mass = 0.0;
     size_t e;
     for (e = 0; e < m->n_experts; e++) {
         double v = (double)p[e];
         m->row[e] += v;
-        m->logits[e] += (double)z[e];
+        if (z != NULL) m->logits[e] += (double)z[e];
         if (!(v > 0.0)) continue;
         x_ln_x += moei_x_ln_x(v);
         mass += v;
@@ -8152,7 +8153,8 @@ moe_status moe_metrics_add(moe_metrics *metrics, const moe_routing *routing, con
     moei_zeros(m->n_experts, m->row);
     for (t = 0; t < r->n_tokens; t++) {
         if (!moei_unmasked(mask, t)) continue;
-        moei_metrics_add_gate(m, r->logits + t * m->n_experts, r->probabilities + t * m->n_experts);
+        if (r->plan.rows > 0) moei_metrics_add_gate(m, NULL, r->weights + t * m->n_experts);
+        else moei_metrics_add_gate(m, r->logits + t * m->n_experts, r->probabilities + t * m->n_experts);
         moei_metrics_add_choices(m, r->real_experts, r->choices + t * r->max_choices, (size_t)r->n_choices[t],
                                  classes != NULL ? classes[t] : -1);
         if (r->predicted != NULL) moei_metrics_add_predicted(m, r, t);
@@ -8311,22 +8313,22 @@ static void moei_report_classes(moe_metrics *m, moe_report *r) {
     r->information_first_chance = moei_information_chance(m, m->first_classes, m->n_classified, m->n_classified);
 }
 
-moe_status moe_metrics_report(moe_metrics *metrics, moe_report *report) {
-    if (metrics == NULL || report == NULL) return MOE_ERR_ARGUMENT;
+moe_status moe_metrics_report(moe_metrics *m, moe_report *report) {
+    if (m == NULL || report == NULL) return MOE_ERR_ARGUMENT;
     memset(report, 0, sizeof *report);
-    report->n_experts = metrics->n_experts;
-    report->n_classes = metrics->n_classes;
-    report->n_calls = metrics->n_calls;
-    report->n_tokens = metrics->n_tokens;
-    report->n_assignments = metrics->n_assignments;
-    report->n_dropped = metrics->n_dropped;
-    report->dropped_share = moei_share(metrics->n_dropped, metrics->n_assignments);
-    report->experts_per_token = moei_share(metrics->n_assignments, metrics->n_tokens);
-    report->real_experts_per_token = moei_share(metrics->n_real_assignments, metrics->n_tokens);
-    report->predictor_agreement = moei_share(metrics->n_agreed, metrics->n_predicted);
-    moei_report_gate(metrics, report);
-    moei_report_load(metrics, report);
-    moei_report_classes(metrics, report);
+    report->n_experts = m->n_experts;
+    report->n_classes = m->n_classes;
+    report->n_calls = m->n_calls;
+    report->n_tokens = m->n_tokens;
+    report->n_assignments = m->n_assignments;
+    report->n_dropped = m->n_dropped;
+    report->dropped_share = moei_share(m->n_dropped, m->n_assignments);
+    report->experts_per_token = moei_share(m->n_assignments, m->n_tokens);
+    report->real_experts_per_token = moei_share(m->n_real_assignments, m->n_tokens);
+    report->predictor_agreement = moei_share(m->n_agreed, m->n_predicted);
+    moei_report_gate(m, report);
+    moei_report_load(m, report);
+    moei_report_classes(m, report);
     return MOE_OK;
 }
 

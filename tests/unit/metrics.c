@@ -552,6 +552,50 @@ static void test_other_gates(void) {
     CHECK_NEAR(r.usage_entropy, -2 * 0.375 * log(0.375), SUM_BOUND);
 }
 
+/* Soft: p of an expert is the sum over its slots of combine weights, however many slots it has. */
+static void test_soft(void) {
+    enum { EXPERTS = 3, SLOTS = 3, TOKENS = 5, D = 4 };
+    static unsigned char workspace[1 << 14];
+    moe_real weight[EXPERTS * SLOTS * D], x[TOKENS * D];
+    moe_router_config c;
+    moe_router router;
+    moe_routing routing;
+    moe_metrics m;
+    moe_report r;
+    moe_call call;
+    moe_rng rng = {3};
+    int slots, e, i, t;
+    for (i = 0; i < EXPERTS * SLOTS * D; i++) weight[i] = 3 * moe_rng_normal(&rng);
+    for (i = 0; i < TOKENS * D; i++) x[i] = moe_rng_normal(&rng);
+    memset(&call, 0, sizeof call);
+    call.n_tokens = TOKENS;
+    call.x = x;
+    for (slots = 1; slots <= SLOTS; slots++) {
+        memset(&c, 0, sizeof c);
+        c.d_model = D;
+        c.n_experts = EXPERTS;
+        c.select = MOE_SELECT_SOFT;
+        c.slots = slots;
+        CHECK(moe_router_init(&router, &c, NULL, NULL) == MOE_OK);
+        router.tensors[MOE_ROUTER_SLOT_VECTORS] = weight;
+        CHECK(moe_route(&router, &call, workspace, sizeof workspace, &routing) == MOE_OK);
+        begin(&m, EXPERTS, 0);
+        CHECK(moe_metrics_add(&m, &routing, NULL, NULL) == MOE_OK);
+        r = report_of(&m);
+        for (e = 0; e < EXPERTS; e++) {
+            double sum = 0;
+            for (t = 0; t < TOKENS; t++)
+                for (i = e * slots; i < (e + 1) * slots; i++)
+                    sum += (double)routing.probabilities[t * EXPERTS * slots + i];
+            CHECK_NEAR(r.mean_gate[e], sum / TOKENS, 1e-6);
+            CHECK_NEAR(r.mean_logit[e], 0, 0.0);
+        }
+        CHECK_NEAR(r.gate_entropy, r.confidence_entropy, 1e-5);
+        routing.weights = NULL;
+        CHECK(moe_metrics_add(&m, &routing, NULL, NULL) == MOE_ERR_ARGUMENT);
+    }
+}
+
 /* ---- a batch with global routing ---- */
 
 /* Token `from` of a batch, which is padding if it is 4: token t of h. */
@@ -1367,6 +1411,7 @@ int main(void) {
     CASE(test_extremes());
     CASE(test_trivial_gate());
     CASE(test_other_gates());
+    CASE(test_soft());
     CASE(test_own_tokens());
     CASE(test_arguments());
     CASE(test_information());
