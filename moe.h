@@ -378,8 +378,6 @@
 extern "C" {
 #endif
 
-
-
 #ifndef MOE_NO_FLOAT
 /* ==== >>memory: allocators, streams, buffers, whole files ===================================== */
 
@@ -697,13 +695,13 @@ typedef struct moe_layer {
     moe_real *gradients[MOE_LAYER_PARAMETER_COUNT];     /* by index; NULL: not wanted */
     /* by index, set by moe_layer_pack: what inference reads instead of the tensor */
     const void *packed[MOE_LAYER_PARAMETER_COUNT];
-    int packed_type;                          /* MOE_TYPE_ of packed */
+    int packed_type; /* MOE_TYPE_ of packed */
     /* by index, set by the caller for matrices and biases of experts that lie in another program's
        file and are read there instead of the tensor: [E], one for each expert, else [1]; and for
        router.weight. For inference without a transport. A layer that has any reads no packed
        weights; ask for the size of the workspace again */
     const moe_external *external[MOE_LAYER_PARAMETER_COUNT];
-    int is_packed;                            /* 1: moe_layer_pack was called */
+    int is_packed; /* 1: moe_layer_pack was called */
     moe_real *memory;         /* owned by the layer if made by create, else NULL */
     size_t memory_size;       /* bytes */
     moe_allocator allocator;
@@ -892,10 +890,8 @@ MOE_API moe_status moe_layer_load(moe_layer *layer, const char *path, int traina
                    (Liquid AI 2025, LFM2: short convolutions) */
 enum {
     MOE_MODULE_LINEAR = 0, MOE_MODULE_ACTIVATION, MOE_MODULE_LAYER_NORM, MOE_MODULE_MIXTURE, MOE_MODULE_RESIDUAL,
-        MOE_MODULE_EMBEDDING, MOE_MODULE_POSITIONS,
-    MOE_MODULE_ATTENTION, MOE_MODULE_RMS_NORM, MOE_MODULE_DROPOUT, MOE_MODULE_FEED_FORWARD, MOE_MODULE_TIED,
-        MOE_MODULE_SCALE, MOE_MODULE_CONVOLUTION,
-        MOE_MODULE_COUNT
+    MOE_MODULE_EMBEDDING, MOE_MODULE_POSITIONS, MOE_MODULE_ATTENTION, MOE_MODULE_RMS_NORM, MOE_MODULE_DROPOUT,
+    MOE_MODULE_FEED_FORWARD, MOE_MODULE_TIED, MOE_MODULE_SCALE, MOE_MODULE_CONVOLUTION, MOE_MODULE_COUNT
 };
 enum { MOE_NET_MAX_MODULES = 4096 };
 
@@ -1466,12 +1462,12 @@ MOE_API moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const mo
                                     moe_error *error);
 /* One step on 1..config.batch samples (with a transport 0 or more, at least one on some rank):
    gradients to 0, forward, loss, backward, clip, state of the routers, optimizer. Tensors frozen by
-   MOE_PARAM_FROZEN or a group do not change; biases and gains are not decayed. Data is checked
-   first: MOE_ERR_ARGUMENT (error names the row and the label, or the router that needs more than x
-   and what batch->call lacks), MOE_ERR_NONFINITE (x or a target). MOE_ERR_NONFINITE also when loss
-   or gradient is not finite, or the gradient's norm is beyond 1e19 (1e150 in the double build). On
-   failure only the gradients change. A weight that is not finite fails the next step that uses it.
-   step may be NULL. Allocates nothing. */
+   MOE_PARAM_FROZEN, a group or freeze_at do not change; biases and gains are not decayed. Data is
+   checked first: MOE_ERR_ARGUMENT (error names the row and the label, or the router that needs more
+   than x and what batch->call lacks), MOE_ERR_NONFINITE (x or a target). MOE_ERR_NONFINITE also
+   when loss or gradient is not finite, or the gradient's norm is beyond 1e19 (1e150 in the double
+   build). On failure only the gradients change. A weight that is not finite fails the next step
+   that uses it. step may be NULL. Allocates nothing. */
 MOE_API moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error);
 /* The two halves of a step, for steps of several batches: accumulate runs forward and backward,
    adds the gradients to those since the last update and updates the routers' statistics
@@ -1759,7 +1755,6 @@ typedef struct moe_choice {
    MOE_ERR_UNSUPPORTED: a model of another version. */
 MOE_API moe_status moe_infer_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices,
                                      size_t room, size_t *count);
-
 
 #ifdef __cplusplus
 }
@@ -3907,7 +3902,7 @@ static size_t moei_common_divisor(size_t a, size_t b) {
 static void moei_table_fill(const moe_parameter *slot, size_t experts, moe_real *table, moe_rng *rng) {
     size_t columns = slot->shape[1], from, row, i, other, step;
     for (from = 0; from < slot->shape[0]; from += experts) {
-        size_t rows = slot->shape[0] - from < experts ? slot->shape[0] - from : experts;
+        size_t rows = moei_smaller(slot->shape[0] - from, experts);
         moe_real *block = table + from * columns, swap;
         size_t shift = (size_t)moe_rng_below(rng, experts);
         do step = 1 + (size_t)moe_rng_below(rng, experts);
@@ -4086,7 +4081,7 @@ size_t moe_layer_parameter_count(const moe_layer *layer, size_t *used_per_token)
         rows = slot.shape[0]; /* experts */
         used += index >= MOE_EXPERTS_GATE && (index < MOE_SHARED_GATE || moei_is_constant(index)) &&
                         !moei_all_read(layer, index)
-                    ? slot.count / rows * (chosen < rows ? chosen : rows)
+                    ? slot.count / rows * moei_smaller(chosen, rows)
                     : slot.count;
     }
     if (used_per_token != NULL) *used_per_token = used;
@@ -4152,14 +4147,14 @@ moe_status moe_layer_pack(moe_layer *layer, int type, void *memory, size_t size,
 typedef struct moei_expert_run {
     const moe_layer *layer;
     const moei_expert *kind;
-    size_t expert;                 /* its block of each parameter; 0 for what every token passes through */
-    int act, packed;               /* packed: the packed weights are read */
-    int in_file;                   /* matrices lie in files; 2: products quantize activations */
-    int shaped;                    /* the gate has an alpha, a limit or an offset */
+    size_t expert;      /* its block of each parameter; 0 for what every token passes through */
+    int act, packed;    /* packed: the packed weights are read */
+    int in_file;        /* matrices lie in files; 2: products quantize activations */
+    int shaped;         /* the gate has an alpha, a limit or an offset */
     moe_real alpha, limit, offset; /* limit is infinite for none */
-    unsigned needed;               /* bits of the activations that the output is computed from */
-    int scored;                    /* the activation that the score reads; -1: none */
-    unsigned for_score;            /* its bit and those of what it is computed from */
+    unsigned needed;    /* bits of the activations that the output is computed from */
+    int scored;         /* the activation that the score reads; -1: none */
+    unsigned for_score; /* its bit and those of what it is computed from */
     /* bits of activations whose gradients are added to, not overwritten */
     unsigned summed;
     size_t n;
@@ -4167,7 +4162,7 @@ typedef struct moei_expert_run {
     size_t width[MOEI_ACTIVATIONS], ld[MOEI_ACTIVATIONS];
     /* the width that all results of a stage have */
     size_t stage_width[MOEI_MAX_STAGES];
-    moe_real *activation[MOEI_ACTIVATIONS];               /* [n,width] */
+    moe_real *activation[MOEI_ACTIVATIONS]; /* [n,width] */
     /* [n,width], of the loss; of x NULL: not wanted */
     moe_real *gradient[MOEI_ACTIVATIONS];
     /* rows for quantized weights: of x, of the activation that a stage reads */
@@ -4394,7 +4389,7 @@ static void moei_stage_columns(const moei_expert_run *run, int stage, unsigned m
     int i;
     if (part < MOEI_STAGE_COLUMNS) part = MOEI_STAGE_COLUMNS;
     for (; from < to && run->n > 0; from += count) {
-        count = to - from < part ? to - from : part;
+        count = moei_smaller(to - from, part);
         for (i = 0; i < run->kind->n_steps; i++) {
             const moei_step *step = &run->kind->steps[i];
             if (step->stage != stage || !(mask >> step->to & 1u)) continue;
@@ -4746,7 +4741,7 @@ static int moei_task_count(const moe_parallel *team, const moei_expert_run *run,
         const moei_step *step = &run->kind->steps[i];
         if (step->op == MOEI_STEP_MATMUL) weights += (double)run->width[step->to] * (double)run->width[step->from];
     }
-    bytes = weights * (double)(experts < rows ? experts : rows) * (double)sizeof(moe_real) - 1e6;
+    bytes = weights * (double)moei_smaller(experts, rows) * (double)sizeof(moe_real) - 1e6;
     time = weights * (double)rows / 50.0 + (bytes > 0.0 ? bytes / 20.0 : 0.0);
     return time < 4e4 && !team->always ? 1 : team->threads;
 }
@@ -5596,21 +5591,25 @@ moe_status moe_layer_backward(const moe_layer *layer, const moe_real *dy, moe_re
     return moei_layer_backward(layer, &back, dx, d_router_x, pass);
 }
 
+/* What a loss on single experts does not see, or NULL. */
+static const char *moei_unseen(const moe_layer_config *c) {
+    if (c->router.apply_to == MOE_APPLY_INPUT) return "apply_to = input";
+    if (c->d_latent > 0) return "d_latent > 0";
+    if (c->add_input) return "add_input = 1";
+    return c->n_shared > 0 ? "n_shared > 0" : NULL;
+}
+
 moe_status moe_layer_backward_experts(const moe_layer *layer, const moe_real *d_outputs, const moe_real *d_weights,
                                       moe_real *dx, moe_real *d_router_x, moe_layer_pass *pass) {
     moei_returned back;
-    const char *unseen = NULL;
+    const char *unseen;
     if (layer == NULL || pass == NULL) return MOE_ERR_ARGUMENT;
     if (pass->d_rows == NULL || !pass->call.training)
         return moei_error(pass->call.error, MOE_ERR_STATE, MOEI_NOT_TRAINING);
     if (pass->routing.plan.rows > 0)
         return moei_error(pass->call.error, MOE_ERR_STATE,
                           "select = soft: its experts read slots, which have no outputs per token");
-    if (layer->config.n_shared > 0) unseen = "n_shared > 0";
-    if (layer->config.add_input) unseen = "add_input = 1";
-    if (layer->config.d_latent > 0) unseen = "d_latent > 0";
-    if (layer->config.router.apply_to == MOE_APPLY_INPUT) unseen = "apply_to = input";
-    if (pass->ranks != NULL) unseen = "a transport";
+    unseen = pass->ranks != NULL ? "a transport" : moei_unseen(&layer->config);
     if (unseen != NULL)
         return moei_error(pass->call.error, MOE_ERR_UNSUPPORTED,
                           "%s: a loss on single experts does not include it", unseen);
@@ -5983,15 +5982,17 @@ static const moe_field moei_feed_forward_fields[] = {MOEI_EXPERT_ROWS MOEI_FIELD
 static const char *const moei_module_names[] = {MOEI_MODULE_KINDS(MOEI_MODULE_NAME) NULL};
 static const moe_field *const moei_module_fields[] = {MOEI_MODULE_KINDS(MOEI_MODULE_FIELDS)};
 
-/* The struct whose fields moei_module_fields lists. */
-MOEI_TOOL void *moei_module_settings(const moe_module *m) {
-    if (m->kind == MOE_MODULE_MIXTURE || m->kind == MOE_MODULE_FEED_FORWARD) return (void *)&m->layer.config;
-    return m->kind == MOE_MODULE_ATTENTION ? (void *)&m->attention : (void *)m;
-}
+static int moei_routes(const moe_net *net, size_t i) { return net->modules[i].kind == MOE_MODULE_MIXTURE; }
 
 /* Whether a module is a moe_layer. Only a mixture's router is used. */
 static int moei_is_layer(const moe_module *m) {
     return m->kind == MOE_MODULE_MIXTURE || m->kind == MOE_MODULE_FEED_FORWARD;
+}
+
+/* The struct whose fields moei_module_fields lists. */
+MOEI_TOOL void *moei_module_settings(const moe_module *m) {
+    if (moei_is_layer(m)) return (void *)&m->layer.config;
+    return m->kind == MOE_MODULE_ATTENTION ? (void *)&m->attention : (void *)m;
 }
 
 /* ---- building -------------------------------------------------------------------------------- */
@@ -6580,7 +6581,7 @@ static size_t moei_parted(const moe_net *net, const moe_tensor *t) {
     if (net->transport == NULL) return 0;
     if (net->n_modules > 0) {
         for (; *p >= '0' && *p <= '9' && i < net->n_modules; p++) i = i * 10 + (size_t)(*p - '0');
-        if (i >= net->n_modules || net->modules[i].kind != MOE_MODULE_MIXTURE || *p++ != '.') return 0;
+        if (i >= net->n_modules || !moei_routes(net, i) || *p++ != '.') return 0;
     }
     if (moei_strlen(p) < sizeof experts || moei_memcmp(p, experts, sizeof experts - 1) != 0) return 0;
     return (size_t)net->modules[i].layer.config.router.n_experts;
@@ -6646,7 +6647,7 @@ static moe_status moei_net_check_training(const moe_net *net, moe_error *error) 
     size_t i;
     for (i = 0; i < net->n_modules; i++) {
         moe_status status = MOE_OK;
-        if (net->modules[i].kind == MOE_MODULE_MIXTURE)
+        if (moei_routes(net, i))
             status = moe_router_check_training(&net->modules[i].layer.config.router, &why);
         if (status != MOE_OK) return moei_error(error, status, "module %z (mixture): %s", i, why.message);
     }
@@ -6718,7 +6719,7 @@ static moe_status moei_net_ready(const moe_net *net, moe_error *error) {
     if (net->built) return moei_error(error, MOE_ERR_STATE, "the network is already built");
     if (net->n_modules == 0) return moei_error(error, MOE_ERR_CONFIG, "the network has no modules");
     for (i = 0; i < net->n_modules; i++)
-        if (net->modules[i].kind == MOE_MODULE_MIXTURE && net->modules[i].layer.config.transport != net->transport)
+        if (moei_routes(net, i) && net->modules[i].layer.config.transport != net->transport)
             return moei_error(
                 error, MOE_ERR_CONFIG,
                 "module %z (mixture): its transport is not the network's: set net.transport before adding modules", i);
@@ -6878,7 +6879,7 @@ static size_t moei_rotation_of(const moe_net *net, size_t i) {
 /* Whether the next mixture after module i, a mixture, reads its logits. */
 static int moei_logits_are_read(const moe_net *net, size_t i) {
     for (i++; i < net->n_modules; i++)
-        if (net->modules[i].kind == MOE_MODULE_MIXTURE) return net->modules[i].layer.config.router.router_residual;
+        if (moei_routes(net, i)) return net->modules[i].layer.config.router.router_residual;
     return 0;
 }
 
@@ -7035,15 +7036,15 @@ static moe_status moei_module_layout(const moe_net *net, size_t i, const moei_ex
 typedef struct moei_room {
     /* [rows,keys] attention: one block of A, its gradient, and the slopes of a cap */
     moe_real *a, *d_a, *slopes;
-    moe_real *keys;                      /* [MOEI_KEYS,width] unpacked from a cache */
-    moe_real *unpacked;                  /* MLA: [MOEI_KEYS,kv_lora] rows of K_h */
-    void *quantized;                     /* rows, for products */
+    moe_real *keys;     /* [MOEI_KEYS,width] unpacked from a cache */
+    moe_real *unpacked; /* MLA: [MOEI_KEYS,kv_lora] rows of K_h */
+    void *quantized;    /* rows, for products */
     moe_real *d_q, *d_k, *d_v, *d_mixed; /* as the pass has them; but MLA: d_v [N,u] */
     size_t d_v_step;
     moe_real *d_values, *d_heads, *d_down; /* MLA */
-    moe_real *row;                         /* two rows of q or k */
-    moe_real *d_act;                     /* [N,d_in] activation */
-    moe_real *d_rows;                    /* [N,d_in] and [N,3 d_in] convolution */
+    moe_real *row;    /* two rows of q or k */
+    moe_real *d_act;  /* [N,d_in] activation */
+    moe_real *d_rows; /* [N,d_in] and [N,3 d_in] convolution */
 } moei_room;
 
 /* Parameter `place` if it lies in another program's file, or NULL. */
@@ -7145,7 +7146,7 @@ static int moei_shares(const moe_net *net, const moei_extent *e) {
     size_t i;
     for (i = 0; i < net->n_modules && e->decoding; i++) {
         const moe_router_config *c = &net->modules[i].layer.config.router;
-        if (net->modules[i].kind == MOE_MODULE_MIXTURE &&
+        if (moei_routes(net, i) &&
             (c->refine != MOE_REFINE_NONE || c->raw_input || c->router_residual ||
              (moe_router_traits(c) & MOE_TRAIT_NEEDS_PREVIOUS_LAYER)))
             return 0;
@@ -8303,7 +8304,7 @@ static int moei_positions_fit(const moe_module *positions, const moe_call *call,
 static int moei_supplied_fit(const moe_net *net, const moe_call *call) {
     size_t i, own = 0, others = 0;
     for (i = 0; i < net->n_modules; i++) {
-        if (net->modules[i].kind != MOE_MODULE_MIXTURE ||
+        if (!moei_routes(net, i) ||
             net->modules[i].layer.config.router.refine != MOE_REFINE_ATTENTION)
             continue;
         if (moei_attention_read(net, i) < i) own++;
@@ -8609,7 +8610,7 @@ static void moei_cache_layout(const moe_net *net, size_t most, moei_layout *l, s
 /* moe_net_decode_size for a network that can decode, without messages: exported float models call
    it, and messages would triple their code. */
 static moe_status moei_decode_size(const moe_net *net, size_t most, size_t n_tokens, size_t *bytes, size_t *work) {
-    moei_extent e = moei_extent_decoding(n_tokens < most ? n_tokens : most, most);
+    moei_extent e = moei_extent_decoding(moei_smaller(n_tokens, most), most);
     moei_layout l = moei_layout_begin(NULL);
     moe_status status = MOE_OK;
     if (!net->built) return MOE_ERR_STATE;
@@ -8698,7 +8699,7 @@ moe_status moe_net_decode(const moe_net *net, moe_cache *cache, const moe_call *
 
 const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pass *pass, size_t i) {
     if (net == NULL || pass == NULL || pass->modules == NULL || i >= net->n_modules ||
-        net->modules[i].kind != MOE_MODULE_MIXTURE)
+        !moei_routes(net, i))
         return NULL;
     return &pass->modules[i].layer->routing;
 }
@@ -8729,7 +8730,7 @@ static moe_status moei_sample_begin(moei_sample *s, const moe_sampling *wanted, 
             return moei_error(error, MOE_ERR_NONFINITE, "logits[%z] = %g: must be finite", i, (double)logits[i]);
     s->temperature = how.temperature;
     s->top_p = how.top_p;
-    s->top_k = how.top_k > 0 && (size_t)how.top_k < n ? (size_t)how.top_k : n;
+    s->top_k = how.top_k > 0 ? moei_smaller((size_t)how.top_k, n) : n;
     s->greedy = how.greedy;
     s->n = n;
     s->logits = logits;
@@ -8813,7 +8814,7 @@ moe_status moe_net_observe(moe_net *net, const moe_net_pass *pass) {
     if (net == NULL || pass == NULL) return MOE_ERR_ARGUMENT;
     if (!net->built || !net->trainable || !pass->training || pass->modules == NULL) return MOE_ERR_STATE;
     for (i = 0; i < net->n_modules && status == MOE_OK; i++)
-        if (net->modules[i].kind == MOE_MODULE_MIXTURE)
+        if (moei_routes(net, i))
             status = moe_layer_observe(&net->modules[i].layer, pass->modules[i].layer);
     return status;
 }
@@ -8844,7 +8845,7 @@ moe_status moe_net_advance(moe_net *net) {
     moei_net_l1(net, &factor);
     for (i = 0; i < net->n_modules && status == MOE_OK; i++) {
         moe_layer *layer = &net->modules[i].layer;
-        if (net->modules[i].kind != MOE_MODULE_MIXTURE) continue;
+        if (!moei_routes(net, i)) continue;
         status = moe_layer_advance(layer);
         if (status == MOE_OK && moei_shares_l1(&net->modules[i]) && factor > MOEI_R(0.0))
             moei_layer_memory(layer, MOE_ROUTER_L1)[0] = factor;
@@ -8958,23 +8959,22 @@ static int moei_reads_experts(const moe_net *net, int criterion) {
 static moe_status moei_mixture_fits(const moe_net *net, int criterion, moe_error *error) {
     const moe_module *last = &net->modules[net->n_modules - 1];
     const moe_router_config *c = &last->layer.config.router;
+    const char *name = moei_criterion_names[criterion];
     if (!moei_reads_experts(net, criterion)) return MOE_OK;
     if (net->transport != NULL)
         return moei_error(error, MOE_ERR_UNSUPPORTED,
-                          "criterion = %s reads all experts, and net.transport distributes them over ranks",
-                          moei_criterion_names[criterion]);
+                          "criterion = %s reads all experts, and net.transport distributes them over ranks", name);
     if (last->kind != MOE_MODULE_MIXTURE)
-        return moei_error(error, MOE_ERR_CONFIG, "criterion = %s: the last module must be an MoE layer",
-                          moei_criterion_names[criterion]);
+        return moei_error(error, MOE_ERR_CONFIG, "criterion = %s: the last module must be an MoE layer", name);
     if (c->select != MOE_SELECT_DENSE || c->weight != MOE_WEIGHT_RAW || c->scale < MOEI_R(1.0) ||
         c->scale > MOEI_R(1.0) || c->expert_scale || c->capacity_factor > MOEI_R(0.0) ||
         c->capacity_factor_eval > MOEI_R(0.0) || c->drop_capacity > 0 || c->capacity_bound != MOE_BOUND_NONE ||
-        c->drop_rule != MOE_DROP_RULE_NONE || c->apply_to != MOE_APPLY_OUTPUT || last->layer.config.n_shared > 0 ||
-        last->layer.config.add_input)
+        c->drop_rule != MOE_DROP_RULE_NONE || c->expert_dropout > MOEI_R(0.0) || moei_switches(c) || c->student ||
+        moei_unseen(&last->layer.config) != NULL)
         return moei_error(error, MOE_ERR_CONFIG,
                           "module %z (mixture): criterion = %s or expert_temperature needs select = dense and weight = "
                           "raw, and nothing beside it",
-                          net->n_modules - 1, moei_criterion_names[criterion]);
+                          net->n_modules - 1, name);
     if (c->expert_temperature > MOEI_R(0.0) && (c->gate != MOE_GATE_SOFTMAX || c->refine != MOE_REFINE_NONE))
         return moei_error(error, MOE_ERR_CONFIG,
                           "module %z (mixture): expert_temperature needs gate = softmax without refine",
@@ -8983,7 +8983,7 @@ static moe_status moei_mixture_fits(const moe_net *net, int criterion, moe_error
         return moei_error(
             error, MOE_ERR_UNSUPPORTED,
             "criterion = %s or expert_temperature: set net.mixture_losses = moe_classic_losses(), of moe_classic.h",
-            moei_criterion_names[criterion]);
+            name);
     return MOE_OK;
 }
 
@@ -9015,7 +9015,7 @@ static size_t moei_token_ids_end(const moe_net *net) {
     if (net->modules[0].kind == MOE_MODULE_EMBEDDING) end = net->tensors[net->modules[0].first_tensor].shape[0];
     for (i = 0; i < net->n_modules; i++) {
         const moe_router_config *c = &net->modules[i].layer.config.router;
-        if (net->modules[i].kind == MOE_MODULE_MIXTURE && c->table_size > 0 && (size_t)c->table_size < end)
+        if (moei_routes(net, i) && c->table_size > 0 && (size_t)c->table_size < end)
             end = (size_t)c->table_size;
     }
     return end;
@@ -9101,7 +9101,7 @@ static size_t moei_sequences_most(const moe_net *net) {
     size_t i, most = (size_t)INT32_MAX;
     for (i = 0; i < net->n_modules; i++) {
         const moe_router_config *c = &net->modules[i].layer.config.router;
-        if (net->modules[i].kind == MOE_MODULE_MIXTURE && moei_is_soft(c) && (size_t)c->soft_sequences < most)
+        if (moei_routes(net, i) && moei_is_soft(c) && (size_t)c->soft_sequences < most)
             most = (size_t)c->soft_sequences;
     }
     return most;
@@ -9132,7 +9132,7 @@ static moe_status moei_routers_check(const moe_net *net, const moe_data *data, s
     for (i = 0; i < net->n_modules; i++) {
         const moe_router_config *c = &net->modules[i].layer.config.router;
         unsigned lacks;
-        if (net->modules[i].kind != MOE_MODULE_MIXTURE) continue;
+        if (!moei_routes(net, i)) continue;
         lacks = moei_router_lacks(net, i, data);
         if (lacks != 0)
             return moei_error(error, MOE_ERR_ARGUMENT,
@@ -9210,7 +9210,7 @@ static size_t moei_evaluate_most(const moe_net *net, const moe_data *data) {
         if (sequences > moei_sequences_most(net)) sequences = moei_sequences_most(net);
         most = sequences * data->length;
     }
-    return data->n < most ? data->n : most;
+    return moei_smaller(data->n, most);
 }
 
 /* The workspace of an evaluation: the network's, and the answers of a classical mixture. */
@@ -9369,7 +9369,7 @@ static moe_status moei_evaluate(const moe_net *net, const moe_data *data, int cr
     e.criterion = criterion;
     e.work = work;
     for (from = 0; from < data->n && status == MOE_OK; from += most)
-        status = moei_evaluate_batch(&e, from, data->n - from < most ? data->n - from : most, error);
+        status = moei_evaluate_batch(&e, from, moei_smaller(data->n - from, most), error);
     if (status == MOE_OK) status = moei_evaluate_add(&e, error);
     if (status != MOE_OK) return status;
     memset(&made, 0, sizeof made);
@@ -9670,7 +9670,7 @@ static void moei_trainer_plan(moe_trainer *t) {
     moei_trainer_rate(t);
     for (i = 0; i < t->net->n_modules; i++) {
         moe_layer *layer = &t->net->modules[i].layer;
-        if (t->net->modules[i].kind != MOE_MODULE_MIXTURE || !moei_has_schedule(&layer->config.router)) continue;
+        if (!moei_routes(t->net, i) || !moei_has_schedule(&layer->config.router)) continue;
         if (layer->config.router.schedule_steps > 0) continue;
         layer->config.router.schedule_steps = layer->router.config.schedule_steps = steps;
     }
@@ -9743,6 +9743,20 @@ static int moei_is_trained(const moe_tensor *t) {
     return (t->flags & (unsigned)(MOE_PARAM_FROZEN | MOE_PARAM_STATE)) == 0;
 }
 
+/* Whether freeze_at has frozen a tensor; with a student only the student's. moe_net_advance has
+   counted the step. */
+static int moei_is_frozen(const moe_net *net, const moe_tensor *t) {
+    const char *name = t->name;
+    const moe_layer *layer;
+    uint64_t module;
+    int end;
+    if (!moei_take_number(&name, &module)) return 0; /* net.l1 */
+    layer = &net->modules[module].layer;
+    end = layer->config.router.freeze_at;
+    return end > 0 && layer->tensors[MOE_ROUTER_STEP][0] > (moe_real)end &&
+           moei_take_word(&name, layer->config.router.student ? ".router.student" : ".router.");
+}
+
 /* Consecutive rows of one tensor that learn alike. */
 typedef struct moei_rows {
     size_t tensor, row;     /* its index; the row after the last of these */
@@ -9771,7 +9785,7 @@ static int moei_rows_next(const moe_trainer *trainer, moei_rows *r) {
                      !(r->factors[0] > r->next[0]) && r->factors[1] == r->next[1]);
             r->first = from * width;
             r->count = (r->row - from) * width;
-            if (moei_is_trained(t) && r->factors[0] > MOEI_R(0.0)) return 1;
+            if (moei_is_trained(t) && r->factors[0] > MOEI_R(0.0) && !moei_is_frozen(trainer->net, t)) return 1;
         }
     }
     return 0;
@@ -11332,7 +11346,7 @@ static moe_status moei_checkpoint_continues(const moei_checkpoint *c, const moei
 
 #endif
 
-/* Removes the steps of routers' schedules, which trainers set, from a text. */
+/* Removes the steps of schedules, which trainers set, from a text. */
 static void moei_drop_steps(char *to) {
     const char *from = to;
     uint64_t steps;
@@ -11575,7 +11589,7 @@ static moe_status moei_fit_check(const moei_fit *f, moe_error *error) {
                                       : moei_error(error, MOE_ERR_ARGUMENT, "data must not be NULL");
     if (status == MOE_OK)
         status =
-            moei_routers_check(net, train, moei_batch_sequences(train, train->n < batch ? train->n : batch), 1, error);
+            moei_routers_check(net, train, moei_batch_sequences(train, moei_smaller(train->n, batch)), 1, error);
     if (status == MOE_OK) status = moei_data_check(net, train, criterion, error);
     if (status == MOE_OK && train->n == 0)
         status = moei_error(error, MOE_ERR_ARGUMENT, "there are no samples to train on");
@@ -11662,8 +11676,7 @@ static size_t moei_fit_row(const moei_fit *f, size_t i) { return f->order[i / f-
 
 /* The samples of the batch that begins with sample `from` of this epoch's order. */
 static size_t moei_fit_size(const moei_fit *f, size_t from) {
-    size_t left = f->train->n - from, batch = (size_t)f->trainer.config.batch;
-    return left < batch ? left : batch;
+    return moei_smaller(f->train->n - from, (size_t)f->trainer.config.batch);
 }
 
 /* This process's part of that batch. */
@@ -11978,7 +11991,7 @@ MOEI_TOOL const struct moe_module_pass *moei_float_pass(const moe_net *net, size
     of_work = moei_layout_begin(room.work);
     modules = (const struct moe_module_pass *)moei_take(&of_work, net->n_modules, sizeof *modules);
     for (i = 0; i < net->n_modules; i++)
-        if (net->modules[i].kind == MOE_MODULE_MIXTURE && mixture-- == 0) return &modules[i];
+        if (moei_routes(net, i) && mixture-- == 0) return &modules[i];
     return NULL;
 }
 

@@ -2208,7 +2208,8 @@ static void test_experts_alone(void) {
     static const char *const beside[] = {
         "", "scale=0.5", "scale=2", "expert_scale=1", "capacity_factor=0.5", "capacity_factor_eval=0.5",
         "drop_capacity=1", "apply_to=input", "n_shared=1 d_shared=3", "add_input=1 d_out=8", "weight=sum",
-        "select=top_k top_k=2"};
+        "select=top_k top_k=2", "d_latent=3", "expert_dropout=0.5", "switch_from=top_k switch_at=3 top_k=2",
+        "student=1 freeze_at=2 loss_distill=0.1"};
     moe_train_config config;
     moe_trainer trainer;
     size_t i;

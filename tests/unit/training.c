@@ -646,6 +646,52 @@ static void check_rows(const samples *s, int optimizer) {
     moe_net_free(&plain);
 }
 
+/* From step freeze_at on the optimizer's momentum and decay do not move a router, or of one with a
+   student only the student. */
+static void test_frozen_routers(void) {
+    static const char *const settings[] = {"n_experts=4 loss_balance=0.1 freeze_at=2 router_bias=1 d_ff=4",
+                                           "n_experts=4 loss_distill=0.5 student=1 freeze_at=2 d_ff=4"};
+    samples s = samples_of(24, 36);
+    moe_train_config c = descent(24);
+    int i, at;
+    size_t j;
+    place(&s);
+    c.momentum = 0;
+    c.decay = (moe_real)0.25;
+    for (i = 0; i < 4; i++) {
+        moe_layer_config layer = layer_of(settings[i / 2]);
+        moe_net net;
+        moe_trainer t;
+        c.optimizer = i % 2;
+        moe_net_init(&net, D, MOE_KERNELS_AUTO, NULL);
+        moe_net_linear(&net, 6);
+        moe_net_mixture(&net, &layer);
+        moe_net_linear(&net, CLASSES);
+        CHECK_STATUS(moe_net_build(&net, 1, 1, NULL), MOE_OK, "build");
+        t = trainer_of(&net, &c);
+        for (at = 0; at < 5; at++) {
+            const size_t numbers = net.memory_size / sizeof(moe_real) / 2;
+            moe_real *values = (moe_real *)grab(numbers, sizeof *values), *moments;
+            moments = (moe_real *)grab(numbers, sizeof *moments);
+            memcpy(values, net.memory, numbers * sizeof *values);
+            memcpy(moments, t.memory, numbers * sizeof *moments);
+            step(&t, &s.data, NULL);
+            for (j = 0; j < net.n_tensors; j++) {
+                const moe_tensor *n = &net.tensors[j];
+                size_t first = (size_t)(n->data - net.memory), bytes = n->count * sizeof(moe_real);
+                int rests = at >= 2 && strstr(n->name, i < 2 ? "1.router." : "1.router.student") != NULL;
+                if (n->flags & MOE_PARAM_STATE) continue;
+                CHECK(same_bits(n->data, values + first, bytes) == rests, n->name);
+                CHECK(same_bits(t.memory + first, moments + first, bytes) == rests, n->name);
+            }
+            free(values);
+            free(moments);
+        }
+        moe_trainer_free(&t);
+        moe_net_free(&net);
+    }
+}
+
 /* Frozen rows and their moments keep their bits over steps, and a training that is saved and
    continued ends as one that is not. */
 static void check_rows_resumed(const samples *s, int optimizer) {
@@ -2072,6 +2118,7 @@ int main(int count, char **words) {
     CASE(test_accumulated_state());
     CASE(test_groups());
     CASE(test_rows());
+    CASE(test_frozen_routers());
     CASE(test_failed_step());
     CASE(test_refused_settings());
     CASE(test_refused_rows());
