@@ -5257,7 +5257,7 @@ static void moei_chosen_forward(const moe_layer *layer, moe_layer_pass *p, const
 typedef struct moei_zero {
     moe_real on_x, on_v;
     const moe_real *v, *gate; /* constant: v [d] and W [2,d]; else NULL */
-    size_t index;             /* which constant expert it is */
+    size_t index; /* which constant expert it is */
 } moei_zero;
 
 static moei_zero moei_zero_of(const moe_layer *layer, size_t e, const moe_real *x, moe_real w) {
@@ -6807,7 +6807,7 @@ struct moe_module_pass {
        last L - 1 of these, [2,L - 1,d_in] */
     size_t *counts;
     moe_real *states;
-    size_t *first;                 /* in a cache that keeps a window: the position of its first key; NULL: 0 */
+    size_t *first; /* in a cache that keeps a window: the position of its first key; NULL: 0 */
     moe_real *d_weights;           /* [heads,N,past+N] of attention that a later router reads */
     moe_real *outputs, *d_outputs; /* o [heads,past+N,d_out] and its gradient */
     moe_real *past_outputs;        /* [heads,most,d_out] decoding: o in the cache */
@@ -9619,7 +9619,8 @@ static moe_status moei_batch_layout(const moe_trainer *trainer, moei_layout *l, 
     return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
 }
 
-static size_t moei_net_numbers(const moe_net *net) { return moe_net_parameter_count(net, NULL); }
+/* The values in memory; layers that share net.l1 leave some unused. */
+static size_t moei_net_numbers(const moe_net *net) { return net->memory_size / sizeof(moe_real) / 2; }
 static size_t moei_moments(const moe_trainer *t) { return t->config.optimizer == MOE_OPTIMIZER_ADAMW ? 2 : 1; }
 
 static moe_status moei_trainer_allocate(moe_trainer *t, moe_error *error) {
@@ -9748,10 +9749,10 @@ static int moei_is_trained(const moe_tensor *t) {
 static int moei_is_frozen(const moe_net *net, const moe_tensor *t) {
     const char *name = t->name;
     const moe_layer *layer;
-    uint64_t module;
+    uint64_t i;
     int end;
-    if (!moei_take_number(&name, &module)) return 0; /* net.l1 */
-    layer = &net->modules[module].layer;
+    if (!moei_take_number(&name, &i)) return 0; /* net.l1 */
+    layer = &net->modules[i].layer;
     end = layer->config.router.freeze_at;
     return end > 0 && layer->tensors[MOE_ROUTER_STEP][0] > (moe_real)end &&
            moei_take_word(&name, layer->config.router.student ? ".router.student" : ".router.");
@@ -10245,12 +10246,12 @@ typedef struct moei_writing {
     const moe_net *net;         /* or one that holds a layer's tensors */
     const moe_trainer *trainer; /* its moments follow the network's tensors, or NULL */
     moe_stream *stream;         /* of the process that writes, else NULL */
-    int over;                   /* 1: all processes know that it has failed */
-    size_t n_tensors;           /* in the file */
-    moe_tensor *tensors;        /* [n_tensors] as in the file */
-    char *sums;                 /* [8 n_tensors + 1] */
-    moe_real *piece;            /* [MOEI_PIECE] of the first of several processes */
-    void *memory;               /* all of these */
+    int over;            /* 1: all processes know that it has failed */
+    size_t n_tensors;    /* in the file */
+    moe_tensor *tensors; /* [n_tensors] as in the file */
+    char *sums;          /* [8 n_tensors + 1] */
+    moe_real *piece;     /* [MOEI_PIECE] of the first of several processes */
+    void *memory;        /* all of these */
     size_t size;
 } moei_writing;
 

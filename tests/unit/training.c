@@ -104,7 +104,11 @@ static const kind kinds[] = {
      {"n_experts=4 top_k=1 k_end=3 schedule_steps=5 gate=sigmoid weight=raw selection_bias=1 bias_rate=0.05 d_ff=4",
       "n_experts=4 input=adaptive_clustering ac_mode=running ac_rho=0.75 tau_schedule=gate_temperature tau_end=2 "
       "schedule_steps=6 d_ff=4",
-      "n_experts=4 gate=relu select=positive weight=raw router_bias=1 l1_controller=1 loss_l1=0.01 d_ff=4"}}};
+      "n_experts=4 gate=relu select=positive weight=raw router_bias=1 l1_controller=1 loss_l1=0.01 d_ff=4"}},
+    {"shared", /* one factor of all layers: the memory of the others' is unused */
+     {"n_experts=4 gate=relu select=positive weight=raw l1_controller=net loss_l1=0.01 d_ff=4",
+      "n_experts=3 gate=relu select=positive weight=raw l1_controller=net loss_l1=0.01 d_ff=3",
+      "n_experts=4 gate=relu select=positive weight=raw l1_controller=net loss_l1=0.01 d_ff=4"}}};
 
 enum { KINDS = (int)(sizeof kinds / sizeof kinds[0]), SMOOTH = 0, SPARSE = 1 };
 
