@@ -8850,11 +8850,11 @@ void moei_int_weight_sparsemixer(MOEI_INT_WEIGHT_ARGUMENTS) {
     (void)p;
     for (i = 0; i < count; i++) {
         const int32_t best = z[experts[i]];
-        uint32_t sum = 0;
+        uint32_t sum = 32768; /* of expert i itself */
         for (e = 0; e < r->n_experts; e++) {
             const int32_t v = z[e], size = v > best ? v : -v > best ? -v : best;
-            for (picked = 0; picked < i && (size_t)experts[picked] != e; picked++) {}
-            if (picked < i || (uint32_t)(best - v) > (uint32_t)size * (uint32_t)r->threshold >> 16) continue;
+            for (picked = 0; picked <= i && (size_t)experts[picked] != e; picked++) {}
+            if (picked <= i || (uint32_t)(best - v) > (uint32_t)size * (uint32_t)r->threshold >> 16) continue;
             sum += moei_int_exp2((uint32_t)(best - v), r->z_bits);
         }
         weights[i] = moei_ir_clip((int32_t)((((uint32_t)1 << 30) + sum / 2) / sum));

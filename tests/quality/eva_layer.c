@@ -15,9 +15,10 @@
                        ROOTS = 2), the weights in `weights` or WEIGHT, all numbers and no tables but
                        `scales` at 0. GROUPS: in all numbers of groups. TOKENS, which is for the
                        hash: for any token, also those that must be refused, and every table of up
-                       to TOKENS rows. The weights over and sparsemixer are left out: Eva loses how
-                       many choices a first loop has counted, and that an expert is part of its own
-                       sum.
+                       to TOKENS rows. OVER, which is for the weights `over`: those over some
+                       choices are OVER, by two of the gates; all ranges of experts that keep
+                       theirs, by both of its gates.
+   An index that leaves its vector, but not the scratch memory, is no alarm.
    Bounds by hand are those of eva_infer.c. */
 
 #define MOE_NO_FLOAT
@@ -166,6 +167,9 @@ static moei_int_gate *const gates[GATES] = {
     moei_int_share_sigmoid,      NULL};
 static moei_int_weight *const weights[] = {moei_int_weight_raw, moei_int_weight_sum, moei_int_weight_softmax,
                                            moei_int_weight_uniform, moei_int_weight_one};
+#ifndef WEIGHT
+#define WEIGHT weights[Frama_C_interval_split(0, 4)]
+#endif
 
 /* part 0: no gate is sqrt_softplus, for which the check reads z_bits; 1: that of the selection is;
    2: that of the weights. */
@@ -182,6 +186,17 @@ static void any_router(moei_int_router *r, int part) {
     r->flags = (uint8_t)any(0, 255);
     r->threshold = any(-2147483647 - 1, 2147483647);
 }
+
+#ifdef OVER
+/* `from` and `end` as they are, E for itself and all above; end == from: none is kept. */
+static void kept_of(moei_int_router *r, int from, int end) {
+    r->values = any(0, 1) ? moei_int_gate_logits : moei_int_share_softmax;
+    r->over = OVER;
+    r->kept = any(0, 1) ? moei_int_gate_softmax : moei_int_gate_sigmoid;
+    r->kept_from = (uint16_t)(from < E ? from : any(E, 65535));
+    r->kept_end = (uint16_t)(end == from ? any(0, from) : end < E ? end : any(E, 65535));
+}
+#endif
 #endif
 
 #ifdef TOKENS
@@ -252,11 +267,11 @@ int main(void) {
     mixture.router.groups = (uint16_t)(part <= E ? part : any(E + 1, 65535));
 #endif
     mixture.router.select = ROUTER;
-#ifdef WEIGHT
-    mixture.router.weight = WEIGHT;
-#else
-    mixture.router.weight = weights[Frama_C_interval_split(0, 4)];
+#ifdef OVER
+    part = Frama_C_interval_split(0, E);
+    kept_of(&mixture.router, part, Frama_C_interval_split(part, E));
 #endif
+    mixture.router.weight = WEIGHT;
 #ifdef TOKENS
     part = Frama_C_interval_split(0, TOKENS);
     hash_of(&mixture.router, part, Frama_C_interval_split(0, part * (int)top_k));

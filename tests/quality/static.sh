@@ -25,7 +25,7 @@ fi
 headers='moe_kernels.h moe_routers.h moe.h'
 
 plan() {
-    for tool in gcc clang cppcheck tidy eva eva_infer thread memory; do echo "planted $tool"; done
+    for tool in gcc clang cppcheck tidy eva eva_infer eva_layer thread memory; do echo "planted $tool"; done
     echo exclusions
     echo 'no_state'
     echo 'no_state -DMOE_NO_FLOAT'
@@ -49,7 +49,8 @@ plan() {
     echo 'eva_layer accumulate -DSHARED'
     echo 'eva_layer add_rest -DSHARED'
     for select in logits top_p 'top_k -DROOTS=2' 'hash -DTOKENS=1' 'grouped -DGROUPS' \
-        'top_k -DWEIGHT=moei_int_weight_norm'; do
+        'top_k -DWEIGHT=moei_int_weight_norm' 'logits -DWEIGHT=moei_int_weight_sparsemixer' \
+        'logits -DEXPERTS=3 -DWEIGHT=moei_int_weight_over -DOVER=moei_int_weight_sum'; do
         echo "eva_layer mixture -DROUTER=moei_int_select_$select"
     done
     echo 'eva_layer int8_add -DGROUP=2 -DTAKEN=1'
@@ -75,7 +76,10 @@ plan() {
     echo 'eva_reader_sizes 0 32'
     for offset in in at; do echo "eva_infer curve 32767 -DVARY=$offset"; done
     echo 'eva_infer norm 32767 -DNORM'
-    for select in each threshold 'hash -DTOKENS=2'; do echo "eva_layer mixture -DROUTER=moei_int_select_$select"; done
+    for select in each threshold 'hash -DTOKENS=2' 'logits -DWEIGHT=moei_int_weight_over -DOVER=moei_int_weight_sum' \
+        'logits -DEXPERTS=2 -DTAKEN=2 -DWEIGHT=moei_int_weight_over -DOVER=moei_int_weight_norm'; do
+        echo "eva_layer mixture -DROUTER=moei_int_select_$select"
+    done
     echo 'eva_infer multiply 32767 -DVARY=other'
     echo 'eva_infer rescale 32767 -DVARY=out'
     echo 'thread_sanitizer threads clang'
@@ -107,9 +111,6 @@ gcc|uninitialized value '*s.m.clusters'|moe_routers.h|moe_real *m = s->m.cluster
 clang|core.CallAndMessage|moe_routers.h|if (moei_needs_others(c->select) && !c->predictor)|
     it does not look into functions of variable arguments: moei_error returns the code that it is given, so c is
     set when the status is MOE_OK
-clang|core.DivideZero|moe_routers.h|weights[i] = moei_ir_clip((int32_t)((((uint32_t)1 << 30) + sum / 2) / sum));|
-    expert i itself is among those that are summed, and exp2(0) is not 0
-cppcheck|zerodiv|moe_routers.h|weights[i] = moei_ir_clip((int32_t)((((uint32_t)1 << 30) + sum / 2) / sum));|as above
 cppcheck|arrayIndexThenCheck|moe_routers.h|if (p[e] < p[other] || (p[e] == p[other] && e > other)) break;|
     the index is below the count by the loop around it; the comparison breaks ties
 cppcheck|arrayIndexThenCheck|moe.h|if (last >= 0 &&
@@ -293,7 +294,7 @@ entry=eva_infer
 eva_states_model=moei_int_select_logits:200,moei_int_next:0,moei_int_op_mixture:4,moei_int_route:0
 eva_states_model=$eva_states_model,moei_int_weight_raw:0,moei_int_scale_weights:0,moei_ir_clip:0
 eva_states_model=$eva_states_model,moei_int_l1:0,moei_int_linf:0,moei_int_sqrt:0,moei_int_op_norm:0,main:6000
-eva_split_model=moei_int_squares:0,moei_check_half_power:0:1
+eva_split_model=moei_int_squares:0,moei_check_half_power:0:1,moei_ir_keeps:0
 # Eva does not see that a square is never negative, but where the sign is known, nor what a shift
 # leaves, but where it knows which side of a bound a number is on: comments, put into copies of the
 # headers, keep the cases apart.
@@ -326,7 +327,15 @@ eva_model() { # folder of moe_check.h, operation, factors within +- this, option
 eva_infer() { # operation factors options...
     needs frama-c
     eva_model "$root/examples/extras" "$@" || return 1
-    awk '/eva:alarm/ { place = $2; getline; print place "1: warning:" $0 " [eva]" }' alarms >found
+    # What is wrong stands behind the place, or where that leaves no room on the next line.
+    awk '/eva:alarm/ {
+        place = $2
+        sub(/.*: Warning: */, "")
+        if ($0 == "") getline
+        sub(/^ */, "")
+        print place "1: warning: " $0 " [eva]"
+    }' alarms >found
+    [ "$(grep -c 'eva:alarm' alarms)" = "$(grep -c ': warning: [a-z]' found)" ] || { cat alarms; return 1; }
     judge eva found
 }
 
@@ -438,6 +447,19 @@ BAD
         ! cmp -s h/moe_check.h "$root/examples/extras/moe_check.h" || { echo 'the line to change is gone'; return 1; }
         eva_model "$PWD/h" rescale 32767 || return 1
         cp alarms left
+        ;;
+    eva_layer) # in a copy of a header with hints, where places are short
+        needs frama-c
+        mkdir -p h/examples h/tests
+        sed 's/uint32_t sum = 32768;/uint32_t sum = 0;/' "$root/moe_routers.h" >h/moe_routers.h
+        ! cmp -s h/moe_routers.h "$root/moe_routers.h" || { echo 'the line to change is gone'; return 1; }
+        cp "$root/moe.h" "$root/moe_kernels.h" h
+        cp -r "$root/examples/extras" h/examples
+        cp -r "$root/tests/quality" h/tests
+        root=$PWD/h
+        ! eva_layer mixture -DROUTER=moei_int_select_logits -DWEIGHT=moei_int_weight_sparsemixer >left || return 1
+        grep -q 'moe_routers.h:.*division by zero' left || { cat left; false; }
+        return
         ;;
     thread)
         needs gcc
