@@ -25,7 +25,7 @@ fi
 headers='moe_kernels.h moe_routers.h moe.h'
 
 plan() {
-    for tool in gcc clang cppcheck tidy eva eva_infer eva_layer thread memory; do echo "planted $tool"; done
+    for tool in gcc clang cppcheck tidy eva eva_infer eva_layer eva_route thread memory; do echo "planted $tool"; done
     echo exclusions
     echo 'no_state'
     echo 'no_state -DMOE_NO_FLOAT'
@@ -58,6 +58,8 @@ plan() {
     echo 'eva_layer int4_add -DGROUP=4 -DTAKEN=1'
     echo 'eva_layer cluster -DAFTER -DVALUES=moei_int_gate_relu'
     for op in norm_l1 'norm_l2 -DEXPERTS=2' norm_linf match; do echo "eva_layer $op -DSCORE -DTAKEN=1"; done
+    echo 'eva_route -DTOKENS=2 -DEXPERTS=2 -DCHOICES=2'
+    echo 'eva_route -DTOKENS=1 -DEXPERTS=2 -DCHOICES=2 -DWHOLE'
     echo 'thread_sanitizer threads gcc'
     echo 'thread_sanitizer parallel gcc'
     for program in golden layer; do echo "memory_sanitizer $program"; done
@@ -79,6 +81,9 @@ plan() {
     for select in each threshold 'hash -DTOKENS=2' 'logits -DWEIGHT=moei_int_weight_over -DOVER=moei_int_weight_sum' \
         'logits -DEXPERTS=2 -DTAKEN=2 -DWEIGHT=moei_int_weight_over -DOVER=moei_int_weight_norm'; do
         echo "eva_layer mixture -DROUTER=moei_int_select_$select"
+    done
+    for size in '2 -DEXPERTS=3 -DCHOICES=2' '3 -DEXPERTS=2 -DCHOICES=2' '1 -DEXPERTS=4 -DCHOICES=3'; do
+        echo "eva_route -DTOKENS=$size"
     done
     echo 'eva_infer multiply 32767 -DVARY=other'
     echo 'eva_infer rescale 32767 -DVARY=out'
@@ -348,6 +353,37 @@ eva_layer() { # operation options...
     eva_infer "$op" 32767 "$@"
 }
 
+# Routers of floats: see tests/quality/eva_route.c. How many choices a token has, and which, is what
+# the functions of the selection leave; what follows is looked at case by case.
+eva_cases=moei_top_k_by_insertion:full,moe_top_k:full,moei_select_top_k:full,moei_route_select:full
+eva_cases=$eva_cases,moei_route_assignments:full,moei_route_stages:full,moe_route:full,moei_route_tokens:0
+eva_router() { # folder of the headers, options...: fills alarms
+    headers_of=$1
+    shift
+    cp "$headers_of/moe_kernels.h" moe_kernels.h
+    case " $* " in
+    *' -DWHOLE '*) cp "$headers_of/moe_routers.h" moe_routers.h ;;
+    *)
+        sed 's/^    r->kept = r->selected + cells;/& EVA_APART/' "$headers_of/moe_routers.h" >moe_routers.h
+        grep -q EVA_APART moe_routers.h || { echo 'a line of the layout is gone'; return 1; }
+        ;;
+    esac
+    run frama-c -cpp-extra-args="-I$PWD $* -ffreestanding -U__x86_64__ -U__i386__ -U__GNUC__" -eva \
+        -eva-msg-key=-initial-state -eva-domains cvalue -warn-special-float none -eva-slevel 3000 \
+        -eva-auto-loop-unroll 100 -eva-alloc-builtin fresh -eva-no-alloc-returns-null -eva-use-spec moei_layout_begin \
+        -eva-split-return-function "moe_router_init:0,$eva_cases" -eva-slevel-function main:9000 \
+        "$root/tests/quality/eva_route.c" >log 2>&1 || { tail -20 log; return 1; }
+    grep -q '^\[eva\] done for function main' log && grep -q 'show_each_assignment: {1}, {2}, {0}, {1}' log ||
+        { echo 'the analysis did not reach a second choice'; return 1; }
+    grep -A 2 'eva:alarm' log >alarms || :
+}
+
+eva_route() { # options...
+    needs frama-c
+    eva_router "$root" "$@" || return 1
+    empty 'alarms:' "$(cat alarms)"
+}
+
 # The library for programs that are linked with it, compiled when it is first wanted.
 sanitized_library() { # sanitizer compiler
     [ ! -f "$prepared/$1.$2.o" ] || return 0
@@ -459,6 +495,27 @@ BAD
         root=$PWD/h
         ! eva_layer mixture -DROUTER=moei_int_select_logits -DWEIGHT=moei_int_weight_sparsemixer >left || return 1
         grep -q 'moe_routers.h:.*division by zero' left || { cat left; false; }
+        return
+        ;;
+    eva_route) # a fault in each of six functions, only where a number is large: Eva goes on with the others
+        needs frama-c
+        mkdir h
+        sed '/^static size_t moei_top_k_by_insertion/,/^}/ s/i < n; i++) {/i < n + (score[0] > 5); i++) {/
+            /^static void moei_softmax_c/,/^}/ s/i < n; i++) y/i < n + (x[0] > 5); i++) y/' \
+            "$root/moe_kernels.h" >h/moe_kernels.h
+        sed '/^static moe_status moei_route_select/,/^}/ s/i < n; i++) s->/i < n + (s->r->logits[0] > 4); i++) s->/
+            /^static int moei_route_capacity/,/^}/ s/ memset(r->kept, 1/ if (r->logits[0] < 3)&/
+            /^static void moei_plan_rows/,/^}/ s/sum += count/& \/ (size_t)(r->logits[0] < 2)/
+            /^static void moei_route_plan(/,/^}/ s/(int32_t)i/& << (r->logits[0] > 1 ? 40 : 0)/' \
+            "$root/moe_routers.h" >h/moe_routers.h
+        changed=$(cat h/moe_kernels.h h/moe_routers.h | grep -c '\[0\] [<>] [1-5]\>')
+        [ "$changed" = 6 ] || { echo 'a line to change is gone'; return 1; }
+        eva_router "$PWD/h" -DTOKENS=1 -DEXPERTS=2 -DCHOICES=2 || return 1
+        tr -d '\n' <alarms >left
+        for alarm in 'valid_read(score + i)' 'valid(y + i)' 'valid_read(choice + i)' 'initialized(kept + i)' \
+            'division by zero' 'for shift'; do
+            grep -qF "$alarm" left || { echo "not seen: $alarm"; cat alarms; return 1; }
+        done
         return
         ;;
     thread)
