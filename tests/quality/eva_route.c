@@ -3,10 +3,10 @@
 
    One run stands for 1 to TOKENS tokens of width 2, 1 to EXPERTS experts, every top_k up to
    CHOICES, and all inputs and weights within +-1e15. The router is the default one (score linear,
-   gate softmax, weights p / sum p), but for OPTIONS, which are statements. No alarm means: no
-   runtime error in moe_router_init, moe_route_size and moe_route for any of them, and that what
-   the caller reads of the plan has been written. Infinities and NaN are no runtime errors; to make
-   an integer of one is. Eva knows a range of each number, so it follows every order of the scores.
+   gate softmax, weights p / sum p), with drop_capacity = CAPACITY. No alarm means: no runtime error
+   in moe_router_init, moe_route_size and moe_route for any of them, and that what the caller reads
+   of the plan has been written. Infinities and NaN are no runtime errors; to make an integer of one
+   is. Eva knows a range of each number, so it follows every order of the scores.
    The arrays of a routing stand one behind the other in the workspace, where an index one too
    large would meet the next array. So static.sh makes copies of the headers in which each of them
    has memory of its own; two pairs, which one memset fills, stay together. With WHOLE it does not:
@@ -51,8 +51,8 @@ void *malloc(size_t bytes);
     ensures \result.used == MOEI_ALIGN - 1 && \result.overflow == 0; */
 static moei_layout moei_layout_begin(void *memory);
 
-#ifndef OPTIONS
-#define OPTIONS
+#ifndef CAPACITY
+#define CAPACITY 0 /* no limit */
 #endif
 
 enum { D = 2 };
@@ -74,7 +74,7 @@ int main(void) {
     config.d_model = D;
     config.n_experts = experts;
     config.top_k = Frama_C_interval_split(1, experts < CHOICES ? experts : CHOICES);
-    OPTIONS
+    config.drop_capacity = CAPACITY;
     if (moe_router_init(&router, &config, NULL, NULL) != MOE_OK) return 1;
     router.tensors[MOE_ROUTER_WEIGHT] = some((size_t)experts * D);
     call.n_tokens = (size_t)n;

@@ -59,6 +59,7 @@ plan() {
     echo 'eva_layer cluster -DAFTER -DVALUES=moei_int_gate_relu'
     for op in norm_l1 'norm_l2 -DEXPERTS=2' norm_linf match; do echo "eva_layer $op -DSCORE -DTAKEN=1"; done
     echo 'eva_route -DTOKENS=2 -DEXPERTS=2 -DCHOICES=2'
+    echo 'eva_route -DTOKENS=2 -DEXPERTS=2 -DCHOICES=2 -DCAPACITY=1'
     echo 'eva_route -DTOKENS=1 -DEXPERTS=2 -DCHOICES=2 -DWHOLE'
     echo 'thread_sanitizer threads gcc'
     echo 'thread_sanitizer parallel gcc'
