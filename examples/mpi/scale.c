@@ -186,8 +186,9 @@ static errors show_runs(measurements *m) {
 /* At least three significant digits; 12,345. */
 static void show_number(double x) {
     const double whole = floor(x + 0.5);
-    if (whole >= 1e6) printf(" %.0f,%03.0f,%03.0f |", floor(whole / 1e6), floor(fmod(whole, 1e6) / 1e3), fmod(whole, 1e3));
-    else if (whole >= 1000) printf(" %.0f,%03.0f |", floor(whole / 1000), fmod(whole, 1000));
+    const double thousands = floor(whole / 1000);
+    if (whole >= 1e6) printf(" %.0f,%03.0f,%03.0f |", floor(whole / 1e6), fmod(thousands, 1000), fmod(whole, 1000));
+    else if (whole >= 1000) printf(" %.0f,%03.0f |", thousands, fmod(whole, 1000));
     else printf(" %.*f |", x >= 99.5 || x <= 0 ? 0 : x >= 9.95 ? 1 : x >= 0.995 ? 2 : 3, x);
 }
 
