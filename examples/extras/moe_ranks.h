@@ -278,7 +278,7 @@ MOE_API void moe_transport_end(moe_transport *transport);
 /* Compares n numbers across ranks, for settings of your own: MOE_OK on all ranks if they are the
    same everywhere, else MOE_ERR_CONFIG on all. *rank and *i (each may be NULL) receive the first
    rank that differs from this one, and the first number that differs. Collective. MOE_ERR_ARGUMENT:
-   not begun, or values is NULL; MOE_ERR_TRANSPORT. */
+   not begun, or values is NULL and n > 0; MOE_ERR_TRANSPORT. */
 MOE_API moe_status moe_transport_agree(const moe_transport *transport, size_t n, const uint64_t *values, int *rank,
                                        size_t *i);
 /* All-gather of status, after work that may have failed on some rank: MOE_OK if all ranks pass
