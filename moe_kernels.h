@@ -209,9 +209,9 @@
    only one on machines without vector kernels. On x86 (gcc, clang, MSVC) no compiler switch is
    needed: the kernels carry their own target attributes. NEON and WebAssembly SIMD are compiled in
    when the compiler may use them (gcc and clang: always on 64-bit Arm, otherwise with -mfpu=neon or
-   -msimd128); on 64-bit Linux the processor is queried for sdot. moe_kernels_select returns NULL
-   for a table that is not available. moe_matmul does nothing when the orientation or the type is
-   invalid; an invalid activation acts as the identity.
+   -msimd128); on 64-bit Linux the processor is queried for sdot and i8mm. moe_kernels_select
+   returns NULL for a table that is not available. moe_matmul does nothing when the orientation or
+   the type is invalid; an invalid activation acts as the identity.
 
    Order of summation. c = accumulate ? c : 0; then, for each block of 256 along the inner dimension
    in ascending order, c += the block's sum, which starts from 0 and adds its terms in ascending
@@ -252,7 +252,7 @@
    On normally distributed inputs the relative root-mean-square error of a product is 1.1 % (Q8),
    0.8 % (Q8_BLOCK) and 9.1 % (Q4). The integer part of a product is exact, so tables differ only in
    the final rounding steps. Kernels exist for AVX512-VNNI, AVX-VNNI, AVX2, NEON of 64-bit Arm (sdot
-   if the processor has it), WebAssembly and plain C.
+   or i8mm if the processor has it), WebAssembly and plain C.
 
    Alignment and memory. No pointer needs more alignment than its type, and nothing outside the rows
    is read or written. Nothing allocates. Stack: below 400 bytes in optimized plain C (plus libm's),
@@ -439,7 +439,8 @@ enum {
     MOE_CPU_NEON = 32,
     MOE_CPU_DOTPROD = 64,
     MOE_CPU_WASM_SIMD = 128,
-    MOE_CPU_F16C = 256
+    MOE_CPU_F16C = 256,
+    MOE_CPU_I8MM = 512
 };
 
 /* The features of this processor and operating system, as MOE_CPU_ bits; 0 if unknown. Queries the
@@ -1701,12 +1702,15 @@ MOEI_TOOL moe_status moei_error(moe_error *error, moe_status code, const char *f
 #define MOEI_HAVE_V4 1
 #include <arm_neon.h>
 #if defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
-#define MOEI_HAVE_DOTPROD 1
 #define MOEI_DOTPROD
 #elif defined(__aarch64__) && defined(__linux__) && ((defined(__clang__) && __clang_major__ >= 16) || \
     (!defined(__clang__) && __GNUC__ >= 8))
-#define MOEI_HAVE_DOTPROD 1
 #define MOEI_DOTPROD __attribute__((target("arch=armv8.2-a+dotprod")))
+#endif
+#if defined(MOEI_DOTPROD) && defined(__ARM_FEATURE_MATMUL_INT8)
+#define MOEI_I8MM
+#elif defined(MOEI_DOTPROD) && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 10)
+#define MOEI_I8MM __attribute__((target("arch=armv8.2-a+dotprod+i8mm")))
 #endif
 #elif defined(__wasm_simd128__)
 #define MOEI_HAVE_V4 1
@@ -4574,8 +4578,8 @@ typedef struct moei_quant_tile {
 typedef void moei_tile_fn(int q4, size_t rows, const moei_quant_tile *t);
 
 /* All tiles of a product: wide panels of weights are multiplied by row after row while they are
-   cached. most: rows of the instruction set's highest tile; there are also tiles of 1 to 4 rows,
-   and of 8 if the highest has 12. */
+   cached. most: rows of the highest tile; there are also tiles of 1 to 4 rows, of 5 to 7 if most is
+   8, and of 8 if it is 12. */
 static void moei_quant_tiles(int type, size_t wide, size_t most, moei_tile_fn *tile, size_t m, size_t panels,
                              size_t inner, const void *rows, size_t row_size, const void *packed, size_t panel_stride,
                              float *c, size_t ldc) {
@@ -4611,7 +4615,7 @@ static void moei_quant_tiles(int type, size_t wide, size_t most, moei_tile_fn *t
             t.scale = row + shape.scales;
             t.start = row + shape.starts + p / MOEI_SUM_LIMIT * (type == MOE_TYPE_Q8 ? 4 : 0);
             for (i = m; i > 0; i -= count) {
-                count = i >= most ? most : i >= 8 ? 8 : i > 4 ? (i + 1) / 2 : i;
+                count = i >= most ? most : i >= 8 ? 8 : i > 4 && most != 8 ? (i + 1) / 2 : i;
                 tile(q4, count, &t);
                 t.a += count * row_size;
                 t.scale += count * row_size;
@@ -4661,6 +4665,31 @@ static int32_t moei_get_32(const unsigned char *p) {
     memcpy(&x, p, sizeof x);
     return x;
 }
+
+/* The entries of an instruction set. */
+#define MOEI_QUANT_SET(set, wide, most) \
+    static void moei_quant_##set(int type, size_t m, size_t panels, size_t inner, const void *rows, size_t row_size, \
+                                 const void *packed, size_t panel_stride, float *c, size_t ldc) { \
+        moei_quant_tiles(type, wide, most, moei_quant_rows_##set, m, panels, inner, rows, row_size, packed, \
+                         panel_stride, c, ldc); \
+    } \
+    MOEI_QUANT_FUNCTIONS(set, )
+
+/* The same with tiles of 1 to 4 rows by half a panel. */
+#define MOEI_SIDE_CASE(set, rows) \
+    case rows: \
+        q4 ? moei_quant_tile_##set(1, rows, side, t) : moei_quant_tile_##set(0, rows, side, t); \
+        break;
+#define MOEI_SIDES(set, rows) \
+    for (side = 0; side < 2; side++) switch (rows) { \
+        MOEI_SIDE_CASE(set, 1) MOEI_SIDE_CASE(set, 2) MOEI_SIDE_CASE(set, 3) MOEI_SIDE_CASE(set, 4) }
+#define MOEI_SIDE_SET(set, target) \
+    target static void moei_quant_rows_##set(int q4, size_t rows, const moei_quant_tile *t) { \
+        size_t side; \
+        MOEI_SIDES(set, rows) \
+    } \
+    static void moei_unpacked_##set(const moei_code_panels *p) { moei_code_tiles(4, moei_quant_rows_##set, p); } \
+    MOEI_QUANT_SET(set, 1, 4)
 
 #endif
 
@@ -4923,7 +4952,7 @@ MOEI_AVX2_F16C MOEI_INLINE void moei_finish_avx2(float *to, __m256i sum, __m256 
     if (rows > r) moei_finish_avx2(to + r * ld, total##r, w_scales, moei_splat_avx2(scale + r * row), keep);
 
 /* rows (1 to 4) x 8. rows and q4 are constants after inlining. */
-MOEI_AVX2_F16C MOEI_INLINE void moei_nibble_tile_avx2(int q4, int rows, size_t side, const moei_quant_tile *t) {
+MOEI_AVX2_F16C MOEI_INLINE void moei_quant_tile_avx2(int q4, int rows, size_t side, const moei_quant_tile *t) {
     const __m256i one = _mm256_set1_epi16(1), sixteen = _mm256_set1_epi16(16);
     const __m256i mask = _mm256_set1_epi8(15);
     const moei_uint16x16 zero = MOEI_AS(moei_uint16x16, _mm256_setzero_si256());
@@ -4969,31 +4998,7 @@ MOEI_AVX2_F16C MOEI_INLINE void moei_nibble_tile_avx2(int q4, int rows, size_t s
     for (i = 0; i < rows && groups > 1; i++) memcpy(c + (size_t)i * ldc, to + (size_t)i * ld, 8 * sizeof *c);
 }
 
-MOEI_AVX2_F16C static void moei_quant_rows_avx2(int q4, size_t rows, const moei_quant_tile *t) {
-    size_t side;
-    for (side = 0; side < 2; side++) {
-#define MOEI_CASE(rows) \
-    case rows: \
-        q4 ? moei_nibble_tile_avx2(1, rows, side, t) : moei_nibble_tile_avx2(0, rows, side, t); \
-        break;
-        switch (rows) {
-            MOEI_CASE(1)
-            MOEI_CASE(2)
-            MOEI_CASE(3)
-            MOEI_CASE(4)
-        }
-#undef MOEI_CASE
-    }
-}
-
-static void moei_quant_avx2(int type, size_t m, size_t panels, size_t inner, const void *rows, size_t row_size,
-                            const void *packed, size_t panel_stride, float *c, size_t ldc) {
-    moei_quant_tiles(type, 1, 4, moei_quant_rows_avx2, m, panels, inner, rows, row_size, packed, panel_stride, c, ldc);
-}
-
-static void moei_unpacked_avx2(const moei_code_panels *p) { moei_code_tiles(4, moei_quant_rows_avx2, p); }
-
-MOEI_QUANT_FUNCTIONS(avx2, )
+MOEI_SIDE_SET(avx2, MOEI_AVX2_F16C)
 
 MOEI_AVX2 MOEI_INLINE moei_bits moei_lanes_max_int_avx2(__m256i v) {
     __m128i m = _mm_max_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
@@ -5171,12 +5176,7 @@ MOEI_AVX2 static void moei_quantize_avx2(int type, size_t m, size_t inner, const
     target static void moei_quant_rows_##set(int q4, size_t rows, const moei_quant_tile *t) { \
         switch (rows) { MOEI_CASES_##most(set) } \
     } \
-    static void moei_quant_##set(int type, size_t m, size_t panels, size_t inner, const void *rows, size_t row_size, \
-                                 const void *packed, size_t panel_stride, float *c, size_t ldc) { \
-        moei_quant_tiles(type, wide, most, moei_quant_rows_##set, m, panels, inner, rows, row_size, packed, \
-                         panel_stride, c, ldc); \
-    } \
-    MOEI_QUANT_FUNCTIONS(set, )
+    MOEI_QUANT_SET(set, wide, most)
 
 /* The whole set for vectors of 8, given a target and its name of the instruction. */
 #define MOEI_VNNI_256(set, target, DPBUSD) \
@@ -6191,8 +6191,8 @@ static float moei_exp_sum_v4(size_t n, float max, float *y) {
 
    Eight outputs at a time: a line is two vectors of 16 bytes, of four outputs each. With sdot the
    four products of an output are added to its 32-bit sum directly, otherwise as two pairs, which
-   are added at the end. The offset of int8 weights is removed when they are loaded, so their sums
-   start from 0. */
+   are added at the end. Without i8mm the offset of int8 weights is removed when they are loaded,
+   so their sums start from 0. */
 
 #if defined(MOEI_V4_IEEE)
 
@@ -6362,6 +6362,10 @@ MOEI_INLINE moei_pair_sums moei_zero_sums(void) {
     return s;
 }
 
+MOEI_INLINE moei_v4 moei_w_scale_v4(int half, const unsigned char *p) {
+    return half ? moei_v4_from_f16(p) : moei_v4_as_floats(moei_v16_load(p));
+}
+
 /* C = (keep ? C : 0) + sum * (w_scale * scale). */
 MOEI_INLINE void moei_finish_v4(float *c, moei_v4_int sum, moei_v4 w_scale, const unsigned char *scale, int keep) {
     const moei_v4 product = moei_v4_mul(w_scale, moei_v4_splat(moei_get_float(scale)));
@@ -6392,95 +6396,133 @@ MOEI_INLINE void moei_finish_v4(float *c, moei_v4_int sum, moei_v4 w_scale, cons
         const moei_v16 y0 = q4 ? moei_v16_low(v0) : moei_v16_signed(v0), \
                        y1 = q4 ? moei_v16_low(v1) : moei_v16_signed(v1); \
         const moei_v16 h0 = moei_v16_high(v0), h1 = moei_v16_high(v1); \
-        (void)h0; \
-        (void)h1; \
-        MOEI_QUANT_STEP(DOT, 0, i) \
-        MOEI_QUANT_STEP(DOT, 1, i) \
-        MOEI_QUANT_STEP(DOT, 2, i) \
-        MOEI_QUANT_STEP(DOT, 3, i) \
+        MOEI_QUANT_STEP(DOT, 0, i) MOEI_QUANT_STEP(DOT, 1, i) \
+        MOEI_QUANT_STEP(DOT, 2, i) MOEI_QUANT_STEP(DOT, 3, i) \
     }
+#define MOEI_QUANT_LINES(DOT) \
+    moei_v16 x0 = moei_v16_load(a), x1 = x0; \
+    moei_v16 x2 = x0, x3 = x0; \
+    moei_v16 z0 = x0, z1 = x0; \
+    moei_v16 z2 = x0, z3 = x0; \
+    MOEI_QUANT_ROWS(MOEI_QUANT_LOAD) \
+    MOEI_QUANT_LINE(DOT, 0) \
+    MOEI_QUANT_LINE(DOT, 1) \
+    MOEI_QUANT_LINE(DOT, 2) \
+    MOEI_QUANT_LINE(DOT, 3)
+#define MOEI_QUANT_START(SUMS, ZERO) \
+    SUMS s00 = ZERO, s01 = s00; \
+    SUMS s10 = s00, s11 = s00; \
+    SUMS s20 = s00, s21 = s00; \
+    SUMS s30 = s00, s31 = s00;
 #define MOEI_QUANT_FINISH(TOTAL, r) \
     if (rows > r) { \
         const moei_v4_int from = moei_v4_int_splat(q4 ? moei_get_32(start + r * row) : 0); \
         moei_finish_v4(c + r * ldc, moei_v4_int_add(TOTAL(s##r##0), from), w_scale0, scale + r * row, keep); \
         moei_finish_v4(c + r * ldc + 4, moei_v4_int_add(TOTAL(s##r##1), from), w_scale1, scale + r * row, keep); \
     }
-#define MOEI_QUANT_TILE_V4(set, target, SUMS, ZERO, DOT, TOTAL) \
+#define MOEI_QUANT_TILE_V4(set, target, START, LINES, FINISH) \
     target MOEI_INLINE void moei_quant_tile_##set(int q4, int rows, size_t side, const moei_quant_tile *t) { \
         const unsigned char *a = t->a, *w = t->w[0] + 32 * side; \
         const unsigned char *w_scale = t->w_scale[0] + (t->half ? 16 : 32) * side; \
         const unsigned char *start = t->start, *scale = t->scale; \
         const size_t row = t->row_size, ldc = t->ldc[0]; \
-        const size_t lines = t->lines; \
         float *c = t->c[0] + 8 * side; \
         size_t group, line; \
         int keep = t->load; \
         for (group = 0; group < t->groups; \
              group++, w_scale += t->scale_size * MOEI_PANEL, start += 4, scale += 4, keep = 1) { \
-            const SUMS zero = ZERO; \
-            const moei_v4 w_scale0 = t->half ? moei_v4_from_f16(w_scale) : moei_v4_as_floats(moei_v16_load(w_scale)); \
-            const moei_v4 w_scale1 = \
-                t->half ? moei_v4_from_f16(w_scale + 8) : moei_v4_as_floats(moei_v16_load(w_scale + 16)); \
-            SUMS s00 = zero, s01 = zero; \
-            SUMS s10 = zero, s11 = zero; \
-            SUMS s20 = zero, s21 = zero; \
-            SUMS s30 = zero, s31 = zero; \
-            for (line = 0; line < lines; line += 4, a += q4 ? 32 : 16, w += 4 * MOEI_LINE) { \
-                moei_v16 x0 = moei_v16_load(a), x1 = x0; \
-                moei_v16 x2 = x0, x3 = x0; \
-                moei_v16 z0 = x0, z1 = x0; \
-                moei_v16 z2 = x0, z3 = x0; \
-                MOEI_QUANT_ROWS(MOEI_QUANT_LOAD) \
-                MOEI_QUANT_LINE(DOT, 0) \
-                MOEI_QUANT_LINE(DOT, 1) \
-                MOEI_QUANT_LINE(DOT, 2) \
-                MOEI_QUANT_LINE(DOT, 3) \
-                (void)z0; \
-                (void)z1; \
-                (void)z2; \
-                (void)z3; \
+            const moei_v4 w_scale0 = moei_w_scale_v4(t->half, w_scale); \
+            const moei_v4 w_scale1 = moei_w_scale_v4(t->half, w_scale + (t->half ? 8 : 16)); \
+            START \
+            for (line = 0; line < t->lines; line += 4, a += q4 ? 32 : 16, w += 4 * MOEI_LINE) { \
+                LINES \
             } \
-            MOEI_QUANT_FINISH(TOTAL, 0) \
-            MOEI_QUANT_FINISH(TOTAL, 1) \
-            MOEI_QUANT_FINISH(TOTAL, 2) \
-            MOEI_QUANT_FINISH(TOTAL, 3) \
+            MOEI_QUANT_ROWS(FINISH) \
         } \
     }
-#define MOEI_QUANT_PRODUCT_V4(set, target) \
-    target static void moei_quant_rows_##set(int q4, size_t rows, const moei_quant_tile *t) { \
-        size_t side; \
-        for (side = 0; side < 2; side++) switch (rows) { \
-            case 1: \
-                q4 ? moei_quant_tile_##set(1, 1, side, t) : moei_quant_tile_##set(0, 1, side, t); \
-                break; \
-            case 2: \
-                q4 ? moei_quant_tile_##set(1, 2, side, t) : moei_quant_tile_##set(0, 2, side, t); \
-                break; \
-            case 3: \
-                q4 ? moei_quant_tile_##set(1, 3, side, t) : moei_quant_tile_##set(0, 3, side, t); \
-                break; \
-            default: \
-                q4 ? moei_quant_tile_##set(1, 4, side, t) : moei_quant_tile_##set(0, 4, side, t); \
-                break; \
-            } \
-    } \
-    static void moei_quant_##set(int type, size_t m, size_t panels, size_t inner, const void *rows, size_t row_size, \
-                                 const void *packed, size_t panel_stride, float *c, size_t ldc) { \
-        moei_quant_tiles(type, 1, 4, moei_quant_rows_##set, m, panels, inner, rows, row_size, packed, panel_stride, c, \
-                         ldc); \
-    } \
-    static void moei_unpacked_##set(const moei_code_panels *p) { moei_code_tiles(4, moei_quant_rows_##set, p); } \
-    MOEI_QUANT_FUNCTIONS(set, )
 
 #define MOEI_DOT_PAIRS(sum, w, x, i) moei_dot_pair_sums(sum, w, MOEI_QUAD(x, i))
-MOEI_QUANT_TILE_V4(v4, , moei_pair_sums, moei_zero_sums(), MOEI_DOT_PAIRS, moei_total_pair_sums)
-MOEI_QUANT_PRODUCT_V4(v4, )
+#define MOEI_FINISH_PAIRS(r) MOEI_QUANT_FINISH(moei_total_pair_sums, r)
+MOEI_QUANT_TILE_V4(v4, , MOEI_QUANT_START(moei_pair_sums, moei_zero_sums()), MOEI_QUANT_LINES(MOEI_DOT_PAIRS),
+                   MOEI_FINISH_PAIRS)
+MOEI_SIDE_SET(v4, )
 
-#ifdef MOEI_HAVE_DOTPROD
+#ifdef MOEI_DOTPROD
 #define MOEI_DOT_SDOT(sum, w, x, i) vdotq_laneq_s32(sum, w, x, i)
-#define MOEI_TOTAL_SDOT(sum) (sum)
-MOEI_QUANT_TILE_V4(v4_dot, MOEI_DOTPROD, int32x4_t, vdupq_n_s32(0), MOEI_DOT_SDOT, MOEI_TOTAL_SDOT)
-MOEI_QUANT_PRODUCT_V4(v4_dot, MOEI_DOTPROD)
+#define MOEI_FINISH_SDOT(r) MOEI_QUANT_FINISH(, r)
+MOEI_QUANT_TILE_V4(v4_dot, MOEI_DOTPROD, MOEI_QUANT_START(int32x4_t, vdupq_n_s32(0)), MOEI_QUANT_LINES(MOEI_DOT_SDOT),
+                   MOEI_FINISH_SDOT)
+MOEI_SIDE_SET(v4_dot, MOEI_DOTPROD)
+#endif
+
+#ifdef MOEI_I8MM
+/* Pairs of rows, counted by rows: usmmla adds eight products each of two outputs and two rows. Two
+   lines, zipped, have eight elements of an output side by side. */
+MOEI_INLINE int32x4_t moei_pair_start(const unsigned char *start, size_t row) {
+    const int32x2_t both = vset_lane_s32(moei_get_32(start + row), vdup_n_s32(moei_get_32(start)), 1);
+    return vcombine_s32(both, both);
+}
+
+#define MOEI_PAIR_START(r) \
+    int32x4_t s##r##0 = rows > r ? moei_pair_start(start + 2 * r * row, row) : vdupq_n_s32(0), s##r##1 = s##r##0; \
+    int32x4_t s##r##2 = s##r##0, s##r##3 = s##r##0;
+#define MOEI_ZIP(n, bits, p, q) \
+    vzip##n##q_s##bits(vreinterpretq_s##bits##_s8(moei_v16_load(p)), vreinterpretq_s##bits##_s8(moei_v16_load(q)))
+#define MOEI_PAIR_STEP(n, r, at) \
+    if (rows > r) { \
+        const int8x16_t x = vreinterpretq_s8_s64(MOEI_ZIP(n, 64, a + 2 * r * row + at, a + (2 * r + 1) * row + at)); \
+        s##r##0 = vusmmlaq_s32(s##r##0, y0, x); \
+        s##r##1 = vusmmlaq_s32(s##r##1, y1, x); \
+        s##r##2 = vusmmlaq_s32(s##r##2, y2, x); \
+        s##r##3 = vusmmlaq_s32(s##r##3, y3, x); \
+    }
+#define MOEI_PAIR_STEPS(n, at) \
+    MOEI_PAIR_STEP(n, 0, at) MOEI_PAIR_STEP(n, 1, at) MOEI_PAIR_STEP(n, 2, at) MOEI_PAIR_STEP(n, 3, at)
+#define MOEI_PAIR_WEIGHTS(i, zip, at) \
+    const uint8x16_t v##i = vreinterpretq_u8_s32(MOEI_ZIP(zip, 32, w + at, w + at + MOEI_LINE)); \
+    uint8x16_t y##i = q4 ? vandq_u8(v##i, vdupq_n_u8(15)) : v##i;
+/* Half n of 16 elements of the rows. */
+#define MOEI_PAIR_LINES(n) \
+    { \
+        MOEI_PAIR_WEIGHTS(0, 1, (n - 1) * 2 * MOEI_LINE) \
+        MOEI_PAIR_WEIGHTS(1, 2, (n - 1) * 2 * MOEI_LINE) \
+        MOEI_PAIR_WEIGHTS(2, 1, (n - 1) * 2 * MOEI_LINE + 16) \
+        MOEI_PAIR_WEIGHTS(3, 2, (n - 1) * 2 * MOEI_LINE + 16) \
+        MOEI_PAIR_STEPS(n, 0) \
+        if (q4) { \
+            y0 = vshrq_n_u8(v0, 4); \
+            y1 = vshrq_n_u8(v1, 4); \
+            y2 = vshrq_n_u8(v2, 4); \
+            y3 = vshrq_n_u8(v3, 4); \
+            MOEI_PAIR_STEPS(n, 16) \
+        } \
+    }
+#define MOEI_PAIR_ROW(n, i, r) \
+    moei_finish_v4(c + i * ldc, vuzp##n##q_s32(s##r##0, s##r##1), w_scale0, scale + i * row, keep); \
+    moei_finish_v4(c + i * ldc + 4, vuzp##n##q_s32(s##r##2, s##r##3), w_scale1, scale + i * row, keep);
+#define MOEI_PAIR_FINISH(r) \
+    if (rows > r) { \
+        MOEI_PAIR_ROW(1, 2 * r, r) \
+        MOEI_PAIR_ROW(2, (2 * r + 1), r) \
+    }
+MOEI_QUANT_TILE_V4(v4_mm, MOEI_I8MM, MOEI_QUANT_ROWS(MOEI_PAIR_START), MOEI_PAIR_LINES(1) MOEI_PAIR_LINES(2),
+                   MOEI_PAIR_FINISH)
+
+MOEI_I8MM static void moei_quant_rows_v4_mm(int q4, size_t rows, const moei_quant_tile *t) {
+    const size_t skip = (rows - 1) * t->row_size;
+    moei_quant_tile last = *t;
+    size_t side;
+    MOEI_SIDES(v4_mm, rows / 2)
+    last.a += skip;
+    last.start += skip;
+    last.scale += skip;
+    last.c[0] += (rows - 1) * t->ldc[0];
+    if (rows % 2 != 0) moei_quant_rows_v4_dot(q4, 1, &last);
+}
+
+static void moei_unpacked_v4_mm(const moei_code_panels *p) { moei_code_tiles(8, moei_quant_rows_v4_mm, p); }
+
+MOEI_QUANT_SET(v4_mm, 1, 8)
 #endif
 
 MOEI_INLINE moei_bits moei_max_magnitude_v4(size_t n, const float *x) {
@@ -6515,6 +6557,7 @@ static void moei_quantize_v4(int type, size_t m, size_t inner, const float *x, s
     moei_quantize(type, m, inner, x, ldx, (unsigned char *)rows, moei_max_magnitude_v4, moei_codes_v4);
 }
 #define moei_quantize_v4_dot moei_quantize_v4
+#define moei_quantize_v4_mm moei_quantize_v4
 #endif /* MOE_NO_QUANT */
 
 #endif /* MOEI_V4_IEEE */
@@ -6527,9 +6570,13 @@ static const moe_kernels moei_kernels_v4 =
 #else
 static const moe_kernels moei_kernels_v4 = MOEI_KERNEL_SET(MOEI_V4_NAME, MOEI_V4_ID, v4, MOEI_ROW_V4, c, c);
 #endif
-#if defined(MOEI_HAVE_DOTPROD) && !defined(MOE_NO_QUANT)
+#if defined(MOEI_DOTPROD) && !defined(MOE_NO_QUANT)
 static const moe_kernels moei_kernels_v4_dot =
     MOEI_KERNEL_SET(MOEI_V4_NAME, MOEI_V4_ID, v4, MOEI_ROW_V4, v4_dot, v4);
+#ifdef MOEI_I8MM
+static const moe_kernels moei_kernels_v4_mm =
+    MOEI_KERNEL_SET(MOEI_V4_NAME, MOEI_V4_ID, v4, MOEI_ROW_V4, v4_mm, v4);
+#endif
 #endif
 
 #endif /* MOEI_HAVE_V4 */
@@ -6598,6 +6645,11 @@ unsigned moe_cpu_features(void) {
 #elif defined(__aarch64__) && defined(__linux__) && !defined(__TINYC__)
     if (getauxval(16) >> 20 & 1) features |= MOE_CPU_DOTPROD; /* AT_HWCAP, HWCAP_ASIMDDP */
 #endif
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    features |= MOE_CPU_I8MM;
+#elif defined(__aarch64__) && defined(__linux__) && !defined(__TINYC__)
+    if (getauxval(26) >> 13 & 1) features |= MOE_CPU_I8MM; /* AT_HWCAP2, HWCAP2_I8MM */
+#endif
 #if defined(__wasm_simd128__)
     features |= MOE_CPU_WASM_SIMD;
 #endif
@@ -6643,8 +6695,12 @@ const moe_kernels *moe_kernels_select(int want) {
 #endif
 #ifdef MOEI_HAVE_V4
     if (want == MOE_KERNELS_AUTO || want == MOEI_V4_ID) {
-#if defined(MOEI_HAVE_DOTPROD) && !defined(MOE_NO_QUANT)
-        if (moe_cpu_features() & MOE_CPU_DOTPROD) return &moei_kernels_v4_dot;
+#if defined(MOEI_DOTPROD) && !defined(MOE_NO_QUANT)
+        const unsigned features = moe_cpu_features();
+#ifdef MOEI_I8MM
+        if (features & MOE_CPU_I8MM) return &moei_kernels_v4_mm;
+#endif
+        if (features & MOE_CPU_DOTPROD) return &moei_kernels_v4_dot;
 #endif
         return &moei_kernels_v4;
     }

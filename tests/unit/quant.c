@@ -155,8 +155,11 @@ static void find_levels(void) {
 #endif
 #ifdef MOEI_V4_IEEE
     ADD_LEVEL(v4, v4);
-#ifdef MOEI_HAVE_DOTPROD
+#ifdef MOEI_DOTPROD
     if (features & MOE_CPU_DOTPROD) ADD_LEVEL(v4_dot, v4);
+#endif
+#ifdef MOEI_I8MM
+    if (features & MOE_CPU_I8MM) ADD_LEVEL(v4_mm, v4);
 #endif
 #endif
 }
