@@ -161,7 +161,8 @@
 
    >>limits
      - A layer has no attention, norms or embeddings. A model is for inference only: its network can
-       be neither trained nor saved. Image and audio parts and multi-token prediction are left out.
+       be neither trained nor saved. Image parts and multi-token prediction are left out: their
+       tensors are ignored.
      - Element types: F32, F16, BF16, F64; in GGUF also Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K,
        IQ4_NL, IQ4_XS and MXFP4; in safetensors FP8 (E4M3, with a scale for each block) and MXFP4.
        All are dequantized exactly (rounded once). Others (IQ1 to IQ3, GPTQ, AWQ) are refused.
@@ -816,8 +817,8 @@ static const moei_setting moei_settings[] = {
     {"n_routed_experts", NULL, "n_experts", 0},
     {"hidden_size", NULL, "d_model", 0},
     {"moe_intermediate_size", NULL, "d_ff", 0},
-    {"num_experts_per_tok", NULL, "top_k", 0},
     {"experts_per_token", NULL, "top_k", 0},
+    {"num_experts_per_tok", NULL, "top_k", 0}, /* gpt_oss has both, and its program reads this one */
     {"moe_num_experts", NULL, "n_experts", 0},
     {"moe_k", NULL, "top_k", 0},
     {"moe_topk", NULL, "top_k", 0},
@@ -982,7 +983,8 @@ typedef struct moei_importer {
     /* arrays of moei_import_tensor; listed: entries of the index (only suffix and shard are set) */
     moe_buffer found, listed;
     moe_buffer all, parts;      /* the same of all tensors of a model, and of those of one block */
-    size_t block;               /* models: index into settings that are lists with one element per block */
+    size_t block;               /* index into settings that are lists with one element per block */
+    int by_block;               /* 1: block is set */
     int is_model;               /* 1: a whole model, not a layer */
     const moei_family *family;
     const moe_preset *preset;   /* of the caller, or NULL */
@@ -2471,6 +2473,20 @@ static void moei_gguf_tensor(moei_gguf *g, char name[MOEI_IMPORT_NAME], moei_imp
     g->end = f->at + f->bytes;
 }
 
+/* Adds or drops outer dimensions of 1 until there are n: llama.cpp's converter keeps those of
+   [1,H], its quantizer drops them, and llama.cpp takes both. */
+static void moei_gguf_fit(const moei_importer *r, moei_import_tensor *f, size_t n) {
+    while (r->kind == MOEI_IMPORT_GGUF && (size_t)f->n_dims > n && f->shape[0] == 1) {
+        f->n_dims--;
+        memmove(f->shape, f->shape + 1, (size_t)f->n_dims * sizeof f->shape[0]);
+    }
+    while (r->kind == MOEI_IMPORT_GGUF && (size_t)f->n_dims < n) {
+        memmove(f->shape + 1, f->shape, (size_t)f->n_dims * sizeof f->shape[0]);
+        f->shape[0] = 1;
+        f->n_dims++;
+    }
+}
+
 /* Reads everything before the data: header, metadata, tensor descriptions. Only the metadata of the
    first file, or of the first part of a split one, is kept. */
 static moe_status moei_gguf_open(moei_importer *r, moei_import_shard *file) {
@@ -2666,8 +2682,8 @@ static size_t moei_import_json_element(const moe_buffer *text, size_t at, size_t
     return j.at;
 }
 
-/* Kind and text of a value in config.json; for a list, in a model, of the current block's element.
-   null counts as absent. */
+/* Kind and text of a value in config.json; for a list, of the current block's element. null counts
+   as absent. */
 static int moei_import_config_value(const moei_importer *r, const char *key, char text[MOEI_IMPORT_VALUE]) {
     size_t at = moei_import_config_at(r, key);
     moei_json j;
@@ -2675,7 +2691,7 @@ static int moei_import_config_value(const moei_importer *r, const char *key, cha
     int c;
     text[0] = '\0';
     if (at == 0) return MOEI_VALUE_NONE;
-    if (r->is_model && r->config.data[at] == '[') {
+    if (r->by_block && r->config.data[at] == '[') {
         at = moei_import_json_element(&r->config, at, r->block);
         if (at == 0) return MOEI_VALUE_OTHER;
     }
@@ -2727,7 +2743,7 @@ static int moei_import_value(const moei_importer *r, const char *key, char text[
         return r->config.size > 0 ? moei_import_config_value(r, key, text) : (int)MOEI_VALUE_NONE;
     fact = moei_gguf_fact_find(r, key);
     if (fact == NULL) return MOEI_VALUE_NONE;
-    if (r->is_model && fact->type == MOEI_GGUF_ARRAY) return moei_gguf_element(r, fact, r->block, text);
+    if (r->by_block && fact->type == MOEI_GGUF_ARRAY) return moei_gguf_element(r, fact, r->block, text);
     memcpy(text, fact->text, MOEI_IMPORT_VALUE);
     return fact->kind;
 }
@@ -2746,7 +2762,7 @@ static moe_status moei_import_config_open(moei_importer *r) {
     (void)moei_import_value(r, "quantization_config.quant_method", text);
     if (moei_strcmp(text, "mxfp4") == 0) return MOE_OK;
     if (moei_strcmp(text, "fp8") == 0 && (moei_import_value(r, "quantization_config.fmt", text) == MOEI_VALUE_NONE ||
-                                          moei_strcmp(text, "e4m3") == 0))
+                                          moei_is_word_of(text, "e4m3 float8_e4m3fn")))
         return MOE_OK;
     return moei_error(r->error, MOE_ERR_UNSUPPORTED,
                       "config.json: quantization_config: this quantization is not supported; save the model "
@@ -2973,6 +2989,22 @@ static moe_status moei_import_prefix_find(moei_importer *r, const char *given) {
         if (status != MOE_OK || is) return status;
     }
     return moei_import_prefix_missing(r, given, dense);
+}
+
+/* Takes the block's index from the prefix: its last part that is a number. */
+static void moei_import_prefix_block(moei_importer *r) {
+    const char *p, *part = r->prefix;
+    for (p = r->prefix;; p++) {
+        size_t number = 0;
+        if (*p != '.' && *p != '\0') continue;
+        while (*part >= '0' && *part <= '9' && number < 100000) number = 10 * number + (size_t)(*part++ - '0');
+        if (part == p && p > r->prefix && p[-1] != '.') {
+            r->block = number;
+            r->by_block = 1;
+        }
+        if (*p == '\0') return;
+        part = p + 1;
+    }
 }
 
 /* ---- >>collect the tensors of the layer ---- */
@@ -3397,6 +3429,7 @@ static moe_status moei_import_match(moei_importer *r) {
         moei_import_tensor *f = moei_import_tensor_at(&r->found, i);
         moe_status status;
         f->row = moei_tensor_name_find(moei_sets_of_family(r, r->family), f->suffix, &f->expert);
+        moei_gguf_fit(r, f, moei_strlen(f->row->shape));
         if ((status = moei_import_tensor_check(r, f)) != MOE_OK) return status;
     }
     for (row = moei_tensor_names; row->name != NULL; row++)
@@ -3433,7 +3466,7 @@ static moe_status moei_setting_apply(moei_importer *r, const moei_setting *s, co
                                        : MOE_ERR_CONFIG;
     if (status == MOE_OK && (s->zero || !moei_field_is_zero(field, &r->settings))) return MOE_OK;
     return moei_error(r->error, MOE_ERR_CONFIG, "%s: %s = %s: expected a number%s", moei_settings_source(r), s->key,
-                      text, status == MOE_OK ? " other than 0" : "");
+                      kind == MOEI_VALUE_OTHER ? "a list" : text, status == MOE_OK ? " other than 0" : "");
 }
 
 /* Applies all settings of the file to r->settings. */
@@ -3875,6 +3908,8 @@ static moe_status moei_import_open(moei_importer *r, const char *name) {
 #define MOEI_ARCH_GROK (UINT64_C(1) << 26)         /* multipliers and a cap of scores by default */
 #define MOEI_ARCH_WINDOW (UINT64_C(1) << 27)       /* a sliding window in blocks 0, 2, ... */
 #define MOEI_ARCH_WINDOWS (UINT64_C(1) << 32)      /* a sliding window in every block */
+#define MOEI_ARCH_WINDOWS_ASKED (UINT64_C(1) << 35) /* only if use_sliding_window is true */
+#define MOEI_ARCH_WINDOWS_LATE (UINT64_C(1) << 36)  /* only from block max_window_layers on */
 #define MOEI_ARCH_MULTIPLIERS (UINT64_C(1) << 33)  /* of the embedding, residual sums, scores and logits */
 #define MOEI_ARCH_CLAMP (UINT64_C(1) << 34)        /* of queries, keys and values */
 /* set by a file's sizes */
@@ -3887,45 +3922,58 @@ static moe_status moei_import_open(moei_importer *r, const char *name) {
 typedef struct moei_arch {
     const char *archs, *types;     /* general.architecture and model_type; "": there are none */
     uint64_t both, gguf, folder;   /* MOEI_ARCH_ of GGUF and folders, of GGUF, of folders */
+    /* what its own program takes for keys that config.json lacks, where that is not 0 */
+    const char *absent;
 } moei_arch;
 
 #define MOEI_ARCH_PLAIN (MOEI_ARCH_SEPARATE | MOEI_ARCH_SECOND_FFN)
 
 static const moei_arch moei_archs[] = {
     {"llama", "mixtral", MOEI_ARCH_PLAIN,
-     MOEI_ARCH_NEIGHBOURS | MOEI_ARCH_FREQS | MOEI_ARCH_FUSED | MOEI_ARCH_MAY_BIAS, MOEI_ARCH_WINDOWS},
+     MOEI_ARCH_NEIGHBOURS | MOEI_ARCH_FREQS | MOEI_ARCH_FUSED | MOEI_ARCH_MAY_BIAS, MOEI_ARCH_WINDOWS,
+     "rope_theta=1000000"},
     {"granitemoe", "granitemoe granitemoeshared", MOEI_ARCH_PLAIN | MOEI_ARCH_MULTIPLIERS,
-     MOEI_ARCH_NEIGHBOURS | MOEI_ARCH_FREQS | MOEI_ARCH_FUSED | MOEI_ARCH_MAY_BIAS, MOEI_ARCH_MAY_BIAS},
-    {"olmoe", "olmoe", MOEI_ARCH_PLAIN | MOEI_ARCH_WHOLE_NORM, 0, MOEI_ARCH_CLAMP | MOEI_ARCH_MAY_BIAS},
-    {"qwen2moe", "qwen2_moe", MOEI_ARCH_PLAIN | MOEI_ARCH_BIAS, 0, MOEI_ARCH_DENSE},
-    {"qwen3moe", "qwen3_moe", MOEI_ARCH_PLAIN | MOEI_ARCH_HEAD_NORM, 0, MOEI_ARCH_DENSE | MOEI_ARCH_MAY_BIAS},
-    {"deepseek", "", MOEI_ARCH_PLAIN | MOEI_ARCH_DENSE, MOEI_ARCH_NEIGHBOURS, 0},
+     MOEI_ARCH_NEIGHBOURS | MOEI_ARCH_FREQS | MOEI_ARCH_FUSED | MOEI_ARCH_MAY_BIAS, MOEI_ARCH_MAY_BIAS,
+     "attention_multiplier=1"},
+    {"olmoe", "olmoe", MOEI_ARCH_PLAIN | MOEI_ARCH_WHOLE_NORM, 0, MOEI_ARCH_CLAMP | MOEI_ARCH_MAY_BIAS, ""},
+    {"qwen2moe", "qwen2_moe", MOEI_ARCH_PLAIN | MOEI_ARCH_BIAS, 0,
+     MOEI_ARCH_DENSE | MOEI_ARCH_WINDOWS | MOEI_ARCH_WINDOWS_ASKED | MOEI_ARCH_WINDOWS_LATE,
+     "sliding_window=4096 max_window_layers=28"},
+    {"qwen3moe", "qwen3_moe", MOEI_ARCH_PLAIN | MOEI_ARCH_HEAD_NORM, 0,
+     MOEI_ARCH_DENSE | MOEI_ARCH_MAY_BIAS | MOEI_ARCH_WINDOWS | MOEI_ARCH_WINDOWS_ASKED, "sliding_window=4096"},
+    {"deepseek", "", MOEI_ARCH_PLAIN | MOEI_ARCH_DENSE, MOEI_ARCH_NEIGHBOURS, 0, ""},
     {"deepseek2", "deepseek_v2 deepseek_v3 kimi_k2",
-     MOEI_ARCH_LATENT | MOEI_ARCH_SECOND_FFN | MOEI_ARCH_DENSE | MOEI_ARCH_NEIGHBOURS, 0, 0},
+     MOEI_ARCH_LATENT | MOEI_ARCH_SECOND_FFN | MOEI_ARCH_DENSE | MOEI_ARCH_NEIGHBOURS, 0, 0, ""},
     {"gpt-oss", "gpt_oss",
      MOEI_ARCH_SEPARATE | MOEI_ARCH_BIAS | MOEI_ARCH_OUT_BIAS | MOEI_ARCH_SINKS | MOEI_ARCH_WINDOW,
-     MOEI_ARCH_SECOND_POST, MOEI_ARCH_SECOND_FFN},
+     MOEI_ARCH_SECOND_POST, MOEI_ARCH_SECOND_FFN,
+     "rope_theta=150000 sliding_window=128 rope_scaling.rope_type=yarn rope_scaling.factor=32 "
+     "rope_scaling.original_max_position_embeddings=4096 rope_scaling.truncate=false"},
     {"phimoe", "phimoe",
      MOEI_ARCH_PLAIN | MOEI_ARCH_BIAS | MOEI_ARCH_OUT_BIAS | MOEI_ARCH_NORM_BIAS | MOEI_ARCH_HEAD_BIAS,
-     MOEI_ARCH_FACTORS, MOEI_ARCH_LAYER_NORM | MOEI_ARCH_WINDOWS},
-    {"dots1", "dots1", MOEI_ARCH_PLAIN | MOEI_ARCH_HEAD_NORM | MOEI_ARCH_DENSE, 0, MOEI_ARCH_MAY_BIAS},
+     MOEI_ARCH_FACTORS, MOEI_ARCH_LAYER_NORM | MOEI_ARCH_WINDOWS, "rope_theta=1000000 max_position_embeddings=131072"},
+    {"dots1", "dots1", MOEI_ARCH_PLAIN | MOEI_ARCH_HEAD_NORM | MOEI_ARCH_DENSE, 0,
+     MOEI_ARCH_MAY_BIAS | MOEI_ARCH_WINDOWS | MOEI_ARCH_WINDOWS_LATE, "sliding_window=4096 max_window_layers=62"},
     {"glm4moe", "glm4_moe",
      MOEI_ARCH_SEPARATE | MOEI_ARCH_MAY_BIAS | MOEI_ARCH_MAY_HEAD_NORM | MOEI_ARCH_DENSE, MOEI_ARCH_SECOND_POST,
-     MOEI_ARCH_SECOND_FFN},
-    {"ernie4_5-moe", "ernie4_5_moe", MOEI_ARCH_PLAIN | MOEI_ARCH_DENSE | MOEI_ARCH_NEIGHBOURS, 0, 0},
+     MOEI_ARCH_SECOND_FFN, "partial_rotary_factor=0.5"},
+    {"ernie4_5-moe", "ernie4_5_moe", MOEI_ARCH_PLAIN | MOEI_ARCH_DENSE | MOEI_ARCH_NEIGHBOURS, 0, 0,
+     "rope_theta=500000"},
     {"hunyuan-moe", "hunyuan_v1_moe", MOEI_ARCH_PLAIN | MOEI_ARCH_HEAD_NORM | MOEI_ARCH_NORM_AFTER, 0,
-     MOEI_ARCH_MAY_BIAS},
-    {"bailingmoe", "", MOEI_ARCH_PLAIN | MOEI_ARCH_NEIGHBOURS | MOEI_ARCH_ROT_SCALE, 0, 0},
-    {"bailingmoe2", "", MOEI_ARCH_PLAIN | MOEI_ARCH_FUSED | MOEI_ARCH_HEAD_NORM | MOEI_ARCH_DENSE, 0, 0},
+     MOEI_ARCH_MAY_BIAS, ""},
+    {"bailingmoe", "", MOEI_ARCH_PLAIN | MOEI_ARCH_NEIGHBOURS | MOEI_ARCH_ROT_SCALE, 0, 0, ""},
+    {"bailingmoe2", "", MOEI_ARCH_PLAIN | MOEI_ARCH_FUSED | MOEI_ARCH_HEAD_NORM | MOEI_ARCH_DENSE, 0, 0, ""},
     {"lfm2moe", "lfm2_moe",
-     MOEI_ARCH_PLAIN | MOEI_ARCH_HEAD_NORM | MOEI_ARCH_DENSE | MOEI_ARCH_CONVOLUTION | MOEI_ARCH_LFM, 0, 0},
-    {"minimax-m2", "minimax_m2", MOEI_ARCH_PLAIN | MOEI_ARCH_WHOLE_NORM, 0, 0},
+     MOEI_ARCH_PLAIN | MOEI_ARCH_HEAD_NORM | MOEI_ARCH_DENSE | MOEI_ARCH_CONVOLUTION | MOEI_ARCH_LFM, 0, 0,
+     "rope_theta=1000000"},
+    {"minimax-m2", "minimax_m2", MOEI_ARCH_PLAIN | MOEI_ARCH_WHOLE_NORM, 0, 0, "rope_theta=5000000"},
     {"llama4", "llama4 llama4_text",
-     MOEI_ARCH_PLAIN | MOEI_ARCH_DENSE | MOEI_ARCH_NEIGHBOURS | MOEI_ARCH_CHUNKS, MOEI_ARCH_FREQS, 0},
+     MOEI_ARCH_PLAIN | MOEI_ARCH_DENSE | MOEI_ARCH_NEIGHBOURS | MOEI_ARCH_CHUNKS, MOEI_ARCH_FREQS, 0,
+     "rope_theta=500000 attention_chunk_size=8192"},
     {"dbrx", "",
-     MOEI_ARCH_SEPARATE | MOEI_ARCH_FUSED | MOEI_ARCH_LAYER_NORM | MOEI_ARCH_SECOND_ATTN | MOEI_ARCH_CLAMP, 0, 0},
-    {"grok", "", MOEI_ARCH_PLAIN | MOEI_ARCH_POST_NORM | MOEI_ARCH_GROK, 0, 0},
-    {NULL, NULL, 0, 0, 0}};
+     MOEI_ARCH_SEPARATE | MOEI_ARCH_FUSED | MOEI_ARCH_LAYER_NORM | MOEI_ARCH_SECOND_ATTN | MOEI_ARCH_CLAMP, 0, 0, ""},
+    {"grok", "", MOEI_ARCH_PLAIN | MOEI_ARCH_POST_NORM | MOEI_ARCH_GROK, 0, 0, ""},
+    {NULL, NULL, 0, 0, 0, NULL}};
 
 /* Tensors of a model outside its MoE layers. */
 enum {
@@ -4043,7 +4091,7 @@ typedef struct moei_model {
     const moei_arch *arch;
     uint64_t traits;
     int blocks, d_model, context, heads, kv_heads, key, value, n_rot;
-    int original, nextn, window, chunk, kernel, experts, full_blocks;
+    int original, nextn, window, chunk, interval, kernel, experts, full_blocks;
     int query_rank, kv_rank, key_mla, value_mla, nope, tuning_floor;
     int vocabulary, d_dense; /* of the tensors */
     int is_long;             /* 1: the context is longer than in training */
@@ -4082,6 +4130,7 @@ static const moei_model_key moei_model_keys[] = {
     MOEI_MODEL_INT("nextn_predict_layers", "num_nextn_predict_layers", nextn, 0, 1024),
     MOEI_MODEL_INT("attention.sliding_window", "sliding_window", window, 0, 16777216),
     MOEI_MODEL_INT("", "attention_chunk_size", chunk, 0, 16777216),
+    MOEI_MODEL_INT("", "no_rope_layer_interval", interval, 1, 1048576),
     MOEI_MODEL_INT("shortconv.l_cache", "conv_L_cache", kernel, 1, 64),
     MOEI_MODEL_INT("attention.q_lora_rank", "q_lora_rank", query_rank, 0, MOE_MAX_WIDTH),
     MOEI_MODEL_INT("attention.kv_lora_rank", "kv_lora_rank", kv_rank, 1, MOE_MAX_WIDTH),
@@ -4110,8 +4159,8 @@ static const moei_model_key moei_model_keys[] = {
     MOEI_MODEL_REAL("", "rope_scaling.low_freq_factor rope_parameters.low_freq_factor", low_freq, 0, 1e6),
     MOEI_MODEL_REAL("", "rope_scaling.high_freq_factor rope_parameters.high_freq_factor", high_freq, 0, 1e6),
     MOEI_MODEL_REAL("", "rope_scaling.alpha rope_parameters.alpha", alpha, 0, 1e9),
-    MOEI_MODEL_REAL("", "rope_scaling.long_mscale", long_mscale, 0, 1e6),
-    MOEI_MODEL_REAL("", "rope_scaling.short_mscale", short_mscale, 0, 1e6),
+    MOEI_MODEL_REAL("", "rope_scaling.long_mscale rope_parameters.long_mscale", long_mscale, 0, 1e6),
+    MOEI_MODEL_REAL("", "rope_scaling.short_mscale rope_parameters.short_mscale", short_mscale, 0, 1e6),
     MOEI_MODEL_REAL("embedding_scale", "embedding_multiplier", embedding_scale, -1e6, 1e6),
     MOEI_MODEL_REAL("residual_scale", "residual_multiplier", residual_scale, -1e6, 1e6),
     MOEI_MODEL_REAL("attention.scale", "attention_multiplier", attention_scale, -1e6, 1e6),
@@ -4151,9 +4200,14 @@ static const char *moei_model_rest(const moei_importer *r, const char *name, int
     return p + 1;
 }
 
-/* Adds a tensor of the model to the list of all. */
+/* Adds a tensor of the model to the list of all. Those of images (llama4) and of multi-token
+   prediction outside the blocks (ernie4_5_moe) are left out. */
 static moe_status moei_model_add(moei_importer *r, const char *name, moei_import_tensor *f) {
     const char *rest = moei_model_rest(r, name, &f->block);
+    if (r->kind != MOEI_IMPORT_GGUF &&
+        (moei_import_starts(rest, "vision_model.") || moei_import_starts(rest, "multi_modal_projector.") ||
+         moei_import_starts(rest, "model.mtp_")))
+        return MOE_OK;
     return moei_import_tensor_add(r, &r->all, f, rest);
 }
 
@@ -4217,35 +4271,63 @@ static const moei_place_name *moei_place_find(const moei_importer *r, uint64_t t
 
 /* ---- >>model_settings ---- */
 
-/* Reads a setting from the first of its keys that the file has. */
-static moe_status moei_model_key_read(moei_importer *r, const moei_model_key *row, moei_model *m) {
-    const char *keys = r->kind == MOEI_IMPORT_GGUF ? row->gguf : row->folder;
-    const char *sources = moei_settings_source(r);
-    char key[80], text[MOEI_IMPORT_VALUE];
-    moe_real number;
-    while (*keys != '\0') {
-        size_t n = 0;
-        int kind, whole;
-        while (keys[n] != '\0' && keys[n] != ' ') n++;
-        memcpy(key, keys, n);
+/* The value that the family's own program takes for a key that config.json lacks; returns its kind.
+   Keys of rope_scaling have one only if there is no rope_scaling. */
+static int moei_model_absent(const moei_importer *r, const moei_model *m, const char *key,
+                             char text[MOEI_IMPORT_VALUE]) {
+    const size_t n = moei_strlen(key);
+    const char *word = r->kind != MOEI_IMPORT_GGUF ? m->arch->absent : "";
+    const int scaling = moei_import_config_at(r, "rope_scaling") > 0 || moei_import_config_at(r, "rope_parameters") > 0;
+    size_t i = 0;
+    while (*word != '\0' && !(moei_import_behind(word, key, n) != NULL && word[n] == '=')) {
+        while (*word != '\0' && *word != ' ') word++;
+        word += *word == ' ';
+    }
+    if (*word == '\0' || (scaling && moei_memchr(key, '.', n) != NULL)) return MOEI_VALUE_NONE;
+    for (word += n + 1; word[i] != '\0' && word[i] != ' '; i++) text[i] = word[i];
+    text[i] = '\0';
+    return MOEI_VALUE_SCALAR;
+}
+
+/* Finds the first of the keys of a setting that has a value; returns its kind. */
+static int moei_model_key_find(const moei_importer *r, const moei_model *m, const char *keys, char key[80],
+                               char text[MOEI_IMPORT_VALUE]) {
+    const char *const first = keys;
+    int kind = MOEI_VALUE_NONE, there = 0;
+    size_t n = 0;
+    while (*keys != '\0' && kind == MOEI_VALUE_NONE) {
+        for (n = 0; keys[n] != '\0' && keys[n] != ' '; n++) key[n] = keys[n];
         key[n] = '\0';
         keys += n + (keys[n] == ' ');
         kind = moei_import_value(r, key, text);
-        if (kind == MOEI_VALUE_NONE) continue;
-        if (kind != MOEI_VALUE_SCALAR || !moei_parse_real(text, moei_strlen(text), &number))
-            return moei_error(r->error, MOE_ERR_CONFIG, "%s: %s = %s: expected a number", sources, key,
-                              kind == MOEI_VALUE_OTHER ? "a list" : text);
-        whole = row->is_real || (number >= MOEI_R(-16777216.0) && number <= MOEI_R(16777216.0) &&
-                                 !(number < (moe_real)(int)number) && !(number > (moe_real)(int)number));
-        if (!whole || !((double)number >= row->least && (double)number <= row->most))
-            return moei_error(r->error, MOE_ERR_CONFIG, "%s: %s = %s: must be %s%g to %g", sources, key, text,
-                              row->is_real ? "" : "an integer, ", row->least, row->most);
-        if (row->is_real) memcpy((unsigned char *)m + row->offset, &number, sizeof number);
-        else {
-            const int integer = (int)number;
-            memcpy((unsigned char *)m + row->offset, &integer, sizeof integer);
-        }
-        return MOE_OK;
+        there = there || (r->kind != MOEI_IMPORT_GGUF && moei_import_config_at(r, key) > 0);
+    }
+    if (kind != MOEI_VALUE_NONE || there) return kind;
+    for (n = 0; first[n] != '\0' && first[n] != ' '; n++) key[n] = first[n];
+    key[n] = '\0';
+    return n > 0 ? moei_model_absent(r, m, key, text) : (int)MOEI_VALUE_NONE;
+}
+
+/* Reads a setting from the first of its keys that the file has. */
+static moe_status moei_model_key_read(moei_importer *r, const moei_model_key *row, moei_model *m) {
+    const char *sources = moei_settings_source(r);
+    char key[80], text[MOEI_IMPORT_VALUE];
+    const int kind = moei_model_key_find(r, m, r->kind == MOEI_IMPORT_GGUF ? row->gguf : row->folder, key, text);
+    moe_real number;
+    int whole;
+    if (kind == MOEI_VALUE_NONE) return MOE_OK;
+    if (kind != MOEI_VALUE_SCALAR || !moei_parse_real(text, moei_strlen(text), &number))
+        return moei_error(r->error, MOE_ERR_CONFIG, "%s: %s = %s: expected a number", sources, key,
+                          kind == MOEI_VALUE_OTHER ? "a list" : text);
+    whole = row->is_real || (number >= MOEI_R(-16777216.0) && number <= MOEI_R(16777216.0) &&
+                             !(number < (moe_real)(int)number) && !(number > (moe_real)(int)number));
+    if (!whole || !((double)number >= row->least && (double)number <= row->most))
+        return moei_error(r->error, MOE_ERR_CONFIG, "%s: %s = %s: must be %s%g to %g", sources, key, text,
+                          row->is_real ? "" : "an integer, ", row->least, row->most);
+    if (row->is_real) memcpy((unsigned char *)m + row->offset, &number, sizeof number);
+    else {
+        const int integer = (int)number;
+        memcpy((unsigned char *)m + row->offset, &integer, sizeof integer);
     }
     return MOE_OK;
 }
@@ -4381,13 +4463,14 @@ static moe_status moei_place_check(const moei_importer *r, moei_model *m, const 
 
 /* Checks a tensor and stores it in places[]. */
 static moe_status moei_place_take(const moei_importer *r, moei_model *m, const moei_place_name *row,
-                                  const moei_import_tensor *f, const moei_import_tensor **places) {
+                                  moei_import_tensor *f, const moei_import_tensor **places) {
     char shown[112];
     moe_status status;
     if (row->place == MOEI_PLACE_IGNORED) return MOE_OK;
     if (places[row->place] != NULL)
         return moei_error(r->error, MOE_ERR_FORMAT, "tensor '%s': duplicates another tensor",
                           moei_model_name(r, f->block, f->suffix, shown));
+    moei_gguf_fit(r, f, moei_strlen(row->shape));
     status = moei_place_check(r, m, row, f);
     if (status == MOE_OK) status = moei_import_tensor_check(r, f);
     if (status == MOE_OK) places[row->place] = f;
@@ -4454,8 +4537,9 @@ static int moei_model_flag(const moei_importer *r, const char *key, int otherwis
    grow with the position. */
 static void moei_model_block_chunks(const moei_importer *r, const moei_model *m, int by_type, int is_chunked,
                                     moei_model_block *b) {
-    const int fourth = r->block % 4 == 3, folder = moei_model_is_folder(r);
-    b->rotates = folder ? moei_model_flag(r, "no_rope_layers", !fourth) : !fourth || m->window == 0;
+    const int folder = moei_model_is_folder(r);
+    const int last = (r->block + 1) % (size_t)(m->interval > 0 ? m->interval : 4) == 0; /* of each four blocks */
+    b->rotates = folder ? moei_model_flag(r, "no_rope_layers", !last) : !last || m->window == 0;
     b->tuned = !b->rotates && (!folder || moei_model_flag(r, "attn_temperature_tuning", 1));
     b->qk_plain = b->rotates && (folder ? moei_model_flag(r, "use_qk_norm", 1) : m->experts != 128);
     b->chunk = folder ? (m->chunk > 0 ? m->chunk : 0) : m->window == 0 ? 0 : 8192;
@@ -4478,8 +4562,9 @@ static moe_status moei_model_block_span(const moei_importer *r, const moei_model
         return MOE_OK;
     }
     if (!by_type && (m->traits & MOEI_ARCH_WINDOW) != 0) kind = even ? 2 : 0;
-    else if (!by_type && (m->traits & MOEI_ARCH_WINDOWS) != 0) kind = 2;
-    else if (!by_type && folder && moei_model_flag(r, "use_sliding_window", 0) && r->block >= (size_t)m->full_blocks)
+    else if (!by_type && (m->traits & MOEI_ARCH_WINDOWS) != 0 &&
+             (!(m->traits & MOEI_ARCH_WINDOWS_ASKED) || moei_model_flag(r, "use_sliding_window", 0)) &&
+             (!(m->traits & MOEI_ARCH_WINDOWS_LATE) || r->block >= (size_t)m->full_blocks))
         kind = 2;
     if (kind == 2 && m->window > 0) b->window = m->window;
     return MOE_OK;
@@ -4504,6 +4589,7 @@ static moe_status moei_folder_rotary(const moei_importer *r, const moei_model *m
     char type[MOEI_IMPORT_VALUE];
     int i, kind = MOEI_VALUE_NONE;
     for (i = 0; i < 3 && kind == MOEI_VALUE_NONE; i++) kind = moei_import_value(r, keys[i], type);
+    if (kind == MOEI_VALUE_NONE) kind = moei_model_absent(r, m, keys[0], type);
     if (kind == MOEI_VALUE_NONE || moei_strcmp(type, "default") == 0) return MOE_OK;
     c->rotary_factor = m->factor;
     if (moei_strcmp(type, "linear") == 0) c->rotary_scaling = MOE_ROTARY_LINEAR;
@@ -4520,7 +4606,8 @@ static moe_status moei_folder_rotary(const moei_importer *r, const moei_model *m
         c->rotary_length = m->original;
         c->beta_fast = m->beta_fast;
         c->beta_slow = m->beta_slow;
-        c->no_truncation = !(moei_model_flag(r, "rope_scaling.truncate", 1) &&
+        c->no_truncation = moei_model_absent(r, m, "rope_scaling.truncate", type) != MOEI_VALUE_NONE ||
+                           !(moei_model_flag(r, "rope_scaling.truncate", 1) &&
                              moei_model_flag(r, "rope_parameters.truncate", 1));
         c->rotary_magnitude = m->attention_factor;
         if (!moei_is_zero(m->mscale) && !moei_is_zero(m->mscale_all))
@@ -4658,6 +4745,16 @@ static moe_status moei_model_block_mixture(moei_importer *r, const moei_model *m
     return status;
 }
 
+/* With one of the optional biases or norms of queries, keys and values, a block needs them all. */
+static void moei_model_block_both(moei_model_block *b) {
+    const moei_import_tensor *const *at = b->places;
+    if (at[MOEI_PLACE_QUERY_BIAS] != NULL || at[MOEI_PLACE_KEY_BIAS] != NULL || at[MOEI_PLACE_VALUE_BIAS] != NULL)
+        b->traits |= MOEI_ARCH_BIAS;
+    if ((b->traits & MOEI_ARCH_MAY_HEAD_NORM) != 0 &&
+        (at[MOEI_PLACE_QUERY_NORM] != NULL || at[MOEI_PLACE_KEY_NORM] != NULL))
+        b->traits |= MOEI_ARCH_HEAD_NORM;
+}
+
 /* Assigns all tensors of a block. Those of its MoE layer are then in r->found. */
 static moe_status moei_model_block_read(moei_importer *r, moei_model *m, int block, moei_model_block *b) {
     const size_t n = moei_import_tensor_count(&r->all);
@@ -4685,6 +4782,7 @@ static moe_status moei_model_block_read(moei_importer *r, moei_model *m, int blo
         if (row != NULL) status = moei_place_take(r, m, row, f, b->places);
         else status = moei_import_tensor_add(r, &r->found, &copy, moei_model_suffix(r, f->suffix));
     }
+    moei_model_block_both(b);
     if (status == MOE_OK) status = moei_places_complete(r, b->traits, block, b->places);
     if (status == MOE_OK) status = moei_model_block_span(r, m, b);
     if (status != MOE_OK) return status;
@@ -4704,12 +4802,12 @@ static moe_status moei_model_open(moei_importer *r, const char *name, int contex
     char shown[112];
     moe_status status;
     memset(m, 0, sizeof *m);
-    r->is_model = 1;
+    r->is_model = r->by_block = 1;
     status = moei_import_open(r, name);
     if (status == MOE_OK) status = moei_model_read(r, m, 0);
     if (status == MOE_OK) status = moei_model_collect(r);
     for (i = 0; i < moei_import_tensor_count(&r->all) && status == MOE_OK; i++) {
-        const moei_import_tensor *f = moei_import_tensor_at(&r->all, i);
+        moei_import_tensor *f = moei_import_tensor_at(&r->all, i);
         const moei_place_name *row = f->block < 0 ? moei_place_find(r, m->traits, -1, f->suffix) : NULL;
         if (row != NULL) status = moei_place_take(r, m, row, f, m->places);
         else if (f->block < 0 || (f->block >= m->blocks + m->nextn))
@@ -5079,8 +5177,11 @@ static moe_status moei_build_head(moei_build *b) {
 
 /* RoPE factors per pair, from a tensor or a list in config.json. */
 static moe_status moei_build_factors(moei_build *b, moe_module *module) {
-    const size_t n = (size_t)b->m.n_rot / 2, at = moei_import_config_at(b->r, b->m.is_long ? "rope_scaling.long_factor"
-                                                                                         : "rope_scaling.short_factor");
+    const int is_long = b->m.is_long;
+    const size_t n = (size_t)b->m.n_rot / 2, old = moei_import_config_at(b->r, is_long ? "rope_scaling.long_factor"
+                                                                                       : "rope_scaling.short_factor");
+    const size_t at = old > 0 ? old : moei_import_config_at(b->r, is_long ? "rope_parameters.long_factor"
+                                                                          : "rope_parameters.short_factor");
     void *memory;
     moe_real *values;
     size_t i;
@@ -5434,6 +5535,7 @@ static moe_status moei_import_run(moe_layer *layer, const moei_import_folder *fo
     if (allocator != NULL) r.allocator = *allocator;
     status = moei_import_open(&r, name);
     if (status == MOE_OK) status = moei_import_prefix_find(&r, prefix);
+    if (status == MOE_OK) moei_import_prefix_block(&r);
     if (status == MOE_OK) status = moei_import_collect(&r);
     if (status == MOE_OK) status = moei_family_find(&r);
     if (status == MOE_OK) status = moei_import_match(&r);

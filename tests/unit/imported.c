@@ -60,12 +60,14 @@ static bytes replaced(bytes b, const char *text, const char *with) {
 
 /* What a model says of four tokens. */
 static int logits(moe_imported *model, moe_real *y) {
-    static const int32_t ids[4] = {1, 5, 3, 2};
+    int32_t ids[4] = {1, 5, 3, 2};
     moe_call call;
     moe_net_pass pass;
     void *work;
     size_t size;
+    int i;
     moe_status status;
+    for (i = 0; i < 4; i++) ids[i] %= model->vocabulary;
     memset(&call, 0, sizeof call);
     call.n_tokens = 4;
     call.token_ids = ids;
@@ -231,6 +233,9 @@ static void test_rotary(void) {
         {"\"rope_scaling\": {\"type\": \"su\", \"short_factor\": [1,1,1,1,1,1,1,1], \"long_factor\": "
          "[2,2,2,2,2,2,2,2], \"long_mscale\": 1.5, \"original_max_position_embeddings\": 64}", NULL, MOE_OK,
          MOE_ROTARY_FACTORS, 100, 0, 150000, 1.5, {8, 0}},
+        {"\"rope_parameters\": {\"rope_type\": \"longrope\", \"short_factor\": [1,1,1,1,1,1,1,1], "
+         "\"long_factor\": [2,2,2,2,2,2,2,2], \"short_mscale\": 1.25, \"long_mscale\": 1.5, "
+         "\"original_max_position_embeddings\": 64}", NULL, MOE_OK, MOE_ROTARY_FACTORS, 100, 0, 150000, 1.5, {8, 0}},
         {"\"rope_scaling\": {\"type\": \"longrope\", \"short_factor\": [1,1], "
          "\"original_max_position_embeddings\": 64}", NULL, MOE_ERR_CONFIG, 0, 32, 0, 0, 0, {0, 0}},
         {"\"rope_scaling\": {\"type\": \"spiral\"}", NULL, MOE_ERR_UNSUPPORTED, 0, 0, 0, 0, 0, {0, 0}},
@@ -724,6 +729,12 @@ static void test_seed_settings(void) {
                 {"llama", "\"quantization_config\": {\"quant_method\": \"fp8\", \"fmt\": \"e5m2\"}",
                  MOE_ERR_UNSUPPORTED, "quantization_config"},
                 {"llama", "\"quantization_config\": {\"quant_method\": \"fp8\", \"fmt\": \"e4m3\"}", MOE_OK, ""},
+                {"llama", "\"quantization_config\": {\"quant_method\": \"fp8\", \"fmt\": \"float8_e4m3fn\"}", MOE_OK,
+                 ""},
+                {"llama", "\"quantization_config\": {\"quant_method\": \"fp8\", \"fmt\": 4}", MOE_ERR_UNSUPPORTED,
+                 "quantization_config"},
+                {"gpt-oss", "\"experts_per_token\": 3", MOE_OK, ""}, /* it has one expert */
+                {"gpt-oss", "\"num_experts_per_tok\": 3", MOE_ERR_CONFIG, "top_k"},
                 {"qwen2moe", "\"use_sliding_window\": true, \"sliding_window\": 2, \"max_window_layers\": 0", MOE_OK,
                  ""},
                 {"qwen2moe", "\"use_sliding_window\": true, \"sliding_window\": 2, \"max_window_layers\": 9", MOE_OK,
@@ -750,6 +761,195 @@ static void test_seed_settings(void) {
         CHECKF(status == rows[i].status && strstr(error.message, rows[i].says) != NULL, "%s: %s: %s: %s", rows[i].arch,
                rows[i].last, moe_status_text(status), error.message);
         moe_import_free(&model);
+        free(s.all.p);
+    }
+}
+
+/* A small folder whose config.json has `with` instead of `text` (NULL: as it is) and ends with
+   `last`. */
+static moe_status import_seed(moe_imported *model, const char *arch, const char *text, const char *with,
+                              const char *last, moe_error *error) {
+    char config[8000];
+    seed s;
+    bytes settings, changed;
+    moe_status status;
+    read_seed(&s, arch, 1);
+    settings.p = s.all.p + ((const unsigned char *)s.sources[1].ctx - s.all.p);
+    settings.n = (size_t)s.sources[1].size;
+    changed = text != NULL ? replaced(settings, text, with) : settings;
+    sprintf(config, "%.*s%s%s}", (int)changed.n - 1, (const char *)changed.p, last[0] != '\0' ? "," : "", last);
+    s.sources[1] = moe_import_memory("config.json", config, strlen(config));
+    error->message[0] = '\0';
+    status = moe_import_read_model(model, s.sources, 2, NULL, NULL, error);
+    if (changed.p != settings.p) free(changed.p);
+    free(s.all.p); /* the settings of the modules, which are looked at, are copies */
+    return status;
+}
+
+/* The attention of block `block`; NULL: it has none. */
+static const moe_attention_config *attention_of(const moe_imported *model, int block) {
+    size_t k;
+    for (k = 0; k < model->net.n_modules; k++)
+        if (model->net.modules[k].kind == MOE_MODULE_ATTENTION && block-- == 0) return &model->net.modules[k].attention;
+    return NULL;
+}
+
+/* A key that is absent means what the family's own program takes. */
+static void test_absent(void) {
+    static const struct {
+        const char *arch, *key, *hidden, *said;
+        moe_status status;
+    } rows[] = {
+        {"llama", "\"rope_theta\"", "\"rope_thetz\"", "\"rope_theta\": 1e6", MOE_OK},
+        {"olmoe", "\"rope_theta\"", "\"rope_thetz\"", "\"rope_theta\": 1e4", MOE_OK},
+        {"lfm2moe", "\"rope_theta\"", "\"rope_thetz\"", "\"rope_theta\": 1e6", MOE_OK},
+        {"phimoe", "\"rope_theta\"", "\"rope_thetz\"", "\"rope_theta\": 1e6", MOE_OK},
+        {"minimax-m2", "\"rope_theta\"", "\"rope_thetz\"", "\"rope_theta\": 5e6", MOE_OK},
+        {"llama4", "\"rope_theta\"", "\"rope_thetz\"", "\"rope_theta\": 5e5", MOE_OK},
+        {"ernie4_5-moe", "\"rope_theta\"", "\"rope_thetz\"", "\"rope_theta\": 5e5", MOE_OK},
+        {"gpt-oss", "\"rope_theta\"", "\"rope_thetz\"", "\"rope_theta\": 150000", MOE_OK},
+        {"gpt-oss", "\"sliding_window\"", "\"sliding_windoz\"", "\"sliding_window\": 128", MOE_OK},
+        {"gpt-oss", NULL, NULL, "\"rope_scaling\": {\"rope_type\": \"yarn\", \"factor\": 32, \"truncate\": false, "
+         "\"original_max_position_embeddings\": 4096}", MOE_OK},
+        {"granitemoe", "\"attention_multiplier\"", "\"attention_multiplies\"", "\"attention_multiplier\": 1", MOE_OK},
+        {"llama4", "\"attention_chunk_size\"", "\"attention_chunk_sizz\"", "\"attention_chunk_size\": 8192", MOE_OK},
+        {"phimoe", "\"max_position_embeddings\": 1024", "\"max_pozition_embeddings\": 1024",
+         "\"max_position_embeddings\": 131072", MOE_OK},
+        {"glm4moe", "\"partial_rotary_factor\"", "\"partial_rotary_factos\"", "\"partial_rotary_factor\": 0.5",
+         MOE_ERR_CONFIG}}; /* heads of 10 */
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        moe_imported absent, said;
+        moe_error error, why;
+        const moe_status status = import_seed(&absent, rows[i].arch, rows[i].key, rows[i].hidden, "", &error);
+        const moe_attention_config *a, *b;
+        int block = 0;
+        CHECKF(status == rows[i].status && import_seed(&said, rows[i].arch, NULL, NULL, rows[i].said, &why) == status &&
+                   strcmp(error.message, why.message) == 0, "%s: %s: %s / %s", rows[i].arch, rows[i].said,
+               error.message, why.message);
+        for (; (a = attention_of(&absent, block)) != NULL && (b = attention_of(&said, block)) != NULL; block++)
+            CHECKF(memcmp(a, b, sizeof *a) == 0, "%s, block %d: %s", rows[i].arch, block, rows[i].said);
+        CHECK(status != MOE_OK || block > 0);
+        moe_import_free(&absent);
+        moe_import_free(&said);
+    }
+}
+
+/* Which blocks have a sliding window, and which rotate (llama4). */
+static void test_windows(void) {
+    static const struct {
+        const char *arch, *last;
+        int windows[2], rotary[2];
+    } rows[] = {
+        {"olmoe", "\"model_type\": \"qwen3_moe\", \"use_sliding_window\": true, \"sliding_window\": 3, "
+         "\"max_window_layers\": 9", {3, 3}, {1, 1}},
+        {"olmoe", "\"model_type\": \"qwen3_moe\", \"use_sliding_window\": false, \"sliding_window\": 3", {0, 0},
+         {1, 1}},
+        {"olmoe", "\"use_sliding_window\": true, \"sliding_window\": 3", {0, 0}, {1, 1}},
+        {"dots1", "\"sliding_window\": 3, \"max_window_layers\": 1", {0, 3}, {1, 1}},
+        {"dots1", "\"sliding_window\": 3", {0, 0}, {1, 1}},
+        {"dots1", "\"sliding_window\": null, \"max_window_layers\": 0", {0, 0}, {1, 1}},
+        {"phimoe", "\"sliding_window\": 3", {3, 3}, {1, 1}},
+        {"llama4", "\"no_rope_layers\": [], \"layer_types\": null", {0, 0}, {1, 1}},
+        {"llama4", "\"no_rope_layers\": [], \"layer_types\": null, \"no_rope_layer_interval\": 2", {0, 0}, {1, 0}}};
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        moe_imported model;
+        moe_error error;
+        int block;
+        CHECKF(import_seed(&model, rows[i].arch, NULL, NULL, rows[i].last, &error) == MOE_OK, "%s: %s: %s",
+               rows[i].arch, rows[i].last, error.message);
+        for (block = 0; block < 2; block++) {
+            const moe_attention_config *a = attention_of(&model, block);
+            CHECKF(a != NULL && a->window == rows[i].windows[block] && a->rotary == rows[i].rotary[block],
+                   "%s: %s: block %d", rows[i].arch, rows[i].last, block);
+        }
+        moe_import_free(&model);
+    }
+}
+
+/* A setting that is a list, one element per block, for a layer of that block. */
+static void test_layer_lists(void) {
+    static const char *const prefixes[] = {"model.layers.0", "model.layers.1.mlp"};
+    size_t i;
+    for (i = 0; i < 2; i++) {
+        char config[2000];
+        moe_layer layer;
+        moe_error error;
+        moe_status status;
+        seed s;
+        read_seed(&s, "hunyuan-moe", 1);
+        sprintf(config, "%.*s, \"moe_topk\": [1, 2]}", (int)s.sources[1].size - 1, (const char *)s.sources[1].ctx);
+        s.sources[1] = moe_import_memory("config.json", config, strlen(config));
+        error.message[0] = '\0';
+        status = moe_import_read(&layer, s.sources, 2, prefixes[i], NULL, NULL, &error);
+        CHECKF(status == (i == 0 ? MOE_OK : MOE_ERR_CONFIG), "%s: %s", prefixes[i], error.message); /* one expert */
+        if (status == MOE_OK) {
+            CHECK(layer.config.router.top_k == 1);
+            moe_layer_free(&layer);
+        }
+        free(s.all.p);
+    }
+}
+
+/* A GGUF file in which a tensor has one more outer dimension of 1 (more = 1), or one less. A key
+   makes the header longer by a multiple of the alignment together with it. */
+static bytes with_dimension(bytes b, const char *name, int more) {
+    const size_t key = more ? 24 : 40, text = key - 8 - 4 - 1;
+    const size_t at = find(b, name, 0) + strlen(name), end = at + 4 + 8 * (size_t)b.p[at];
+    bytes copy;
+    CHECK(end < b.n && (more || b.p[end - 8] == 1), name);
+    copy.n = b.n + 32;
+    copy.p = (unsigned char *)grab(copy.n, 1);
+    memcpy(copy.p, b.p, 24);
+    copy.p[16] = (unsigned char)(copy.p[16] + 1);
+    copy.p[24] = (unsigned char)text;
+    memset(copy.p + 32, 'k', text);
+    memcpy(copy.p + 24 + key, b.p + 24, end - 24);
+    copy.p[at + key] = (unsigned char)(more ? b.p[at] + 1 : b.p[at] - 1);
+    if (more) copy.p[end + key] = 1;
+    memcpy(copy.p + end + key + 8 - (more ? 0 : 16), b.p + end, b.n - end);
+    return copy;
+}
+
+/* llama.cpp's converter writes [1,H] where its quantizer writes [H]. */
+static void test_dimensions(void) {
+    static const struct {
+        const char *arch, *name;
+        int more;
+        moe_status status;
+    } rows[] = {{"qwen2moe", "blk.0.ffn_gate_inp_shexp.weight", 1, MOE_OK},
+                {"ernie4_5-moe", "blk.1.exp_probs_b.bias", 1, MOE_OK},
+                {"qwen2moe", "blk.0.attn_norm.weight", 1, MOE_OK},
+                {"qwen2moe", "blk.0.attn_q.bias", 1, MOE_OK},
+                {"qwen2moe", "output_norm.weight", 1, MOE_OK},
+                {"qwen2moe", "blk.0.ffn_gate_inp.weight", 0, MOE_OK},
+                {"qwen2moe", "blk.0.ffn_gate_exps.weight", 0, MOE_OK},
+                {"qwen2moe", "blk.0.ffn_down_exps.weight", 0, MOE_OK}};
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        static moe_real of_file[LOGITS], of_changed[LOGITS];
+        moe_imported model;
+        moe_error error;
+        moe_status status;
+        moe_import_source source;
+        bytes b, changed;
+        seed s;
+        read_seed(&s, rows[i].arch, 0);
+        b.p = s.all.p + ((const unsigned char *)s.sources[0].ctx - s.all.p);
+        b.n = (size_t)s.sources[0].size;
+        if (CHECK(moe_import_read_model(&model, s.sources, 1, NULL, NULL, &error) == MOE_OK, error.message))
+            CHECK(logits(&model, of_file));
+        moe_import_free(&model);
+        changed = with_dimension(b, rows[i].name, rows[i].more);
+        source = moe_import_memory(NULL, changed.p, changed.n);
+        error.message[0] = '\0';
+        status = moe_import_read_model(&model, &source, 1, NULL, NULL, &error);
+        CHECKF(status == rows[i].status, "%s: %s: %s", rows[i].arch, rows[i].name, error.message);
+        CHECK(status != MOE_OK || (logits(&model, of_changed) &&
+                                   same_reals(of_file, of_changed, 4 * (size_t)model.vocabulary)));
+        moe_import_free(&model);
+        free(changed.p);
         free(s.all.p);
     }
 }
@@ -908,6 +1108,53 @@ static void test_headers(void) {
     }
     free(b.p);
     free(config.p);
+}
+
+/* Tensors of images and of multi-token prediction are left out; a block that has one of its
+   optional biases or norms needs the others. */
+static void test_parts(void) {
+    static const struct {
+        const char *arch, *text, *with;
+        moe_status status;
+        const char *says;
+    } rows[] = {
+        {"ernie4_5-moe", "\"model.embed_tokens.weight\"", "\"model.mtp_block.0.norm.weight\": {\"dtype\": \"F32\", "
+         "\"shape\": [0], \"data_offsets\": [0, 0]}, \"model.embed_tokens.weight\"", MOE_OK, ""},
+        {"ernie4_5-moe", "\"model.embed_tokens.weight\"", "\"model.mtq_block.0.norm.weight\": {\"dtype\": \"F32\", "
+         "\"shape\": [0], \"data_offsets\": [0, 0]}, \"model.embed_tokens.weight\"", MOE_ERR_UNSUPPORTED, "mtq_block"},
+        {"llama4", "\"model.embed_tokens.weight\"", "\"vision_model.layers.0.norm.weight\": {\"dtype\": \"F32\", "
+         "\"shape\": [0], \"data_offsets\": [0, 0]}, \"multi_modal_projector.linear_1.weight\": {\"dtype\": \"F32\", "
+         "\"shape\": [0], \"data_offsets\": [0, 0]}, \"model.embed_tokens.weight\"", MOE_OK, ""},
+        {"glm4moe", "layers.1.self_attn.k_norm.weight", "layers.1.self_attn.rotary_emb.inv_freq", MOE_ERR_NOT_FOUND,
+         "layers.1.self_attn.k_norm.weight': missing"},
+        {"glm4moe", "layers.1.self_attn.q_norm.weight", "layers.1.self_attn.rotary_emb.inv_freq", MOE_ERR_NOT_FOUND,
+         "layers.1.self_attn.q_norm.weight': missing"},
+        {"granitemoe", "self_attn.q_proj.bias", "self_attn.rotary_emb.inv_freq", MOE_ERR_NOT_FOUND,
+         "self_attn.q_proj.bias': missing"},
+        {"granitemoe", "self_attn.k_proj.bias", "self_attn.rotary_emb.inv_freq", MOE_ERR_NOT_FOUND,
+         "self_attn.k_proj.bias': missing"},
+        {"granitemoe", "self_attn.v_proj.bias", "self_attn.rotary_emb.inv_freq", MOE_ERR_NOT_FOUND,
+         "self_attn.v_proj.bias': missing"}};
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        moe_imported model;
+        moe_error error;
+        moe_status status;
+        bytes b, changed;
+        seed s;
+        read_seed(&s, rows[i].arch, 1);
+        b.p = s.all.p + ((const unsigned char *)s.sources[0].ctx - s.all.p);
+        b.n = (size_t)s.sources[0].size;
+        changed = with_header(b, rows[i].text, rows[i].with);
+        s.sources[0] = moe_import_memory("model.safetensors", changed.p, changed.n);
+        error.message[0] = '\0';
+        status = moe_import_read_model(&model, s.sources, 2, NULL, NULL, &error);
+        CHECKF(status == rows[i].status && strstr(error.message, rows[i].says) != NULL, "%s: %s: %s: %s", rows[i].arch,
+               rows[i].text, moe_status_text(status), error.message);
+        moe_import_free(&model);
+        free(changed.p);
+        free(s.all.p);
+    }
 }
 
 /* Experts in FP8 whose scales lie beside them. */
@@ -1135,6 +1382,11 @@ int main(void) {
     CASE(test_packed_layer());
     CASE(test_seed_settings());
     CASE(test_seed_keys());
+    CASE(test_absent());
+    CASE(test_windows());
+    CASE(test_layer_lists());
+    CASE(test_dimensions());
+    CASE(test_parts());
     CASE(test_headers());
     CASE(test_fp8());
     CASE(test_reads(gguf, 1, NULL, MOE_OK));

@@ -959,7 +959,7 @@ static void of_gguf(void) {
         } else put_number(&kv, i == 6 ? 0x40400000 : i == 12 ? UINT64_C(0x4008000000000000) : 3, sizes[i]);
         if (i == 7) GGUF(&g, MOE_ERR_CONFIG, "metadata: expert_used_count = true");
         else if (i == 8) GGUF(&g, MOE_ERR_CONFIG, "metadata: expert_used_count = 3: expected a number");
-        else if (i == 9) GGUF(&g, MOE_ERR_CONFIG, "metadata: expert_used_count = : expected a number");
+        else if (i == 9) GGUF(&g, MOE_ERR_CONFIG, "metadata: expert_used_count = a list: expected a number");
         else GGUF(&g, MOE_OK, "top_k=3");
     }
     kv.n = 0;
