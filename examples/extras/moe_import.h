@@ -180,6 +180,8 @@
        on the sum of weights is not applied. transformers 5 omits the square of mscale from
        deepseek_v2's attention scale; it is applied here, as in DeepSeek's own program and in
        llama.cpp. grok's GELU is computed in float32.
+     - deepseek2 files with attention.temperature_scale (Mistral Large 3) are computed up to position
+       attention.temperature_length, from which queries would be scaled; longer contexts are refused.
      - Tested with small random models of every architecture against logits of llama.cpp (GGUF) and
        of transformers (folders), and with small layers of the families against outputs of
        tests/unit/published.py. Not tested with published weights.
@@ -4169,8 +4171,8 @@ static const moei_model_key moei_model_keys[] = {
     MOEI_MODEL_REAL("attention.output_scale", "", output_scale, -1e6, 1e6),
     MOEI_MODEL_REAL("attn_logit_softcapping", "", score_cap, 0, 1e6),
     MOEI_MODEL_REAL("final_logit_softcapping", "", logit_cap, 0, 1e6),
-    MOEI_MODEL_REAL("", "attn_scale", tuning, 0, 1e6),
-    MOEI_MODEL_INT("", "floor_scale", tuning_floor, 1, 16777216),
+    MOEI_MODEL_REAL("attention.temperature_scale", "attn_scale", tuning, 0, 1e6),
+    MOEI_MODEL_INT("attention.temperature_length", "floor_scale", tuning_floor, 1, 16777216),
     {NULL, NULL, 0, 0, 0.0, 0.0}};
 
 /* One block of a model. */
@@ -4706,8 +4708,9 @@ static moe_status moei_model_block_attention(const moei_importer *r, const moei_
     if ((m->traits & MOEI_ARCH_GROK) != 0) c->cap = m->score_cap > MOEI_R(0.0) ? m->score_cap : MOEI_R(30.0);
     if ((m->traits & MOEI_ARCH_CLAMP) != 0) c->clamp = m->clamp;
     if (b->tuned) {
-        c->query_floor = m->tuning_floor > 0 ? m->tuning_floor : 8192;
-        c->query_growth = m->tuning > MOEI_R(0.0) ? m->tuning : MOEI_R(0.1);
+        const int folder = moei_model_is_folder(r);
+        c->query_floor = folder && m->tuning_floor > 0 ? m->tuning_floor : 8192;
+        c->query_growth = folder && m->tuning > MOEI_R(0.0) ? m->tuning : MOEI_R(0.1);
     }
     if (!b->rotates) return MOE_OK;
     c->rotary = 1;
@@ -4796,9 +4799,21 @@ static moe_status moei_model_block_read(moei_importer *r, moei_model *m, int blo
     return MOE_OK;
 }
 
+/* GGUF: other architectures than llama4 scale queries from position temperature_length on, which an
+   attention module cannot do in the same way. */
+static moe_status moei_model_tuning(const moei_importer *r, const moei_model *m, int longest) {
+    const int from = m->tuning_floor > 0 ? m->tuning_floor : m->original;
+    if (moei_model_is_folder(r) || (m->traits & MOEI_ARCH_CHUNKS) != 0 || moei_is_zero(m->tuning) ||
+        (longest > 0 && longest <= from))
+        return MOE_OK;
+    return moei_error(r->error, MOE_ERR_UNSUPPORTED, "metadata: attention.temperature_scale = %g: sequences of more "
+                      "than %d tokens are not supported; set options.context", (double)m->tuning, from);
+}
+
 /* Opens the file and assigns the tensors outside blocks. */
 static moe_status moei_model_open(moei_importer *r, const char *name, int context, moei_model *m) {
     size_t i;
+    int longest;
     char shown[112];
     moe_status status;
     memset(m, 0, sizeof *m);
@@ -4821,11 +4836,12 @@ static moe_status moei_model_open(moei_importer *r, const char *name, int contex
         m->places[MOEI_PLACE_HEAD] = NULL;
     else if (moei_model_is_folder(r) && m->places[MOEI_PLACE_HEAD] == NULL)
         return moei_error(r->error, MOE_ERR_NOT_FOUND, "tensor 'lm_head.weight': missing in the file");
-    m->is_long = m->original > 0 && (context > 0 ? context : m->context) > m->original;
+    longest = context > 0 ? context : m->context;
+    m->is_long = m->original > 0 && longest > m->original;
     m->factors = m->places[MOEI_PLACE_FREQS];
     if (m->places[MOEI_PLACE_LONG] != NULL || m->places[MOEI_PLACE_SHORT] != NULL)
         m->factors = m->places[m->is_long ? MOEI_PLACE_LONG : MOEI_PLACE_SHORT];
-    return MOE_OK;
+    return moei_model_tuning(r, m, longest);
 }
 
 /* File names and values in a message are not trusted: bytes that are not UTF-8 or not printable

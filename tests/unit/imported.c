@@ -994,6 +994,8 @@ static void test_seed_keys(void) {
     } rows[] = {
         {"deepseek2", "", "", "deepseek2.nextn_predict_layers", 4, "\2\0\0\0", 4, MOE_ERR_CONFIG,
          "nextn_predict_layers = 2: must be less than block_count = 2", 0},
+        {"deepseek2", "", "", "deepseek2.attention.temperature_scale", 6, "\0\0\0\0", 4, MOE_OK, "", 0},
+        {"llama4", "", "", "llama4.attention.temperature_scale", 6, "\0\0\x80\x3f", 4, MOE_OK, "", 0},
         {"llama4", "", "", "llama4.rope.scaling.type", 8, "\4\0\0\0\0\0\0\0yarn", 12, MOE_ERR_UNSUPPORTED,
          "yarn is not supported together with rope_freqs", 0},
         {"llama4", "", "", "llama4.rope.scaling.type", 8, "\4\0\0\0\0\0\0\0none", 12, MOE_OK, "", 0},
@@ -1034,6 +1036,30 @@ static void test_seed_keys(void) {
         free(changed.p);
         free(s.all.p);
     }
+}
+
+/* Queries that grow with the position, beyond llama4: only up to where they begin to. */
+static void test_tuning(void) {
+    moe_imported model;
+    moe_import_options options;
+    moe_import_source source;
+    moe_error error;
+    seed s;
+    bytes b, changed;
+    read_seed(&s, "deepseek2", 0);
+    b.p = s.all.p + ((const unsigned char *)s.sources[0].ctx - s.all.p);
+    b.n = (size_t)s.sources[0].size;
+    changed = with_key(b, "deepseek2.attention.temperature_scale", 6, "\0\0\x80\x3f", 4);
+    source = moe_import_memory(NULL, changed.p, changed.n);
+    memset(&options, 0, sizeof options);
+    options.context = 4096;
+    CHECK(moe_import_read_model(&model, &source, 1, &options, NULL, &error) == MOE_OK, error.message);
+    moe_import_free(&model);
+    options.context = 4097;
+    CHECK_STATUS(moe_import_read_model(&model, &source, 1, &options, NULL, &error), MOE_ERR_UNSUPPORTED);
+    CHECK(strstr(error.message, "temperature_scale = 1: sequences of more than 4096 tokens") != NULL, error.message);
+    free(changed.p);
+    free(s.all.p);
 }
 
 /* A safetensors file in whose header every `text` is another one, of any length. */
@@ -1382,6 +1408,7 @@ int main(void) {
     CASE(test_packed_layer());
     CASE(test_seed_settings());
     CASE(test_seed_keys());
+    CASE(test_tuning());
     CASE(test_absent());
     CASE(test_windows());
     CASE(test_layer_lists());
