@@ -22,7 +22,7 @@
 #include "report.h"
 
 /* Tokens of a prompt per call; fewer for large models, so that the workspace is about 16 MB. */
-enum { BATCH = 128, WORK = 16000000, LINE_MOST = 1 << 16, SHOWN_MOST = 1000 };
+enum { BATCH = 128, WORK = 16000000, LINE_MOST = 1 << 16, SHOWN_MOST = 1000, CONTEXT = 4096 };
 
 /* ---- options ---- */
 
@@ -676,9 +676,13 @@ static int open_model(session *s) {
         fail(error.message, error.code == MOE_ERR_MEMORY && o.memory > 0 ? "--from-disk runs it anyway" : "");
         return 1;
     }
+    if (set.context == 0 && s->model.context > CONTEXT) { /* RoPE factors may depend on it */
+        moe_import_free(&s->model);
+        o.context = CONTEXT;
+        if (moe_import_model(&s->model, set.model, &o, NULL, &error) != MOE_OK) return fail(error.message, "");
+    }
     if (open_words(s)) return 1;
-    context = set.context > 0 ? (size_t)set.context : s->model.context > 0 ? (size_t)s->model.context : 4096;
-    if (set.context == 0 && context > 4096) context = 4096;
+    context = s->model.context > 0 ? (size_t)s->model.context : (size_t)CONTEXT;
     s->model.net.last_only = 1;
     s->batch = 2 * BATCH;
     do {

@@ -180,8 +180,9 @@
        on the sum of weights is not applied. transformers 5 omits the square of mscale from
        deepseek_v2's attention scale; it is applied here, as in DeepSeek's own program and in
        llama.cpp. grok's GELU is computed in float32.
-     - deepseek2 files with attention.temperature_scale (Mistral Large 3) are computed up to position
-       attention.temperature_length, from which queries would be scaled; longer contexts are refused.
+     - deepseek2 files with attention.temperature_scale (Mistral Large 3) are computed up to the
+       position attention.temperature_length, from which queries would be scaled; longer contexts
+       are refused.
      - Tested with small random models of every architecture against logits of llama.cpp (GGUF) and
        of transformers (folders), and with small layers of the families against outputs of
        tests/unit/published.py. Not tested with published weights.

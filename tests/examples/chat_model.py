@@ -2,10 +2,13 @@
 """Writes a small model with a vocabulary, for the tests of examples/chat.c.
 
     python3 tests/examples/chat_model.py FILE.gguf [--no-words]
+    python3 tests/examples/chat_model.py NAME --longrope
+        a phimoe model of tests/golden/shapes.py whose RoPE factors depend on the context
 
 An architecture like Mixtral's, 2 blocks of 4 experts, with random weights (F32); a byte-level
 vocabulary with the control tokens of a chat, and a chat template."""
 
+import os
 import random
 import struct
 import sys
@@ -32,7 +35,23 @@ def stand_ins():
     return [chr(byte) if byte in plain else chr(256 + others.index(byte)) for byte in range(256)]
 
 
+def longrope(name):
+    sys.path.insert(0, os.path.join(os.path.dirname(__file__), '..', 'golden'))
+    import shapes
+    m, seed = shapes.Model(), 0
+    while getattr(m, 'scaling', None) != 'longrope':
+        m, seed = shapes.Model(), seed + 1
+        m.arch, m.folder, m.seed, r = 'phimoe', False, 0, random.Random(seed)
+        shapes.draw(m, r)
+    m.original, m.context = 4096, 131072
+    shapes.weights(m, r)
+    shapes.gguf(m, r, name)
+
+
 def main():
+    if '--longrope' in sys.argv:
+        longrope(sys.argv[1])
+        return
     tokens = stand_ins() + ['he', 'll', '<|endoftext|>', '<|im_start|>', '<|im_end|>']
     shapes = {'token_embd': (WIDTH, len(tokens)), 'output': (WIDTH, len(tokens)), 'output_norm': (WIDTH,)}
     for block in range(BLOCKS):

@@ -18,6 +18,7 @@ prepare() {
     $CC $(strict_flags "$CC") -O1 -DMOE_NO_SIMD -I"$root" examples/chat.c -o "$prepared/chat" -lm -pthread || return 1
     python3 tests/examples/chat_model.py "$prepared/model.gguf" || return 1
     python3 tests/examples/chat_model.py "$prepared/plain.gguf" --no-words || return 1
+    python3 tests/examples/chat_model.py "$prepared/long" --longrope || return 1
     head -c 30000 "$prepared/model.gguf" >"$prepared/short.gguf"
     mkdir -p "$prepared/empty"
 }
@@ -28,6 +29,7 @@ prompt
 repeats
 conversation
 numbers
+context
 report
 fewer
 interrupt
@@ -75,6 +77,17 @@ conversation() {
 numbers() {
     run chat "$prepared/plain.gguf" --prompt '1, 2 260' --tokens 5 --greedy >said || return 1
     grep -q 'no vocabulary' said && grep -qx '[0-9]* [0-9]* [0-9]* [0-9]* [0-9]*' said
+}
+
+# A model of a long context is told how long the conversation may be.
+context() {
+    for way in '' '--context 4096' '--context 9000'; do
+        # shellcheck disable=SC2086
+        run chat "$prepared/long.gguf" --prompt '1 2 3 4 5 6 7 8' --tokens 12 --greedy $way | grep '^[0-9]' >said ||
+            return 1
+        cksum <said >>sums
+    done
+    awk '{ sum[NR] = $1 } END { exit !(sum[1] == sum[2] && sum[1] != sum[3]) }' sums
 }
 
 report() {
