@@ -416,6 +416,8 @@ static const row rows[] = {
      "top_k=4 router_bias=1 expert_bias=1 swiglu_alpha=1.702 swiglu_limit=7 swiglu_offset=1"},
     {gpt_oss, NULL, NULL, "{\"model_type\":\"gpt_oss\",\"experts_per_token\":2,\"swiglu_limit\":5.5}", AT, NULL, MOE_OK,
      "top_k=2 swiglu_limit=5.5"},
+    {gpt_oss, NULL, NULL, "{\"model_type\":\"gpt_oss\",\"experts_per_token\":2,\"num_experts_per_tok\":1,"
+     "\"swiglu_alpha\":1.5}", AT, NULL, MOE_OK, "top_k=1 swiglu_limit=7 swiglu_alpha=1.5"},
 
     {mixtral, NULL, NULL, NULL, "model.layers.9.mlp", NULL, MOE_ERR_NOT_FOUND,
      "no router at 'model.layers.9.mlp'; the MoE layers of the file (1): model.layers.3.mlp"},
