@@ -1014,7 +1014,7 @@ def config_scaling(m, r, c):
     elif m.scaling == 'dynamic':
         s['alpha'] = m.alpha
     if m.scaling is None:
-        if r.random() < 0.5:
+        if r.random() < 0.5 or m.arch == 'gpt-oss': # without the key, gpt_oss has YaRN
             c['rope_scaling'] = None
     elif m.seed % 3 == 0 and m.scaling not in ('dynamic', 'longrope'): # as transformers 5 writes it
         del c['rope_theta']
