@@ -94,8 +94,9 @@
      general.architecture); without one, from the tensor names. Sizes come from the tensors. Router
      settings come from config.json (GGUF: metadata). Missing settings take the defaults of the
      family's own program (GGUF: of llama.cpp) if model_type names the family, else those of its
-     preset or of the preset that you name. The layer computes what that program computes, in
-     float32 (float64 in the double build).
+     preset or of the preset that you name. Of a setting that is a list, with one element per block,
+     a layer takes the element of the last number in its prefix. The layer computes what that
+     program computes, in float32 (float64 in the double build).
 
      Afterwards.  The layer is like any other: run it, quantize it, put its tensors into a network
      (moe_net_find). It has no gradients; to train it, save it with moe_layer_save and load it with
