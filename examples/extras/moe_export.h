@@ -1358,14 +1358,15 @@ static uint32_t moei_points(moei_maker *m, int act, int rest, double alpha, uint
     moei_int_op op;
     uint32_t out;
     double reach;
-    int i;
+    int i, ends;
     if (m->status != MOE_OK) return 0;
     reach = moei_curve_reach(m, in);
-    if (end > 0 && (rest || act == MOE_ACT_TANH || act == MOE_ACT_SIGMOID) && reach > end) reach = end;
+    ends = end > 0 && (rest || act == MOE_ACT_TANH || act == MOE_ACT_SIGMOID) && reach > end;
+    if (ends) reach = end;
     if (reach < m->vectors[in].scale * 4) reach = m->vectors[in].scale * 4;
     if (act != MOE_ACT_RELU && act != MOE_ACT_IDENTITY && reach * 1.33 < m->vectors[in].scale * MOEI_WIDE) {
         in = moei_rescale(m, in, MOEI_WIDE, reach / MOEI_WIDE);
-        m->note->clamps = reach <= end;
+        m->note->clamps = ends;
     }
     if (m->status != MOE_OK) return 0;
     for (i = 0; i <= 64; i++) {
@@ -3453,17 +3454,20 @@ static uint32_t moei_module_attention(moei_maker *m, const moe_module *module, c
     const moei_matrix value = moei_attention_matrix(module, MOE_MODULE_VALUE);
     const moei_matrix output =
         moei_matrix_of(module->tensors[MOE_MODULE_OUTPUT], NULL, 1, (size_t)module->d_out, width);
-    const uint32_t x = moei_narrowed(m, m->entering[m->module]);
-    const uint32_t q = moei_query_ops(m, module, x, range->q.most), k = moei_key_ops(m, module, x, range->k.most);
     moei_int_attention a;
     moei_int_op op;
-    uint32_t out;
+    uint32_t x, q, k, out;
     double octaves, scale;
     int bits, mixed;
-    if (m->made.model.length > UINT16_MAX)
+    if (m->made.model.length > UINT16_MAX) { /* before a table of as many angles */
         MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED,
                           "module %z: attention over a length of more than %d has no integer form", m->module,
                           (int)UINT16_MAX);
+        return 0;
+    }
+    x = moei_narrowed(m, m->entering[m->module]);
+    q = moei_query_ops(m, module, x, range->q.most);
+    k = moei_key_ops(m, module, x, range->k.most);
     memset(&a, 0, sizeof a);
     a.heads = (uint16_t)module->attention.heads;
     a.d_head = (uint16_t)module->attention.d_head;
@@ -3666,15 +3670,31 @@ static const char *moei_list_router_obstacle(const moe_router_config *c, int fro
     return moei_list_weight_obstacle(c);
 }
 
+/* An operation has 16 bits for a width. */
+static const char moei_list_too_wide[] = "a width above 65535";
+
+/* Whether an operation of these experts would be too wide. */
+static int moei_list_is_wide(const moei_expert_run *run) {
+    int i;
+    for (i = 0; i < MOEI_ACTIVATIONS; i++)
+        if ((i == MOEI_X || (run->needed >> i & 1u)) && run->width[i] > UINT16_MAX) return 1;
+    return 0;
+}
+
 static const char *moei_list_layer_obstacle(const moe_module *module) {
-    const moei_expert_run run = moei_expert_run_begin(&module->layer, module->layer.config.expert, 0);
+    const moe_layer_config *c = &module->layer.config;
+    const moei_expert_run run = moei_expert_run_begin(&module->layer, c->expert, 0);
+    moei_expert_run shared = run;
     moe_router_config now;
     int frozen;
+    if (c->n_shared > 0) shared = moei_expert_run_begin(&module->layer, MOEI_SHARED, 0);
     if (run.shaped) return "a shaped gate";
     if (run.in_file) return "weights in a file";
+    if (moei_list_is_wide(&run) || moei_list_is_wide(&shared)) return moei_list_too_wide;
     if (module->kind == MOE_MODULE_FEED_FORWARD) return NULL;
     now = moei_router_now(&module->layer, &frozen);
     if (now.n_experts > INT16_MAX) return "n_experts";
+    if (now.score == MOE_SCORE_MLP && moei_router_hidden(&now) > UINT16_MAX) return moei_list_too_wide;
     return moei_list_router_obstacle(&now, frozen);
 }
 #endif
@@ -3689,7 +3709,7 @@ static const char *moei_list_obstacle(const moe_net *net, size_t length) {
         const moe_module *m = &net->modules[i];
         const char *obstacle = moei_is_layer(m) ? moei_list_layer_obstacle(m) : NULL;
         if (obstacle != NULL) return obstacle;
-        if (m->d_in > UINT16_MAX || m->d_out > UINT16_MAX || m->n_rows > UINT16_MAX) return "a width above 65535";
+        if (m->d_in > UINT16_MAX || m->d_out > UINT16_MAX || m->n_rows > UINT16_MAX) return moei_list_too_wide;
         if (m->kind != MOE_MODULE_DROPOUT) works = 1;
         if (m->kind == MOE_MODULE_ATTENTION) return "attention";
         if (m->kind > MOE_MODULE_TIED) return moei_module_names[m->kind];

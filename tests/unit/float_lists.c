@@ -463,6 +463,37 @@ static void test_counts(void) {
     }
 }
 
+/* The same inside a layer: hidden, shared and latent widths, and the router's. */
+static void test_widths(void) {
+    static const char *const names[] = {"expert=mlp d_ff", "d_ff=2 d_latent", "d_ff=2 n_shared=1 d_shared",
+                                        "d_ff=2 score=mlp router_hidden"};
+    size_t i;
+    for (i = 0; i < 10; i++) {
+        const int width = i % 2 == 0 ? 65535 : 65536;
+        moe_layer_config c;
+        moe_net net;
+        moe_built_model built;
+        moe_error error;
+        char settings[80];
+        memset(&c, 0, sizeof c);
+        sprintf(settings, "%s=%d", names[i / 2 % 4], width);
+        CHECK(moe_fields_apply(moe_layer_fields(), &c, settings, &error) == MOE_OK);
+        if (i < 8) c.router.n_experts = 1;
+        moe_net_init(&net, 1, MOE_KERNELS_C, NULL);
+        if (i < 8) moe_net_mixture(&net, &c);
+        else moe_net_feed_forward(&net, &c);
+        if (CHECKF(moe_net_build(&net, 0, 3, &error) == MOE_OK &&
+                       moe_model_create(&built, &net, NULL, &error) == MOE_OK, "%s: %s", settings, error.message)) {
+            CHECKF(width == 65535 ? built.model.net == NULL
+                                  : built.model.net != NULL && strcmp(built.obstacle, "a width above 65535") == 0,
+                   "%s: %s", settings, built.obstacle != NULL ? built.obstacle : "a list");
+            compare(&net, &built.model);
+            moe_model_free(&built);
+        }
+        moe_net_free(&net);
+    }
+}
+
 /* Only the first tied module has the embedding's rows in place. */
 static void test_tied_twice(void) {
     moe_net net;
@@ -571,6 +602,7 @@ int main(int n, char **words) {
     CASE(test_errors());
     CASE(test_modules());
     CASE(test_counts());
+    CASE(test_widths());
     CASE(test_tied_twice());
     CASE(test_long_table());
     return test_end();

@@ -1901,10 +1901,15 @@ static void test_beyond_operations(void) {
     }
 }
 
-/* Attention counts tokens in 16 bits. */
+/* Attention counts tokens in 16 bits; a table of the angles of more of them is not begun. */
 static void test_long_sequences(void) {
+    static const size_t lengths[] = {65536, (size_t)1 << 24};
+    static double memory[1 << 17];
     int32_t ids[2] = {0, 1};
+    moe_attention_config rotary;
+    moe_arena arena;
     moe_data data;
+    int i;
     moe_model_config config;
     moe_error error;
     moe_net net;
@@ -1912,13 +1917,21 @@ static void test_long_sequences(void) {
     data.n = 2;
     data.token_ids = ids;
     data.length = 1;
+    memset(&rotary, 0, sizeof rotary);
+    rotary.rotary = 1;
     config = int8_config(&data);
-    config.length = 65536;
     (void)moe_net_init(&net, 0, MOE_KERNELS_C, NULL);
     (void)moe_net_embedding(&net, 2, 16);
-    (void)moe_net_attention(&net, NULL);
+    (void)moe_net_attention(&net, &rotary);
     if (CHECK_SAYS(moe_net_build(&net, 0, 1, &error), MOE_OK, "a network", error))
-        REFUSED(MOE_ERR_UNSUPPORTED, "module 1: attention over a length of more than 65535", &net);
+        for (i = 0; i < 2; i++) {
+            memset(&arena, 0, sizeof arena);
+            arena.base = memory;
+            arena.size = sizeof memory;
+            config.allocator = moe_arena_allocator(&arena);
+            config.length = lengths[i];
+            REFUSED(MOE_ERR_UNSUPPORTED, "module 1: attention over a length of more than 65535", &net);
+        }
     moe_net_free(&net);
 }
 
