@@ -179,8 +179,9 @@ static int read_text(samples *s, const moe_net *net) {
     return failed;
 }
 
-/* sequences: 1 if the model processes them; s->data is then cut to complete ones. */
-static int read_samples(samples *s, const moe_net *net, size_t sequences) {
+/* longest: the most tokens of a sequence, or 0 if the model processes none; s->data is then cut to
+   complete ones. */
+static int read_samples(samples *s, const moe_net *net, size_t longest) {
     const char *from = net->d_in > 0 ? rows_path : text_path;
     if (from == NULL && weights == MOE_WEIGHTS_FLOAT) return 0;
     if (from == NULL)
@@ -189,7 +190,7 @@ static int read_samples(samples *s, const moe_net *net, size_t sequences) {
                                 "--weights float); see -h")
                    : fail(path, "it reads tokens: add --tokens FILE, a text (or --weights float); see -h");
     if (net->d_in > 0 ? read_rows(s, net) : read_text(s, net)) return 1;
-    if (sequences) s->data.length = s->data.n < (size_t)length ? s->data.n : (size_t)length;
+    s->data.length = s->data.n < longest ? s->data.n : longest;
     if (s->data.length > 0) s->data.n -= s->data.n % s->data.length;
     return s->data.n > 0 ? 0 : fail(from, "it is empty");
 }
@@ -479,7 +480,7 @@ static int export_net(moe_net *net, samples *s, moe_built_model *floats, moe_bui
     printf("read         %s: %d modules, %.0f parameters, of which one input uses %.0f\n", path, (int)net->n_modules,
            (double)all, (double)used);
     if (moe_model_create(floats, net, &config, &error)) return fail(path, error.message);
-    if (read_samples(s, net, floats->model.length > 0)) return 1;
+    if (read_samples(s, net, floats->model.length)) return 1;
     config.weights = weights;
     config.calibration = &s->data;
     if (moe_model_create(made, net, &config, &error)) return fail(path, error.message);

@@ -4077,6 +4077,19 @@ static void moei_list_modules(moei_maker *m) {
 }
 #endif
 
+/* The longest sequence; 0: no module reads earlier tokens. */
+static size_t moei_model_length(const moe_net *net, size_t wanted) {
+    size_t i, length = 0;
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_module *m = &net->modules[i];
+        if (m->kind != MOE_MODULE_ATTENTION && m->kind != MOE_MODULE_POSITIONS && m->kind != MOE_MODULE_CONVOLUTION &&
+            !moei_refines(m)) continue;
+        if (length == 0) length = wanted > 0 ? wanted : 128;
+        if (m->kind == MOE_MODULE_POSITIONS && length > (size_t)m->n_rows) length = (size_t)m->n_rows;
+    }
+    return length;
+}
+
 #ifndef MOE_NO_QUANT
 /* ---- >>models: integer models ---- */
 
@@ -4100,6 +4113,9 @@ static void moei_maker_check(moei_maker *m) {
     else if (data->length > 0 && data->n % data->length != 0)
         m->status = moei_error(m->error, MOE_ERR_ARGUMENT, "calibration: n = %z: must be a multiple of length = %z",
                                data->n, data->length);
+    else if (moei_model_length(m->net, 0) > 0 && moei_model_length(m->net, data->length) < data->length)
+        m->status = moei_error(m->error, MOE_ERR_ARGUMENT, "calibration: length = %z: the network has %z positions",
+                               data->length, moei_model_length(m->net, data->length));
     else m->status = moei_inputs_check(m->net, data, m->error);
     for (i = 0; i < m->net->n_tensors; i++)
         for (j = 0; j < m->net->tensors[i].count; j++)
@@ -4278,19 +4294,6 @@ static moe_status moei_float_check(const moe_net *net, moe_error *error) {
         }
     }
     return MOE_OK;
-}
-
-/* The longest sequence; 0: no module reads earlier tokens. */
-static size_t moei_model_length(const moe_net *net, size_t wanted) {
-    size_t i, length = 0;
-    for (i = 0; i < net->n_modules; i++) {
-        const moe_module *m = &net->modules[i];
-        if (m->kind != MOE_MODULE_ATTENTION && m->kind != MOE_MODULE_POSITIONS && m->kind != MOE_MODULE_CONVOLUTION &&
-            !moei_refines(m)) continue;
-        if (length == 0) length = wanted > 0 ? wanted : 128;
-        if (m->kind == MOE_MODULE_POSITIONS && length > (size_t)m->n_rows) length = (size_t)m->n_rows;
-    }
-    return length;
 }
 
 /* Copies the modules, with plain C kernels as in an exported model. */

@@ -47,6 +47,7 @@ refused not_a_label --calibration fractions.csv
 refused not_a_value --weights int9
 refused not_a_value --divide 0
 refused not_a_value --divide inf
+positions
 firmware
 TEXT
 }
@@ -86,6 +87,28 @@ refused() { # what-it-says-with-_-for-spaces options...
     [ ! -e refused.h ] && grep -qF -- "$said" out || {
         echo "it did not say: $said"
         cat out
+        return 1
+    }
+}
+
+# Sequences are as long as the network has positions.
+positions() {
+    cat >net.c <<'TEXT'
+#define MOE_IMPLEMENTATION
+#include "moe.h"
+int main(void) {
+    moe_net net;
+    moe_net_init(&net, 0, MOE_KERNELS_C, NULL);
+    moe_net_embedding(&net, 256, 8);
+    moe_net_positions(&net, 16);
+    moe_net_tied(&net);
+    return moe_net_build(&net, 0, 1, NULL) || moe_net_save(&net, "net.safetensors", NULL);
+}
+TEXT
+    run "$CC" $(strict_flags "$CC") -I"$root" net.c -o net -lm && ./net || return 1
+    run "$prepared/export" net.safetensors --tokens net.c -o net.h >said || return 1
+    grep -q ' 16 tokens at most$' said || {
+        cat said
         return 1
     }
 }

@@ -1935,6 +1935,33 @@ static void test_long_sequences(void) {
     moe_net_free(&net);
 }
 
+/* Calibration data has no longer sequences than the network has positions. */
+static void test_calibrated_positions(void) {
+    int32_t ids[6] = {0, 1, 0, 1, 1, 0};
+    moe_data data;
+    moe_model_config config;
+    moe_built_model built;
+    moe_error error;
+    moe_net net;
+    memset(&data, 0, sizeof data);
+    data.n = 6;
+    data.token_ids = ids;
+    data.length = 3;
+    config = int8_config(&data);
+    config.length = 2;
+    (void)moe_net_init(&net, 0, MOE_KERNELS_C, NULL);
+    (void)moe_net_embedding(&net, 2, 16);
+    (void)moe_net_positions(&net, 3);
+    if (CHECK_SAYS(moe_net_build(&net, 0, 1, &error), MOE_OK, "a network", error)) {
+        CHECK_SAYS(moe_model_create(&built, &net, &config, &error), MOE_OK, "", error);
+        CHECK(built.model.length == 2);
+        moe_model_free(&built);
+        data.length = 6;
+        REFUSED(MOE_ERR_ARGUMENT, "calibration: length = 6: the network has 3 positions", &net);
+    }
+    moe_net_free(&net);
+}
+
 /* Weights that may be negative are not mixed: those of a layer before with another gate, scale or
    scales of experts. */
 static void test_negative_mixes(void) {
@@ -2952,6 +2979,7 @@ int main(int argc, char **argv) {
     CASE(test_first_obstacle());
     CASE(test_beyond_operations());
     CASE(test_long_sequences());
+    CASE(test_calibrated_positions());
     CASE(test_attention_missing());
     CASE(test_kept_capacity());
     CASE(test_negative_mixes());
