@@ -155,10 +155,10 @@
      calibration data first. int4 halves the weights and loses more.
 
      Supported networks.   Every network that decodes token by token (moe_net_decode_size), except
-     those with the caller's own scores or selections, forced routing (select = given), or hashes of
-     ids that the network does not read. Integer models do not support score = dselect, refined
-     gates, more than 256 experts in a layer, widths above 65532, and some combinations. The error
-     names them.
+     those with weights in files (imported models), the caller's own scores or selections, forced
+     routing (select = given), or hashes of ids that the network does not read. Integer models do
+     not support score = dselect, refined gates, more than 256 experts in a layer, widths above
+     65532, and some combinations. The error names them.
 
      Sequences.   With attention, positions or convolution a call takes one token; scratch keeps the
      sequence. config.length bounds it. See moe_infer.
@@ -4077,6 +4077,37 @@ static void moei_list_modules(moei_maker *m) {
 }
 #endif
 
+/* The values of parameter `index` of module i; NULL: not set. */
+static const moe_real *moei_float_values(const moe_net *net, size_t i, int index) {
+    const moe_module *m = &net->modules[i];
+    return moei_is_layer(m) ? m->layer.tensors[index] : m->tensors[index];
+}
+
+/* Whether all parameters are in memory and finite. */
+static moe_status moei_parameters_check(const moe_net *net, moe_error *error) {
+    moe_parameter parameter;
+    size_t i, j;
+    int index;
+    for (i = 0; i < net->n_modules; i++)
+        for (index = 0; index < MOE_LAYER_PARAMETER_COUNT; index++) {
+            const moe_module *m = &net->modules[i];
+            const moe_real *values;
+            if (moei_module_parameter(net, i, index, &parameter) != MOE_OK) continue;
+            values = moei_float_values(net, i, index);
+            if (values == NULL && (moei_is_layer(m) ? m->layer.external[index] : moei_external_of(m, index)) != NULL)
+                return moei_error(error, MOE_ERR_UNSUPPORTED,
+                                  "module %z: tensor %s lies in a file: a model needs it as floats in memory", i,
+                                  parameter.name);
+            if (values == NULL)
+                return moei_error(error, MOE_ERR_ARGUMENT, "module %z: tensor %s is not set", i, parameter.name);
+            for (j = 0; j < parameter.count; j++)
+                if (!moe_is_finite(values[j]))
+                    return moei_error(error, MOE_ERR_NONFINITE, "%z.%s[%z] = %g: must be a finite number", i,
+                                      parameter.name, j, (double)values[j]);
+        }
+    return MOE_OK;
+}
+
 /* The longest sequence; 0: no module reads earlier tokens. */
 static size_t moei_model_length(const moe_net *net, size_t wanted) {
     size_t i, length = 0;
@@ -4105,7 +4136,7 @@ static void moei_mixture_has_form(moei_maker *m, const moe_layer *layer) {
 /* Checks data, parameters, routers and widths. */
 static void moei_maker_check(moei_maker *m) {
     const moe_data *data = m->config->calibration;
-    size_t i, j;
+    size_t i;
     if (m->status != MOE_OK) return;
     if (data == NULL || data->n == 0)
         m->status = moei_error(m->error, MOE_ERR_ARGUMENT, "calibration: integer weights need some rows of inputs "
@@ -4117,11 +4148,7 @@ static void moei_maker_check(moei_maker *m) {
         m->status = moei_error(m->error, MOE_ERR_ARGUMENT, "calibration: length = %z: the network has %z positions",
                                data->length, moei_model_length(m->net, data->length));
     else m->status = moei_inputs_check(m->net, data, m->error);
-    for (i = 0; i < m->net->n_tensors; i++)
-        for (j = 0; j < m->net->tensors[i].count; j++)
-            if (!moe_is_finite(m->net->tensors[i].data[j]))
-                MOEI_MAKER_REFUSE(m, MOE_ERR_NONFINITE, "%s[%z] = %g: must be a finite number", m->net->tensors[i].name,
-                                  j, (double)m->net->tensors[i].data[j]);
+    if (m->status == MOE_OK) m->status = moei_parameters_check(m->net, m->error);
     for (m->module = 0; m->module < m->net->n_modules; m->module++)
         if (m->net->modules[m->module].kind == MOE_MODULE_MIXTURE)
             moei_mixture_has_form(m, &m->net->modules[m->module].layer);
@@ -4265,35 +4292,16 @@ static const char *moei_float_obstacle(const moe_net *net, size_t i) {
     return NULL;
 }
 
-/* The values of parameter `index` of module i; NULL: not set. */
-static const moe_real *moei_float_values(const moe_net *net, size_t i, int index) {
-    const moe_module *m = &net->modules[i];
-    return moei_is_layer(m) ? m->layer.tensors[index] : m->tensors[index];
-}
-
 /* Whether a network that decodes can be a float model. */
 static moe_status moei_float_check(const moe_net *net, moe_error *error) {
-    moe_parameter parameter;
-    size_t i, j;
-    int index;
+    size_t i;
     if (MOE_REAL_IS_DOUBLE)
         return moei_error(error, MOE_ERR_UNSUPPORTED, "MOE_REAL is double, but float models need float");
     for (i = 0; i < net->n_modules; i++) {
         const char *obstacle = net->modules[i].kind == MOE_MODULE_MIXTURE ? moei_float_obstacle(net, i) : NULL;
         if (obstacle != NULL) return moei_error(error, MOE_ERR_UNSUPPORTED, "module %z (mixture): %s", i, obstacle);
-        for (index = 0; index < MOE_LAYER_PARAMETER_COUNT; index++) {
-            const moe_real *values;
-            if (moei_module_parameter(net, i, index, &parameter) != MOE_OK) continue;
-            values = moei_float_values(net, i, index);
-            if (values == NULL)
-                return moei_error(error, MOE_ERR_ARGUMENT, "module %z: tensor %s is not set", i, parameter.name);
-            for (j = 0; j < parameter.count; j++)
-                if (!moe_is_finite(values[j]))
-                    return moei_error(error, MOE_ERR_NONFINITE, "module %z: tensor %s holds %g", i, parameter.name,
-                                      (double)values[j]);
-        }
     }
-    return MOE_OK;
+    return moei_parameters_check(net, error);
 }
 
 /* Copies the modules, with plain C kernels as in an exported model. */

@@ -1962,6 +1962,43 @@ static void test_calibrated_positions(void) {
     moe_net_free(&net);
 }
 
+static void unpack(const moe_kernels *k, const moe_external *w, size_t row, size_t from, size_t count,
+                   moe_real *values) {
+    (void)k;
+    memcpy(values, w->data + row * w->row + from * sizeof *values, count * sizeof *values);
+}
+
+/* Matrices in a file, as those of imported models, which run, but have no floats to convert. */
+static void test_weights_in_a_file(void) {
+    static const moe_external_type type = {"test", 1, (int)sizeof(moe_real), unpack, 0, 0, NULL, NULL};
+    moe_external in_file;
+    moe_rng rng;
+    moe_data rows;
+    moe_model_config config;
+    moe_net net;
+    int i;
+    moe_rng_seed(&rng, 45);
+    rows = random_rows(&rng, 8, 6, 1);
+    config = int8_config(&rows);
+    (void)moe_net_init(&net, 6, MOE_KERNELS_C, NULL);
+    (void)moe_net_linear(&net, 6);
+    CHECK(moe_net_build(&net, 0, 1, NULL) == MOE_OK);
+    memset(&in_file, 0, sizeof in_file);
+    in_file.type = &type;
+    in_file.data = (const unsigned char *)net.modules[0].tensors[MOE_MODULE_WEIGHT];
+    in_file.row = 6 * sizeof(moe_real);
+    in_file.column = sizeof(moe_real);
+    in_file.exact = 1;
+    net.modules[0].external = &in_file;
+    net.modules[0].tensors[MOE_MODULE_WEIGHT] = net.tensors[0].data = NULL;
+    for (i = MOE_REAL_IS_DOUBLE; i < MOE_WEIGHTS_COUNT; i++) {
+        config.weights = i;
+        REFUSED(MOE_ERR_UNSUPPORTED, "module 0: tensor weight lies in a file", &net);
+    }
+    moe_net_free(&net);
+    drop_data(&rows);
+}
+
 /* Weights that may be negative are not mixed: those of a layer before with another gate, scale or
    scales of experts. */
 static void test_negative_mixes(void) {
@@ -2980,6 +3017,7 @@ int main(int argc, char **argv) {
     CASE(test_beyond_operations());
     CASE(test_long_sequences());
     CASE(test_calibrated_positions());
+    CASE(test_weights_in_a_file());
     CASE(test_attention_missing());
     CASE(test_kept_capacity());
     CASE(test_negative_mixes());
