@@ -1795,6 +1795,11 @@ MOEI_TOOL int moei_can_allocate(const moe_allocator *a) {
 #endif
 }
 
+MOEI_TOOL moe_status moei_allocator_check(const moe_allocator *a, moe_error *error) {
+    return moei_can_allocate(a) ? MOE_OK
+                                : moei_error(error, MOE_ERR_ARGUMENT, "allocator is required with MOE_NO_MALLOC");
+}
+
 /* The resize of an allocator as moe_allocator describes it; NULL allocator or function: the
    standard heap. */
 MOEI_TOOL void *moei_resize(const moe_allocator *a, void *p, size_t old_size, size_t new_size) {
@@ -3359,9 +3364,7 @@ static moe_status moei_write_check_call(const moe_stream *stream, const moe_tens
     if (n_tensors > MOE_FILE_MAX_TENSORS || n_metadata > MOE_FILE_MAX_TENSORS)
         return moei_error(error, MOE_ERR_ARGUMENT, "%z tensors, %z metadata: a file takes %z of each", n_tensors,
                           n_metadata, (size_t)MOE_FILE_MAX_TENSORS);
-    if (!moei_can_allocate(allocator))
-        return moei_error(error, MOE_ERR_ARGUMENT, "allocator is required with MOE_NO_MALLOC");
-    return MOE_OK;
+    return moei_allocator_check(allocator, error);
 }
 
 /* values NULL: the tensors' data. */
@@ -3535,18 +3538,19 @@ struct moei_hooks {
 
 static const moe_batch *moei_group(const struct moe_transport *t) { return (const moe_batch *)(const void *)t; }
 
-/* The hooks of a transport. NULL: moe_transport_begin has not been called; *status and error say
-   so. */
+/* The hooks of a transport. NULL: t is NULL, or moe_transport_begin has not been called, which
+   *status and error say. */
 static const struct moei_hooks *moei_hooks_of(const struct moe_transport *t, moe_status *status, moe_error *error) {
+    if (t == NULL) return NULL;
     if (moei_group(t)->hooks == NULL && *status == MOE_OK)
         *status = moei_error(error, MOE_ERR_CONFIG, "transport is not ready: call moe_transport_begin first");
     return moei_group(t)->hooks;
 }
 
-/* hooks->add; t NULL: there is one process. */
+/* hooks->add. */
 static moe_status moei_add_over(const struct moe_transport *t, moe_status status, size_t n, double *values,
                                 moe_error *error) {
-    const struct moei_hooks *hooks = t != NULL ? moei_hooks_of(t, &status, error) : NULL;
+    const struct moei_hooks *hooks = moei_hooks_of(t, &status, error);
     return hooks != NULL ? hooks->add(moei_group(t), status, n, values, error) : status;
 }
 
@@ -3712,9 +3716,8 @@ static moe_status moei_layer_clashes(const moe_layer_config *c, moe_error *error
     if (c->n_shared > 0 && c->d_shared > MOE_MAX_WIDTH / c->n_shared)
         return moei_error(error, MOE_ERR_CONFIG, "d_shared = %d: with n_shared = %d the width exceeds %d", c->d_shared,
                           c->n_shared, (int)MOE_MAX_WIDTH);
-    if (c->transport != NULL && (hooks = moei_hooks_of(c->transport, &status, error)) != NULL)
-        return hooks->check(c, error);
-    return status;
+    hooks = moei_hooks_of(c->transport, &status, error);
+    return hooks != NULL ? hooks->check(c, error) : status;
 }
 
 moe_status moe_layer_check(const moe_layer_config *config, moe_layer_config *out, moe_error *error) {
@@ -3977,23 +3980,24 @@ static moe_status moei_layer_allocate(moe_layer *layer, int trainable, moe_error
 
 moe_status moe_layer_create(moe_layer *layer, const moe_layer_config *config, int trainable, uint64_t seed,
                             const moe_allocator *allocator, moe_error *error) {
+    const struct moe_transport *t = config != NULL ? config->transport : NULL;
     moe_layer made;
     moe_rng rng;
     moe_status status;
     if (layer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
-    if (!moei_can_allocate(allocator))
-        return moei_error(error, MOE_ERR_ARGUMENT, "allocator is required with MOE_NO_MALLOC");
-    status = moe_layer_init(&made, config, error);
-    if (status == MOE_OK && made.config.transport != NULL)
-        status = moei_group(made.config.transport)->hooks->agree(&made.config, seed, error);
+    status = moei_allocator_check(allocator, error);
+    if (status == MOE_OK) status = moe_layer_init(&made, config, error);
+    status = moei_vote(t, status, error);
+    if (status == MOE_OK && t != NULL) status = moei_group(t)->hooks->agree(&made.config, seed, error);
     if (status != MOE_OK) return status;
     if (allocator != NULL) made.allocator = *allocator;
-    status = moei_layer_allocate(&made, trainable, error);
-    if (status != MOE_OK) return status;
-    moe_rng_seed(&rng, seed);
-    moei_layer_fill(&made.config, made.memory, &rng);
-    *layer = made;
-    return MOE_OK;
+    status = moei_vote(t, moei_layer_allocate(&made, trainable, error), error);
+    if (status == MOE_OK) {
+        moe_rng_seed(&rng, seed);
+        moei_layer_fill(&made.config, made.memory, &rng);
+        *layer = made;
+    } else moe_layer_free(&made);
+    return status;
 }
 
 void moe_layer_free(moe_layer *layer) {
@@ -6000,8 +6004,7 @@ MOEI_TOOL void *moei_module_settings(const moe_module *m) {
 moe_status moe_net_init(moe_net *net, int d_in, int kernels, const moe_allocator *allocator) {
     if (net == NULL) return MOE_ERR_ARGUMENT;
     memset(net, 0, sizeof *net);
-    if (!moei_can_allocate(allocator))
-        return moei_error(&net->error, MOE_ERR_ARGUMENT, "allocator is required with MOE_NO_MALLOC");
+    if (moei_allocator_check(allocator, &net->error) != MOE_OK) return MOE_ERR_ARGUMENT;
     if (allocator != NULL) net->allocator = *allocator;
     if (d_in < 0 || d_in > MOE_MAX_WIDTH)
         return moei_error(&net->error, MOE_ERR_CONFIG, "d_in = %d: must be 1 to %d, or 0 for token ids", d_in,
@@ -8494,7 +8497,7 @@ moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work,
     moe_status status;
     if (net == NULL) return moei_error(call != NULL ? call->error : NULL, MOE_ERR_ARGUMENT, "net is NULL");
     status = moei_net_forward_check(net, call, work, pass);
-    if (net->transport != NULL && (hooks = moei_hooks_of(net->transport, &status, NULL)) != NULL)
+    if ((hooks = moei_hooks_of(net->transport, &status, NULL)) != NULL)
         status = hooks->net_meet(net, call, work_size, status, &tokens);
     if (net->transport == NULL && status == MOE_OK) {
         tokens = moei_tokens_alone(call->n_tokens);
@@ -9822,7 +9825,6 @@ typedef struct moei_brought {
    batch NULL: none, before a step of the optimizer. */
 static moe_status moei_trainer_meet(const moe_trainer *t, const moe_data *batch, moe_status status, moei_brought *b,
                                     moe_error *error) {
-    const struct moe_transport *transport = t->net->transport;
     const struct moei_hooks *hooks;
     b->tokens = moei_tokens_alone(0);
     b->counted = 0;
@@ -9830,7 +9832,7 @@ static moe_status moei_trainer_meet(const moe_trainer *t, const moe_data *batch,
         b->tokens = moei_tokens_alone(batch->n);
         b->counted = moei_counted(t->config.criterion, batch);
     }
-    if (transport != NULL && (hooks = moei_hooks_of(transport, &status, error)) != NULL)
+    if ((hooks = moei_hooks_of(t->net->transport, &status, error)) != NULL)
         status = hooks->train_meet(t, status, b, error);
     if (status == MOE_OK && batch != NULL && b->tokens.total == 0)
         status = moei_error(error, MOE_ERR_ARGUMENT, "n = 0: at least one rank must have a sample");
@@ -9886,7 +9888,7 @@ static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, c
     back.d_weights = reads ? batch.d_weights : NULL;
     status = moei_net_backward(t->net, pass, &back, NULL);
     return status == MOE_OK ? MOE_OK
-                            : moei_error(error, status, "the network's backward pass: %s", moe_status_text(status));
+                            : moei_error(error, status, "the network's backward pass: %s", moei_why(&why, status));
 }
 
 /* *sum += the squares of numbers first..first+n-1 of a tensor's gradient: in double where the
@@ -10720,9 +10722,8 @@ static moe_status moei_config_read(const moe_file *file, const moei_net_options 
     char *text;
     size_t length = 0;
     moe_status status = moei_config_length(file, &length, error);
+    if (status == MOE_OK) status = moei_allocator_check(options->allocator, error);
     if (status != MOE_OK) return status;
-    if (!moei_can_allocate(options->allocator))
-        return moei_error(error, MOE_ERR_ARGUMENT, "allocator is required with MOE_NO_MALLOC");
     text = (char *)moei_alloc(options->allocator, length + 1, 1);
     if (text == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of configuration", length + 1);
     memset(&j, 0, sizeof j);
@@ -10892,7 +10893,8 @@ static moe_status moei_sum_check(const moei_contents *c, const char *name, size_
 }
 
 /* The same for a part with `before` bytes before it and `after` after it. The ^ of c->damage over
-   the processes that have the parts is 0 if no tensor is damaged. */
+   the processes that have the parts is 0 if no tensor is damaged. It is shifted by index: equal
+   damage in two tensors does not cancel. */
 static moe_status moei_sum_part(moei_contents *c, const char *name, size_t index, const unsigned char *bytes,
                                 size_t size, size_t before, size_t after, moe_error *error) {
     moei_crc crc;
@@ -10902,7 +10904,7 @@ static moe_status moei_sum_part(moei_contents *c, const char *name, size_t index
     moei_crc_begin(&crc);
     if (before > 0) crc.sum = 0;
     moei_crc_add(&crc, bytes, size);
-    c->damage ^= moei_crc_zeros(crc.sum, after) ^ (before > 0 ? 0 : ~wanted);
+    c->damage ^= moei_crc_zeros(moei_crc_zeros(crc.sum, after) ^ (before > 0 ? 0 : ~wanted), index);
     return MOE_OK;
 }
 
@@ -10969,10 +10971,9 @@ static moe_status moei_contents_file(moei_contents *c, const char *path, const s
     memset(c, 0, sizeof *c);
     if (allocator != NULL) c->allocator = c->bytes.allocator = *allocator;
     c->path = path;
-    if (t != NULL)
-        return (hooks = moei_hooks_of(t, &status, error)) != NULL ? hooks->file_open(moei_group(t), c, path, error)
-                                                                  : status;
-    status = moe_file_read(path, &c->bytes, error);
+    hooks = moei_hooks_of(t, &status, error);
+    if (hooks != NULL) return hooks->file_open(moei_group(t), c, path, error);
+    if (status == MOE_OK) status = moe_file_read(path, &c->bytes, error);
     return status == MOE_OK ? moe_file_open(&c->file, c->bytes.data, c->bytes.size, error) : status;
 }
 

@@ -123,8 +123,11 @@ static moe_transport transport;
 static moe_traffic traffic;
 static int rank, n_ranks;
 
+static char unsaid[600]; /* why this rank failed, unless it is rank 0, which says it at once */
+
 static int fail(const char *what, const char *why) {
     if (rank == 0) fprintf(stderr, "mpi: %s: %s\n", what, why);
+    else snprintf(unsaid, sizeof unsaid, "mpi: %s: %s (rank %d)\n", what, why, rank);
     return 1;
 }
 
@@ -1403,7 +1406,7 @@ static void put_run(FILE *f, const result *r, double step, const double *even) {
 
 /* Trains with a method and appends the measurements to f, which only rank 0 has. */
 static void measure_method(FILE *f, int m, const char *name) {
-    size_t first = (size_t)(set.steps / 10);
+    size_t first;
     double even[POWERS], own, *steps = (double *)grab((size_t)n_ranks, sizeof *steps);
     double *loads = (double *)grab((size_t)(set.layers * set.experts), sizeof *loads);
     moe_layer_config experts;
@@ -1416,7 +1419,8 @@ static void measure_method(FILE *f, int m, const char *name) {
     train_with(&trainer, &net, (uint64_t)set.seed, most_sequences());
     agree(&experts, &trainer);
     train(&trainer, (uint64_t)set.seed, 0, &r);
-    own = median(step_times + first, (size_t)set.steps - first);
+    first = (size_t)(r.steps / 10);
+    own = median(step_times + first, (size_t)r.steps - first);
     gather(1, &own, steps);
     for (int i = 0; i < n_ranks; i++) own = steps[i] > own ? steps[i] : own;
     balance(&net, (uint64_t)set.seed, (uint64_t)set.steps, even);
@@ -1822,14 +1826,23 @@ static int check_files(void) {
     return fclose(f) != 0 ? fail(set.save, strerror(errno)) : 0;
 }
 
+/* Whether any rank has failed: a file may be missing on one alone. The first of them says why. */
+static int any_failed(int wrong) {
+    double own = wrong, *all = (double *)grab((size_t)n_ranks, sizeof *all);
+    int first = 0;
+    gather(1, &own, all);
+    while (first < n_ranks && !(all[first] > 0)) first++;
+    if (rank == first) fputs(unsaid, stderr);
+    free(all);
+    return first < n_ranks;
+}
+
 static int work(int count, char **words) {
     int wrong = read_options(count, words) ? EXIT_USAGE : check_files();
-    double any = wrong;
     if (moe_mpi_open(&mpi, MPI_COMM_WORLD, set.timeout) != MOE_OK) end_all(MOE_ERR_TRANSPORT, "the transport", NULL);
     mpi.timed = !set.untimed;
     transport = moe_mpi_transport(&mpi);
-    add_up(1, &any); /* a file may be missing on one rank only */
-    if (any > 0) {
+    if (any_failed(wrong)) {
         moe_mpi_close(&mpi);
         return wrong ? wrong : 1;
     }

@@ -270,8 +270,8 @@ typedef struct moe_transport {
 /* Checks the transport, fills in defaults and allocates its memory; on failure it is unchanged.
    Collective. MOE_ERR_CONFIG: a field is out of range, or differs on another rank, or version or
    MOE_REAL do (error names field and rank); MOE_ERR_ARGUMENT: a function is NULL; MOE_ERR_PEER: the
-   call failed on another rank; MOE_ERR_MEMORY; MOE_ERR_TRANSPORT. A rank that lacks a function, or
-   whose rank or n_ranks is out of range, cannot notify the others, which wait for it. */
+   call failed on another rank; MOE_ERR_MEMORY; MOE_ERR_TRANSPORT. A rank that lacks a function or
+   memory, or whose rank or n_ranks is out of range, cannot notify the others, which wait for it. */
 MOE_API moe_status moe_transport_begin(moe_transport *transport, moe_error *error);
 /* Frees what begin allocated. NULL, {0} and a second call are allowed. Not collective. */
 MOE_API void moe_transport_end(moe_transport *transport);
@@ -358,15 +358,16 @@ static moe_status moei_all_gather(const moe_transport *t, size_t n, const uint64
 
 static uint64_t moei_status_word(moe_status status) { return (uint64_t)(unsigned)-(int)status; }
 
-/* This rank's failure, or MOE_ERR_PEER if another rank's status word is a failure; *who (may be
-   NULL) receives that rank. Words are `stride` numbers apart. */
+/* This rank's failure, or MOE_ERR_PEER if another rank's status word is a failure; error then names
+   that rank. Words are `stride` numbers apart. */
 static moe_status moei_status_of_all(const moe_transport *t, moe_status own, const uint64_t *words, size_t stride,
-                                     int *who) {
+                                     moe_error *error) {
+    uint64_t word;
     int r;
     for (r = 0; r < t->n_ranks && own == MOE_OK; r++) {
-        if (words[(size_t)r * stride] == 0) continue;
-        if (who != NULL) *who = r;
-        own = MOE_ERR_PEER;
+        word = words[(size_t)r * stride];
+        if (word == 0) continue;
+        own = moei_error(error, MOE_ERR_PEER, "rank %d: %s", r, word < 100 ? moe_status_text(-(int)word) : "failed");
     }
     return own;
 }
@@ -384,15 +385,11 @@ moe_status moe_transport_status(const moe_transport *transport, moe_status statu
    failed. MOE_ERR_TRANSPORT is returned without an exchange. */
 static moe_status moei_gather_status(const moe_transport *t, moe_status status, size_t n, uint64_t *own,
                                      const uint64_t **all, moe_error *error) {
-    uint64_t word;
-    int who = 0;
     if (status == MOE_ERR_TRANSPORT) return status;
     own[0] = moei_status_word(status);
     if (moei_all_gather(t, n, own, all) != MOE_OK)
         return moei_error(error, MOE_ERR_TRANSPORT, "the transport's exchange of counts failed");
-    if (status != MOE_OK || moei_status_of_all(t, status, *all, n, &who) == MOE_OK) return status;
-    word = (*all)[(size_t)who * n];
-    return moei_error(error, MOE_ERR_PEER, "rank %d: %s", who, word < 100 ? moe_status_text(-(int)word) : "failed");
+    return moei_status_of_all(t, status, *all, n, error);
 }
 
 static uint64_t moei_double_bits(double value) {
@@ -602,6 +599,7 @@ typedef struct moei_ranks {
     size_t n_local, max_local;    /* local experts; the largest number of them on a rank */
     size_t chunks;
     int is_broken;                /* the transport has failed and must not be called again */
+    moe_error *error;             /* of the call, or NULL */
     size_t *first_tokens;         /* [R+1] offsets of the tokens of each rank, and the end */
     /* [R,max_local+1] to each rank: a status, then rows for each of its experts */
     uint64_t *counts_out;
@@ -831,7 +829,7 @@ static moe_status moei_ranks_gather(void *ctx, moe_status status, size_t row_byt
     const uint64_t *all;
     if (k->is_broken) return MOE_ERR_TRANSPORT;
     k->is_broken = moei_all_gather(k->transport, 1, &word, &all) != MOE_OK;
-    status = k->is_broken ? MOE_ERR_TRANSPORT : moei_status_of_all(k->transport, status, all, 1, NULL);
+    status = k->is_broken ? MOE_ERR_TRANSPORT : moei_status_of_all(k->transport, status, all, 1, k->error);
     if (status != MOE_OK) return status;
     if (own > 0) memcpy(k->copy, (unsigned char *)rows + k->batch.first * row_bytes, own * row_bytes);
     moei_map_all(k, &k->map[0]);
@@ -1069,7 +1067,7 @@ static moe_status moei_exchange_counts(const moe_layer *layer, const moe_layer_p
         for (e = 0; e < count && status == MOE_OK; e++) out[1 + e] = moei_rows_of(p, first + e);
     }
     if (moei_all_to_all(k->transport, n, k->counts_out, k->counts_in) != MOE_OK) return MOE_ERR_TRANSPORT;
-    return moei_status_of_all(k->transport, status, k->counts_in, n, NULL);
+    return moei_status_of_all(k->transport, status, k->counts_in, n, k->error);
 }
 
 /* Builds the dispatch plan of the received rows. The rows of an expert are ordered by rank, then as
@@ -1353,13 +1351,16 @@ static moe_status moei_ranks_meet(const moe_layer *layer, const moe_call *call, 
     own[MOEI_CALL_SETTINGS] = moei_fields_hash(moei_layer_fields, &layer->config);
     own[MOEI_CALL_KIND] = (uint64_t)(unsigned)(call->training != 0) | (uint64_t)(unsigned)(call->keep != 0) << 1;
     if (moei_all_gather(t, MOEI_CALL_WORDS, own, all) != MOE_OK) return MOE_ERR_TRANSPORT;
-    status = moei_status_of_all(t, status, *all, MOEI_CALL_WORDS, NULL);
+    status = moei_status_of_all(t, status, *all, MOEI_CALL_WORDS, call->error);
     for (r = 0, *max_tokens = 0; r < t->n_ranks && status == MOE_OK; r++) {
         const uint64_t *other = *all + (size_t)r * MOEI_CALL_WORDS;
         uint64_t n = other[MOEI_CALL_TOKENS];
-        if (other[MOEI_CALL_SETTINGS] != (*all)[MOEI_CALL_SETTINGS]) status = MOE_ERR_CONFIG;
-        if (other[MOEI_CALL_KIND] != (*all)[MOEI_CALL_KIND]) status = MOE_ERR_STATE;
-        if (n > INT32_MAX || sum + n > INT32_MAX) return MOE_ERR_OVERFLOW;
+        if (other[MOEI_CALL_SETTINGS] != (*all)[MOEI_CALL_SETTINGS])
+            status = moei_error(call->error, MOE_ERR_CONFIG, "the layer's settings: rank %d differs from rank 0", r);
+        if (other[MOEI_CALL_KIND] != (*all)[MOEI_CALL_KIND])
+            status = moei_error(call->error, MOE_ERR_STATE, "call.training or keep: rank %d differs from rank 0", r);
+        if (n > INT32_MAX || sum + n > INT32_MAX)
+            return moei_error(call->error, MOE_ERR_OVERFLOW, "n_tokens of all ranks: too many");
         sum += n;
         if (n > *max_tokens) *max_tokens = (size_t)n;
     }
@@ -1377,6 +1378,11 @@ static void moei_ranks_batch(moei_ranks *k, const uint64_t *all) {
     k->batch.lead = k->transport->rank == 0;
     k->batch.ctx = k;
     k->batch.gather = moei_ranks_gather;
+}
+
+/* Reports a failure of the transport in a call. */
+static moe_status moei_transport_failed(const moe_call *call, moe_status status) {
+    return status != MOE_ERR_TRANSPORT ? status : moei_error(call->error, status, "%s", moe_status_text(status));
 }
 
 /* The router of this call. With local routing each loss is scaled by the rank's share of tokens. */
@@ -1447,19 +1453,25 @@ static moe_status moei_ranks_experts(const moe_layer *layer, moe_layer_pass *p, 
 /* Checks of a call before the ranks communicate. */
 static moe_status moei_ranks_call_check(const moe_layer *layer, const moe_call *call, const moe_real *y,
                                         const void *work) {
+    const char *set = NULL;
     moei_expert_run run;
     moe_status status;
-    if (work == NULL || (call->n_tokens > 0 && y == NULL)) return MOE_ERR_ARGUMENT;
+    if (work == NULL || (call->n_tokens > 0 && y == NULL))
+        return moei_error(call->error, MOE_ERR_ARGUMENT, "%s is NULL", work == NULL ? "work" : "y");
     run = moei_expert_run_begin(layer, layer->config.expert, 0);
     status = moei_layer_call_check(layer, &run, call);
     if (status != MOE_OK) return status;
     if (moei_draws_competition(layer, call) && call->rng == NULL)
         return moei_missing(call, "rng", "compete_rate");
-    return call->n_past > 0 || call->decoding || call->batch != NULL ? MOE_ERR_UNSUPPORTED : MOE_OK;
+    if (call->batch != NULL) set = "batch";
+    if (call->decoding) set = "decoding";
+    if (call->n_past > 0) set = "n_past";
+    return set == NULL ? MOE_OK
+                       : moei_error(call->error, MOE_ERR_UNSUPPORTED, "call.%s is incompatible with a transport", set);
 }
 
-static moe_status moei_ranks_forward(const moe_layer *layer, const moe_call *call, moe_real *y, void *work,
-                                     size_t work_size, moe_layer_pass *pass) {
+static moe_status moei_ranks_pass(const moe_layer *layer, const moe_call *call, moe_real *y, void *work,
+                                  size_t work_size, moe_layer_pass *pass) {
     moei_layout l = moei_layout_begin(NULL);
     moe_layer_pass p;
     moei_ranks counting;
@@ -1472,14 +1484,18 @@ static moe_status moei_ranks_forward(const moe_layer *layer, const moe_call *cal
     status = moei_ranks_meet(layer, call, status, &max_tokens, &all);
     if (status != MOE_OK) return status;
     (void)moei_ranks_layout(layer, max_tokens, moei_keeps(call), &l, &p, &counting);
-    status = l.overflow ? MOE_ERR_OVERFLOW : l.used > work_size ? MOE_ERR_SPACE : MOE_OK;
-    if (status == MOE_OK) {
+    if (l.overflow) status = moei_error(call->error, MOE_ERR_OVERFLOW, "the workspace exceeds size_t");
+    else if (l.used > work_size)
+        status =
+            moei_error(call->error, MOE_ERR_SPACE, "work_size = %z: the call takes %z bytes", work_size, l.used);
+    else {
         l = moei_layout_begin(work);
         moei_ranks_batch(moei_ranks_layout(layer, max_tokens, moei_keeps(call), &l, &p, &counting), all);
     }
-    status = moe_transport_status(layer->config.transport, status);
+    status = moei_vote(layer->config.transport, status, call->error);
     if (status != MOE_OK) return status;
     p.call = *call;
+    p.ranks->error = call->error;
     if (!layer->config.transport->local_routing) p.call.batch = &p.ranks->batch;
     (void)moei_compete_begin(layer, &p.call); /* cannot fail: rng was checked */
     moei_ranks_rng(layer, &p);
@@ -1496,6 +1512,11 @@ static moe_status moei_ranks_forward(const moe_layer *layer, const moe_call *cal
     if (layer->config.n_shared > 0) moei_shared_forward(layer, &p, y, &team);
     if (pass != NULL) *pass = p;
     return MOE_OK;
+}
+
+static moe_status moei_ranks_forward(const moe_layer *layer, const moe_call *call, moe_real *y, void *work,
+                                     size_t work_size, moe_layer_pass *pass) {
+    return moei_transport_failed(call, moei_ranks_pass(layer, call, y, work, work_size, pass));
 }
 
 /* ---- backward -------------------------------------------------------------------------------- */
@@ -1576,8 +1597,8 @@ static moe_status moei_ranks_score_backward(const moe_layer *layer, moe_layer_pa
     return MOE_OK;
 }
 
-static moe_status moei_ranks_backward(const moe_layer *layer, const moei_returned *returned, moe_real *dx,
-                                      moe_real *d_router_x, moe_layer_pass *pass) {
+static moe_status moei_ranks_return(const moe_layer *layer, const moei_returned *returned, moe_real *dx,
+                                    moe_real *d_router_x, moe_layer_pass *pass) {
     moei_ranks *k = pass->ranks;
     moei_returned back = *returned;
     moe_real *d_inputs;
@@ -1587,9 +1608,10 @@ static moe_status moei_ranks_backward(const moe_layer *layer, const moei_returne
     moe_status status = MOE_OK;
     size_t own = pass->call.n_tokens, experts = (size_t)layer->config.router.n_experts;
     const int scored = moei_expert_run_begin(layer, layer->config.expert, MOEI_COMPETED(&pass->call)).scored;
-    if (pass->d_rows == NULL || !pass->call.training) status = MOE_ERR_STATE;
-    else if (own > 0 && back.dy == NULL) status = MOE_ERR_ARGUMENT;
-    status = moe_transport_status(k->transport, status);
+    if (pass->d_rows == NULL || !pass->call.training)
+        status = moei_error(pass->call.error, MOE_ERR_STATE, MOEI_NOT_TRAINING);
+    else if (own > 0 && back.dy == NULL) status = moei_error(pass->call.error, MOE_ERR_ARGUMENT, "dy is NULL");
+    status = moei_vote(k->transport, status, pass->call.error);
     if (status != MOE_OK) return status;
     if (own > 0 && layer->config.n_shared > 0) moei_shared_backward(layer, pass, back.dy, dx, &team);
     d_inputs = moei_sum_backward(layer, pass, &back, dx, &team);
@@ -1612,9 +1634,16 @@ static moe_status moei_ranks_backward(const moe_layer *layer, const moei_returne
     if (pass->call.router_x == NULL) d_router_x = dx;
     status = moe_route_backward(&router, &pass->call, &pass->routing, layer->gradients, d_router_x,
                                 scored < 0 ? NULL : k->d_scored);
+    /* any other score cannot fail */
+    if (layer->config.router.score == MOE_SCORE_CUSTOM) status = moei_vote(k->transport, status, pass->call.error);
     if (status == MOE_OK) status = moei_ranks_score_backward(layer, pass, d_inputs);
     if (status == MOE_OK) moei_inputs_backward(layer, pass, dx, &team);
     return status;
+}
+
+static moe_status moei_ranks_backward(const moe_layer *layer, const moei_returned *returned, moe_real *dx,
+                                      moe_real *d_router_x, moe_layer_pass *pass) {
+    return moei_transport_failed(&pass->call, moei_ranks_return(layer, returned, dx, d_router_x, pass));
 }
 
 enum { MOEI_COUNT_PART = 4096 };
@@ -1739,23 +1768,24 @@ static moe_status moei_ranks_net_meet(const moe_net *net, const moe_call *call, 
     const moe_transport *t = net->transport;
     const uint64_t *all = NULL;
     uint64_t own[MOEI_PASS_WORDS] = {0};
+    moe_error *error = call != NULL ? call->error : NULL;
     size_t r;
     if (status == MOE_OK) {
         own[MOEI_PASS_TOKENS] = call->n_tokens;
         own[MOEI_PASS_TRAINING] = call->training != 0;
         own[MOEI_PASS_RNG] = call->training && call->rng != NULL ? call->rng->state : 0;
     }
-    status = moei_gather_status(t, status, MOEI_PASS_WORDS, own, &all, NULL);
+    status = moei_gather_status(t, status, MOEI_PASS_WORDS, own, &all, error);
     if (status != MOE_OK) return status;
     for (r = 1; r < t->batch.total; r++) {
         const uint64_t *other = all + r * MOEI_PASS_WORDS;
-        if (other[MOEI_PASS_TRAINING] != all[MOEI_PASS_TRAINING]) return MOE_ERR_STATE;
-        if (other[MOEI_PASS_RNG] != all[MOEI_PASS_RNG]) return MOE_ERR_STATE;
+        if (other[MOEI_PASS_TRAINING] != all[MOEI_PASS_TRAINING] || other[MOEI_PASS_RNG] != all[MOEI_PASS_RNG])
+            return moei_error(error, MOE_ERR_STATE, "call.training or call.rng: rank %z differs from rank 0", r);
     }
     status = moei_tokens_of(t, all + MOEI_PASS_TOKENS, MOEI_PASS_WORDS, tokens);
-    if (status != MOE_OK) return status;
+    if (status != MOE_OK) return moei_error(error, status, "n_tokens of all ranks: too many");
     e = moei_extent_of(tokens->most, moei_keeps(call));
-    return moei_ranks_add(&t->batch, moei_net_fits(net, call, &e, work_size), 0, NULL, call->error);
+    return moei_vote(t, moei_net_fits(net, call, &e, work_size), error);
 }
 
 /* ---- training -------------------------------------------------------------------------------- */
@@ -1987,8 +2017,7 @@ static moe_status moei_ranks_open(const moe_batch *group, moei_contents *c, cons
     int reason;
     (void)group;
     if (path == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "path is NULL");
-    if (!moei_can_allocate(&c->allocator))
-        return moei_error(error, MOE_ERR_ARGUMENT, "allocator is required with MOE_NO_MALLOC");
+    if (moei_allocator_check(&c->allocator, error) != MOE_OK) return MOE_ERR_ARGUMENT;
     c->disk = moei_file_open(path, &reason);
     if (c->disk == NULL) return moei_file_failed(error, "cannot open", path, reason);
     c->read = moei_contents_read;
@@ -2085,9 +2114,7 @@ static moe_status moei_transport_can_gather(const moe_transport *t, moe_error *e
         return moei_error(error, MOE_ERR_CONFIG, "n_ranks = %d: must be 1 to %d", t->n_ranks, (int)MOE_MAX_EXPERTS);
     if (t->rank < 0 || t->rank >= t->n_ranks)
         return moei_error(error, MOE_ERR_CONFIG, "rank = %d: must be 0 to n_ranks - 1 = %d", t->rank, t->n_ranks - 1);
-    if (!moei_can_allocate(t->allocator))
-        return moei_error(error, MOE_ERR_ARGUMENT, "allocator is required with MOE_NO_MALLOC");
-    return MOE_OK;
+    return moei_allocator_check(t->allocator, error);
 }
 
 static moe_status moei_transport_check(const moe_transport *t, moe_error *error) {
@@ -2112,9 +2139,8 @@ static moe_status moei_transport_compare(const moe_transport *made, moe_status s
     moei_difference d;
     if (moei_all_gather(made, 1, &word, &all) != MOE_OK)
         return moei_error(error, MOE_ERR_TRANSPORT, "the transport's exchange of counts failed");
+    status = moei_status_of_all(made, status, all, 1, error);
     if (status != MOE_OK) return status;
-    if (moei_status_of_all(made, status, all, 1, NULL) != MOE_OK)
-        return moei_error(error, MOE_ERR_PEER, "another rank's transport is not set up correctly");
     values[0] = MOE_VERSION_MAJOR * 1000000 + MOE_VERSION_MINOR * 1000 + MOE_VERSION_PATCH;
     values[1] = sizeof(moe_real);
     values[2] = (uint64_t)made->n_ranks;

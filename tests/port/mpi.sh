@@ -281,7 +281,7 @@ refuses_options() {
     needs_mpi
     for wrong in '--foo' '--steps' '--steps x' '--resume' 'text text' '--kernels none' '--mismatch 1' '--router none' \
         '--set none=1' '--report none/out.html' '--save none/out' \
-        '--load none'; do
+        '--load none' '--mismatch 1,--seed,x'; do
         # shellcheck disable=SC2086
         mpi 2 "$prepared/mpi_float" --steps 1 $wrong >said 2>&1 && { cat said; echo "$wrong is taken"; return 1; }
         # Once, by one rank.
@@ -296,7 +296,11 @@ unfinished() {
     needs_mpi
     echo something >c.safetensors
     mpi 2 "$prepared/mpi_float" --checkpoint c.safetensors >said 2>&1 && return 1
-    run grep -q 'c.safetensors: holds training' said && [ "$(cat c.safetensors)" = something ]
+    run grep -q 'c.safetensors: holds training' said && [ "$(cat c.safetensors)" = something ] || return 1
+    # Missing on one rank.
+    mpi 2 "$prepared/mpi_float" --checkpoint c.safetensors --resume --mismatch 1,--checkpoint,none >said 2>&1 &&
+        return 1
+    run grep -q '^mpi: none: does not exist.*rank 1' said
 }
 
 # As a user calls it, from a folder of the user's.

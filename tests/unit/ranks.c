@@ -147,6 +147,7 @@ enum {
     SPOIL_PAST,
     SPOIL_BATCH,
     SPOIL_UNLIKE,
+    SPOIL_SCORE, /* its score_backward fails */
     SPOIL_COUNT
 };
 
@@ -473,6 +474,7 @@ static void batch_end(const scene *s, batch *b) {
 /* What one step computes, in copies. */
 typedef struct result {
     moe_status status, back, observed, advanced;
+    moe_error error; /* of forward and backward */
     moe_real *y, *dx, *d_router_x;
     moe_real *gradients, *state; /* of all tensors, in their order */
     moe_real *d_attention, *d_outputs, *d_output;
@@ -580,7 +582,7 @@ static void stir(const scene *s, player *p, int step) {
 }
 
 /* A stage of the test's own: z_te = u_t(e mod d) minus the mean of u_t; the experts with a positive
-   logit, and number 0. */
+   logit, and number 0. ctx not NULL: its backward pass fails. */
 static moe_status own_score(void *ctx, const moe_router *router, const moe_call *call, const moe_real *u,
                             moe_real *logits) {
     size_t d = (size_t)router->config.d_model, experts = (size_t)router->config.n_experts, t, e, q;
@@ -597,9 +599,9 @@ static moe_status own_score(void *ctx, const moe_router *router, const moe_call 
 static moe_status own_score_backward(void *ctx, const moe_router *router, const moe_call *call, const moe_real *u,
                                      const moe_real *d_logits, moe_real *d_u, moe_real *d_parameters) {
     size_t d = (size_t)router->config.d_model, experts = (size_t)router->config.n_experts, t, e, q;
-    (void)ctx;
     (void)u;
     (void)d_parameters;
+    if (ctx != NULL) return MOE_ERR_MEMORY;
     for (t = 0; t < call->n_tokens; t++)
         for (e = 0; e < experts; e++) {
             d_u[t * d + e % d] += d_logits[t * experts + e];
@@ -784,6 +786,9 @@ static void spoil_call(int spoil, player *p, tokens *t, moe_call *call, size_t *
     case SPOIL_BATCH:
         call->batch = &p->other;
         break;
+    case SPOIL_SCORE:
+        p->layer.router.custom.ctx = restore ? NULL : p;
+        break;
     default: break;
     }
 }
@@ -800,6 +805,8 @@ static void play_step(const scene *s, player *p, tokens *t, void *work, size_t b
     moe_rng own;
     moe_rng_seed(&own, s->seed * 31 + (uint64_t)step);
     call.rng = &own;
+    call.error = &r->error;
+    memset(&r->error, 'x', sizeof r->error);
     r->y = zeros(n * o);
     r->dx = zeros(n * d);
     r->d_router_x = zeros(n * d);
@@ -824,6 +831,7 @@ static void play_step(const scene *s, player *p, tokens *t, void *work, size_t b
     r->back = is_frugal(s, p->rank)
                   ? moe_layer_backward(&p->layer, dy, NULL, NULL, &pass)
                   : moe_layer_backward(&p->layer, dy, r->dx, call.router_x != NULL ? r->d_router_x : NULL, &pass);
+    if (spoil == SPOIL_SCORE) spoil_call(spoil, p, t, &call, &bytes, &dy, 1);
     keep_routing(r, &pass.routing);
     keep_own(r, &pass.routing, &call);
     r->gradients = tensors_of(&p->layer, 1, 0);
@@ -1597,15 +1605,16 @@ static void compare_start(const stage *g, const scene *s) {
     AGREES(all == one->count, "the tensors start alike");
 }
 
-/* A step that went wrong at one rank ended at all of them, and says so. */
+/* A step that went wrong at one rank ended at all of them, and says so: to the others with the name
+   of that rank. */
 static void compare_spoilt(const stage *g, const scene *s) {
     static const moe_status want[SPOIL_COUNT] = {
         MOE_OK,           MOE_ERR_NONFINITE, MOE_ERR_ARGUMENT,    MOE_ERR_SPACE,
         MOE_ERR_ARGUMENT, MOE_ERR_ARGUMENT,  MOE_ERR_ARGUMENT,    MOE_ERR_ARGUMENT,
         MOE_ERR_ARGUMENT, MOE_ERR_ARGUMENT,  MOE_ERR_UNSUPPORTED, MOE_ERR_ARGUMENT,
         MOE_ERR_ARGUMENT, MOE_ERR_STATE,     MOE_ERR_UNSUPPORTED, MOE_ERR_UNSUPPORTED,
-        MOE_ERR_ARGUMENT};
-    const int on_the_way_back = s->spoil == SPOIL_DY || s->spoil == SPOIL_STATE;
+        MOE_ERR_ARGUMENT, MOE_ERR_MEMORY};
+    const int on_the_way_back = s->spoil == SPOIL_DY || s->spoil == SPOIL_STATE || s->spoil == SPOIL_SCORE;
     int r;
     for (r = 0; r < s->ranks; r++) {
         const result *p = &g->parts[r].results[0];
@@ -1615,6 +1624,10 @@ static void compare_spoilt(const stage *g, const scene *s) {
         sprintf(text, "spoilt by %d at rank %d: rank %d answers %d, not %d", s->spoil, s->spoiler, r, found, expected);
         /* all see that they are not alike */
         AGREES(found == (s->spoil == SPOIL_UNLIKE ? MOE_ERR_ARGUMENT : expected), text);
+        sprintf(text, "rank %d: ", s->spoiler);
+        AGREES(s->routes || (p->error.code == found && p->error.message[0] != '\0' &&
+                             (found != MOE_ERR_PEER || strncmp(p->error.message, text, strlen(text)) == 0)),
+               "error says why");
         AGREES(!on_the_way_back || p->status == MOE_OK, "forward was good");
     }
 }
@@ -2549,7 +2562,8 @@ static void test_spoilt(void) {
                 {SPOIL_UNLIKE, "loss_similarity_same=0.1 loss_similarity_diff=0.2 weight=raw", 1},
                 {SPOIL_NAN, "score=norm norm_node=product", 2},
                 {SPOIL_WORK, "score=competition gate=identity", 2},
-                {SPOIL_NO_X, "select=soft", 2}};
+                {SPOIL_NO_X, "select=soft", 2},
+                {SPOIL_SCORE, "score=custom", 1}};
     size_t i;
     int turn = 0, training, ranks, spoiler;
     for (i = 0; i < sizeof rows / sizeof *rows; i++)
@@ -2735,6 +2749,7 @@ static void mismatch_task(ranks_rank *self, void *ctx) {
         call.n_tokens = 4;
         call.x = x;
         call.training = odd && m->training;
+        call.error = &m->error[r];
         m->status[r] = moe_layer_work_size(&layer, 4, 1, &bytes);
         work = grab(bytes, 1);
         if (m->status[r] == MOE_OK) m->status[r] = moe_layer_forward(&layer, &call, y, work, bytes, NULL);
@@ -2758,7 +2773,7 @@ static void test_mismatch(void) {
                 {"seed", "", 0, 1, 0, MOE_ERR_CONFIG},
                 {"", "kernels=c", 0, 0, 0, MOE_OK},
                 {"", "", 0, 0, 0, MOE_OK},
-                {"", "", 0, 0, 1, MOE_ERR_STATE},
+                {"call.training", "", 0, 0, 1, MOE_ERR_STATE},
                 {"", "loss_z=0.001", 1, 0, 0, MOE_ERR_CONFIG},
                 {"", "top_k=3", 1, 0, 0, MOE_ERR_CONFIG},
                 {"", "", 1, 0, 0, MOE_OK}};

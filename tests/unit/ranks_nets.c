@@ -1164,6 +1164,13 @@ static void act_trainer(actor *a) {
               "nothing has changed");
         a->o.trainer.rate = a->o.trainer.config.rate;
     }
+    if (a->s->kind == CHOICE) { /* its router meets infinity on one rank */
+        moe_real kept = a->o.net.tensors[0].data[0];
+        data = act_data(a);
+        if (bad) a->o.net.tensors[0].data[0] = (moe_real)INFINITY;
+        ONE_FAILS(a, moe_trainer_step(&a->o.trainer, &data, &step, &a->error), MOE_ERR_NONFINITE);
+        a->o.net.tensors[0].data[0] = kept;
+    }
     act_broken_steps(a, &step, bad);
 }
 
@@ -1227,7 +1234,13 @@ static void act_fit(actor *a) {
 /* -- forward passes */
 
 #define FORWARD(c, w, s, p) moe_net_forward(&a->o.net, c, w, s, p)
-#define FAILS(call, wanted) STATUS(call, bad ? wanted : MOE_ERR_PEER, #call, NULL)
+#define FAILS(call, wanted) (forget_error(a), ONE_FAILS(a, call, wanted))
+
+/* What an error holds before the call that fills it in. */
+static void forget_error(actor *a) {
+    memset(&a->error, 'x', sizeof a->error);
+    a->error.message[sizeof a->error.message - 1] = '\0';
+}
 
 static void act_other_calls(actor *a, moe_data *data, moe_call *call, moe_net_pass *pass, moe_rng *rng, void *work,
                             size_t size, int bad) {
@@ -1244,10 +1257,10 @@ static void act_other_calls(actor *a, moe_data *data, moe_call *call, moe_net_pa
     FAILS(FORWARD(&other, work, size, pass), MOE_ERR_ARGUMENT);
     other = *call;
     other.rng = bad ? &ahead : rng;
-    STATUS(FORWARD(&other, work, size, pass), MOE_ERR_STATE, "random numbers that differ", NULL);
+    ALL_FAIL(a, FORWARD(&other, work, size, pass), MOE_ERR_STATE, "call.rng");
     other = *call;
     other.training = !bad;
-    STATUS(FORWARD(&other, work, size, pass), MOE_ERR_STATE, "not all train", NULL);
+    ALL_FAIL(a, FORWARD(&other, work, size, pass), MOE_ERR_STATE, "call.training");
     CHECK(rng->state == 3 && ahead.state == 4, "nothing was drawn");
 }
 
@@ -1270,6 +1283,7 @@ static void act_forward(actor *a) {
     call.x = data.x;
     call.training = 1;
     call.rng = &rng;
+    call.error = &a->error;
     FAILS(FORWARD(bad ? NULL : &call, work, size, &pass), MOE_ERR_ARGUMENT);
     FAILS(FORWARD(&call, bad ? NULL : work, size, &pass), MOE_ERR_ARGUMENT);
     FAILS(FORWARD(&call, work, size, bad ? NULL : &pass), MOE_ERR_ARGUMENT);
@@ -1278,7 +1292,7 @@ static void act_forward(actor *a) {
     act_other_calls(a, &data, &call, &pass, &rng, work, size, bad);
     other = call;
     other.n_tokens = INT32_MAX;
-    STATUS(FORWARD(&other, work, size, &pass), MOE_ERR_OVERFLOW, "more tokens than can be counted", NULL);
+    ALL_FAIL(a, FORWARD(&other, work, size, &pass), MOE_ERR_OVERFLOW, "n_tokens of all ranks");
     memcpy(x, data.x, data.n * D * sizeof *x);
     if (bad) x[0] = (moe_real)INFINITY;
     other = call;
@@ -1530,6 +1544,34 @@ static void act_damages(actor *a, const moe_buffer *bytes, size_t header) {
     }
 }
 
+/* The same bit in two tensors of experts, at the same place: their sums do not make up for each
+   other. */
+static void act_double_damage(actor *a, const moe_buffer *bytes) {
+    static const char *const names[] = {"3.experts.up", "3.experts.down"};
+    moe_file file;
+    moe_file_tensor t;
+    moe_net net;
+    moe_status status;
+    int again;
+    for (again = 0; again < 2; again++) { /* the second time it is undone */
+        if (a->self->rank == 0) {
+            size_t i, bytes_of[2];
+            (void)moe_file_open(&file, bytes->data, bytes->size, NULL);
+            for (i = 0; i < 2; i++) {
+                if (!CHECK(moe_file_find(&file, names[i], &t) == MOE_OK, names[i])) return;
+                bytes_of[i] = t.bytes;
+                bytes->data[(size_t)(t.data - bytes->data) + t.bytes - 9] ^= 4;
+            }
+            CHECK(bytes_of[0] == bytes_of[1], "two tensors of the same size");
+        }
+        act_put(a, path[0], bytes, bytes->size);
+        status = moe_net_load_part(&net, path[0], 0, MOE_KERNELS_C, &a->o.transport, NULL, &a->error);
+        CHECK(status == (again ? MOE_OK : MOE_ERR_FORMAT), "damage in two tensors");
+        if (status == MOE_OK) moe_net_free(&net);
+        STATUS(moe_transport_status(&a->o.transport, MOE_OK), MOE_OK, "all have read", NULL);
+    }
+}
+
 /* Files on the disk that are none, or damaged, on all ranks. */
 static void act_files(actor *a) {
     static moe_buffer good; /* of rank 0 */
@@ -1572,6 +1614,7 @@ static void act_files(actor *a) {
     }
     CHECK(kinds == a->o.net.n_tensors + 2, "all tensors");
     act_damages(a, bytes, header);
+    act_double_damage(a, bytes);
     ALL_FAIL(a, moe_trainer_load(&a->o.trainer, NULL, &a->error), MOE_ERR_ARGUMENT, "path");
     ALL_FAIL(a, moe_trainer_load(&a->o.trainer, "/", &a->error), MOE_ERR_IO, "/");
     act_put(a, path[0], bytes, bytes->size);
@@ -1581,6 +1624,16 @@ static void act_files(actor *a) {
         moe_buffer_free(bytes);
         memset(bytes, 0, sizeof *bytes);
     }
+}
+
+/* A layer that one rank cannot make. */
+static void act_layer_create(actor *a, moe_layer_config config) {
+    moe_allocator allocator = test_allocator(&a->o.memory, a->bad);
+    moe_layer layer;
+    ONE_FAILS(a, moe_layer_create(&layer, &config, 1, 9, &allocator, &a->error), MOE_ERR_MEMORY);
+    CHECK(a->o.memory.blocks == 0, "nothing is left of a layer that was not made");
+    if (a->bad) config.router.top_k = config.router.n_experts + 1;
+    ONE_FAILS(a, moe_layer_create(&layer, &config, 1, 9, NULL, &a->error), MOE_ERR_CONFIG);
 }
 
 /* Layers alone: the file of one process, read by all. */
@@ -1598,6 +1651,7 @@ static void act_layers(actor *a) {
     STATUS(moe_layer_create(&all, &config, 0, 9, NULL, &a->error), MOE_OK, "a layer of one process", &a->error);
     STATUS(moe_layer_write(&all, &to_one, &a->error), MOE_OK, "its file", &a->error);
     config.transport = begin(&a->o, a->self);
+    act_layer_create(a, config);
     STATUS(moe_layer_create(&layer, &config, 1, 9, NULL, &a->error), MOE_OK, "a layer of ranks", &a->error);
     STATUS(moe_layer_write(&layer, a->self->rank == 0 ? &to_many : NULL, &a->error), MOE_OK, "its file", &a->error);
     if (a->self->rank == 0) CHECK(same_buffers(&one, &many), "the file of a layer on ranks is that of one process");
