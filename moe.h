@@ -10850,6 +10850,7 @@ typedef struct moei_contents {
     size_t size, at;
     uint64_t mark;       /* hash of what all processes read */
     moei_span sums;      /* the checksums; p NULL: there are none */
+    size_t index;        /* of the tensor that is checked */
     uint32_t damage;     /* of the checksums of parts, see moei_sum_part */
     moe_allocator allocator;
 } moei_contents;
@@ -10990,13 +10991,14 @@ static void moei_contents_close(moei_contents *c) {
    compared: in memory of all tensors, on disk of what is read, by all processes together. */
 enum { MOEI_WALK_COUNT = 0, MOEI_WALK_READ, MOEI_WALK_VALUES, MOEI_WALK_CHECK };
 
-/* Checks what was just read of a tensor, all of it or a part, against its checksum. */
+/* Checks what was just read of a tensor, all of it or a part, against its checksum. The parts of a
+   moment that all processes have count once. */
 static moe_status moei_sum_of(moei_contents *c, const moe_net *net, const moe_tensor *t, const moe_file_tensor *found,
                               size_t before, size_t bytes, moe_error *error) {
     const unsigned char *data = c->data + c->at;
-    const size_t index = (size_t)(t - net->tensors);
-    if (bytes == found->bytes) return moei_sum_check(c, t->name, index, data, bytes, error);
-    return moei_sum_part(c, t->name, index, data, bytes, before, found->bytes - before - bytes, error);
+    if (bytes == found->bytes) return moei_sum_check(c, t->name, c->index, data, bytes, error);
+    if (moei_parted(net, t) == 0 && !moei_group(net->transport)->lead) return MOE_OK;
+    return moei_sum_part(c, t->name, c->index, data, bytes, before, found->bytes - before - bytes, error);
 }
 
 /* t: a tensor of the network, whose values begin with element `first` of the tensor *found, whose
@@ -11009,7 +11011,7 @@ static moe_status moei_walk_part(moei_contents *c, int walk, const moe_net *net,
     size_t each = moei_dtypes[found->dtype].size, bytes = t->count * each;
     moe_status status = MOE_OK;
     if (walk == MOEI_WALK_CHECK)
-        return moei_sum_check(c, t->name, (size_t)(t - net->tensors), found->data, found->bytes, error);
+        return moei_sum_check(c, t->name, c->index, found->data, found->bytes, error);
     if (walk == MOEI_WALK_COUNT) {
         c->size += bytes;
         return MOE_OK;
@@ -11026,8 +11028,7 @@ static moe_status moei_walk_part(moei_contents *c, int walk, const moe_net *net,
     if (walk == MOEI_WALK_READ) {
         status = c->read(c, 8 + c->file.header_size + begin + first * each, c->data + c->at, bytes, error);
         if (status == MOE_OK && moei_parted(net, t) == 0) c->mark = moei_hash(c->mark, c->data + c->at, bytes);
-        if (status == MOE_OK && !moei_is_of_trainer(found))
-            status = moei_sum_of(c, net, t, found, first * each, bytes, error);
+        if (status == MOE_OK) status = moei_sum_of(c, net, t, found, first * each, bytes, error);
     }
     if (c->read != NULL) c->at += bytes;
     return status;
@@ -11043,6 +11044,7 @@ static moe_status moei_contents_walk(moei_contents *c, int walk, const moe_net *
     while (status == MOE_OK && moei_file_next(&c->file, &found, &begin) == MOE_OK) {
         const moe_tensor *t = moei_file_wanted(net, &found);
         if (net->n_modules > 0 && moei_is_of_trainer(&found)) continue;
+        if (t != NULL) c->index = (size_t)(t - net->tensors);
         status = t != NULL ? moei_walk_part(c, walk, net, t, &found, begin, moei_whole_first(net, t), t->data, error)
                            : moei_error(error, MOE_ERR_FORMAT, "the file changed while it was read");
     }
@@ -11065,12 +11067,6 @@ static moe_status moei_contents_fetch(moei_contents *c, const moe_net *net, moe_
     return status == MOE_OK ? moei_contents_walk(c, MOEI_WALK_READ, net, error) : status;
 }
 
-/* Whether all processes read the same file in the same way. */
-static moe_status moei_contents_agree(const struct moe_transport *t, const moei_contents *c, int trainable,
-                                      const moe_kernels *kernels, moe_error *error) {
-    return t != NULL ? moei_group(t)->hooks->file_agree(moei_group(t), c, trainable, kernels, error) : MOE_OK;
-}
-
 /* The layer that a file describes, without tensors. */
 static moe_status moei_layer_open(moe_layer *made, const moe_file *file, const moei_net_options *o, moe_error *error) {
     moe_layer_config config;
@@ -11091,6 +11087,7 @@ static moe_status moei_net_open(moe_net *made, const moe_file *file, const moei_
 /* Reads object, a moe_layer or a moe_net; status is the result of opening the file. */
 static moe_status moei_object_read(int is_layer, void *object, moei_contents *c, moe_status status,
                                    const moei_net_options *o, moe_error *error) {
+    const moe_batch *group = moei_group(o->transport);
     moe_tensor tensors[MOE_LAYER_PARAMETER_COUNT];
     moe_module module;
     moe_layer layer;
@@ -11105,8 +11102,8 @@ static moe_status moei_object_read(int is_layer, void *object, moei_contents *c,
     if (status == MOE_OK) status = moei_file_match(&net, &c->file, error);
     if (status == MOE_OK) status = moei_contents_fetch(c, &net, error);
     status = moei_vote(o->transport, status, error);
-    if (status == MOE_OK)
-        status = moei_contents_agree(o->transport, c, o->trainable, is_layer ? layer.kernels : net.kernels, error);
+    if (status == MOE_OK && group != NULL)
+        status = group->hooks->file_agree(group, c, o->trainable, is_layer ? layer.kernels : net.kernels, error);
     if (status == MOE_OK) {
         status = is_layer ? moei_layer_allocate(&layer, o->trainable, error)
                           : moei_net_allocate(&net, o->trainable, error);
@@ -11429,6 +11426,7 @@ static moe_status moei_checkpoint_walk(const moe_trainer *trainer, moei_contents
     moe_status status = moei_contents_walk(c, walk, net, error);
     for (i = 0; i < moei_moments(trainer) && status == MOE_OK; i++) {
         moe_real *to = trainer->memory + i * moei_net_numbers(net);
+        c->index = net->n_tensors + i;
         status = moei_file_find(&c->file, moei_moment_names[i], &found, &begin);
         for (k = 0, at = 0; k < net->n_tensors && status == MOE_OK; k++) {
             const moe_tensor *t = &net->tensors[k];
@@ -11489,7 +11487,8 @@ static moe_status moei_checkpoint_take(moe_trainer *trainer, moei_contents *cont
 #endif
     if (status == MOE_OK) status = moei_checkpoint_fetch(trainer, contents, error);
     status = moei_vote(t, status, error);
-    if (status == MOE_OK) status = moei_contents_agree(t, contents, 1, trainer->net->kernels, error);
+    if (status == MOE_OK && t != NULL)
+        status = moei_group(t)->hooks->file_agree(moei_group(t), contents, 1, trainer->net->kernels, error);
     return status == MOE_OK ? moei_checkpoint_apply(trainer, contents, &c, error) : status;
 }
 

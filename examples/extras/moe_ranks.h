@@ -139,7 +139,8 @@
          stream and path of the other ranks are not used and may be NULL.
        - moe_net_load_part, moe_layer_load_part and moe_trainer_load read files written by any
          number of ranks. Each rank needs access to the file, and memory for its own part. Checksums
-         are verified; those of experts are combined from the parts that the ranks have read.
+         are verified; those of experts and moments are combined from the parts that the ranks have
+         read.
 
      Collective calls.  All calls above, moe_net_observe, and moe_layer_create, _forward, _backward,
      _observe, _write and _save with config.transport are collective: all ranks make the same calls
@@ -2048,8 +2049,8 @@ static moe_status moei_ranks_file_agree(const moe_batch *group, const moei_conte
     for (r = 0, damage = 0; r < t->n_ranks; r++) damage ^= all[r];
     if (damage == 0) return MOE_OK;
     return moei_error(error, MOE_ERR_FORMAT,
-                      "a tensor of experts is damaged: the CRC-32 of its parts on all ranks does not "
-                      "match the saved one (metadata " MOEI_SUMS_KEY ")");
+                      "a tensor of experts, or one of the trainer, is damaged: the CRC-32 of its parts on all ranks "
+                      "does not match the saved one (metadata " MOEI_SUMS_KEY ")");
 }
 
 moe_status moe_layer_read_part(moe_layer *layer, const void *bytes, size_t size, int trainable, int kernels,

@@ -1537,7 +1537,8 @@ static void act_damages(actor *a, const moe_buffer *bytes, size_t header) {
         if (status == MOE_OK) moe_net_free(&net);
         memset(&net, 0, sizeof net);
         status = moe_trainer_load(&a->o.trainer, path[0], &a->error);
-        CHECK(status == MOE_ERR_FORMAT || of_trainer, "a checksum, to a trainer");
+        CHECK(status == MOE_ERR_FORMAT, "a checksum, to a trainer");
+        CHECK(strstr(a->error.message, "damaged") != NULL, "that it is damaged");
         STATUS(moe_transport_status(&a->o.transport, MOE_OK), MOE_OK, "all have read", NULL);
         if (a->self->rank == 0) *at = (unsigned char)(*at ^ 4);
         STATUS(moe_transport_status(&a->o.transport, MOE_OK), MOE_OK, "it is whole again", NULL);
