@@ -630,6 +630,7 @@ typedef struct moei_ranks {
     moe_real *scored, *d_scored;
     moe_real *parts;              /* [R max_tokens,d] gradients of the own tokens from each rank */
     moe_rng rng;                  /* local routing: the rank's own generator */
+    uint64_t jitter_before, jitter_after; /* moei_soft_jitter of the ranks before and after this one */
     /* [E+1] local routing: loads and tokens of all ranks, for the router's state */
     size_t *counts;
     moe_real *load;               /* [2,E+1] the same as floats, for sum */
@@ -1340,6 +1341,23 @@ enum {
     MOEI_CALL_WORDS
 };
 
+/* The tokens for which select = soft draws jitter. Its global routing does so on the token's rank
+   alone, and the other ranks skip these numbers. */
+static uint64_t moei_soft_jitter(const moe_layer *layer, const moe_call *call) {
+    const moe_router_config *c = &layer->config.router;
+    if (!moei_is_soft(c) || c->input != MOE_INPUT_JITTER || layer->config.transport->local_routing) return 0;
+    return call->training && call->jitter == NULL ? moei_real_tokens(call, 0, call->n_tokens) : 0;
+}
+
+static void moei_skip_soft_jitter(const moe_layer *layer, const moe_layer_pass *p, uint64_t tokens) {
+    uint64_t i;
+    if (p->call.rng == NULL) return;
+    for (i = 0; i < tokens * (uint64_t)layer->config.router.d_model; i++) (void)moe_rng_uniform(p->call.rng);
+}
+
+/* The bits of the word MOEI_CALL_KIND that are the same on all ranks. */
+enum { MOEI_KIND_BITS = 2 };
+
 /* Gathers the token counts, and whether all ranks make the same call. *all stays in the transport's
    memory. */
 static moe_status moei_ranks_meet(const moe_layer *layer, const moe_call *call, moe_status status, size_t *max_tokens,
@@ -1351,6 +1369,7 @@ static moe_status moei_ranks_meet(const moe_layer *layer, const moe_call *call, 
     own[MOEI_CALL_TOKENS] = call->n_tokens;
     own[MOEI_CALL_SETTINGS] = moei_fields_hash(moei_layer_fields, &layer->config);
     own[MOEI_CALL_KIND] = (uint64_t)(unsigned)(call->training != 0) | (uint64_t)(unsigned)(call->keep != 0) << 1;
+    if (status == MOE_OK) own[MOEI_CALL_KIND] |= moei_soft_jitter(layer, call) << MOEI_KIND_BITS;
     if (moei_all_gather(t, MOEI_CALL_WORDS, own, all) != MOE_OK) return MOE_ERR_TRANSPORT;
     status = moei_status_of_all(t, status, *all, MOEI_CALL_WORDS, call->error);
     for (r = 0, *max_tokens = 0; r < t->n_ranks && status == MOE_OK; r++) {
@@ -1358,7 +1377,7 @@ static moe_status moei_ranks_meet(const moe_layer *layer, const moe_call *call, 
         uint64_t n = other[MOEI_CALL_TOKENS];
         if (other[MOEI_CALL_SETTINGS] != (*all)[MOEI_CALL_SETTINGS])
             status = moei_error(call->error, MOE_ERR_CONFIG, "the layer's settings: rank %d differs from rank 0", r);
-        if (other[MOEI_CALL_KIND] != (*all)[MOEI_CALL_KIND])
+        if (((other[MOEI_CALL_KIND] ^ (*all)[MOEI_CALL_KIND]) & ((1u << MOEI_KIND_BITS) - 1)) != 0)
             status = moei_error(call->error, MOE_ERR_STATE, "call.training or keep: rank %d differs from rank 0", r);
         if (n > INT32_MAX || sum + n > INT32_MAX)
             return moei_error(call->error, MOE_ERR_OVERFLOW, "n_tokens of all ranks: too many");
@@ -1372,8 +1391,12 @@ static moe_status moei_ranks_meet(const moe_layer *layer, const moe_call *call, 
 static void moei_ranks_batch(moei_ranks *k, const uint64_t *all) {
     int r;
     k->first_tokens[0] = 0;
-    for (r = 0; r < k->transport->n_ranks; r++)
-        k->first_tokens[r + 1] = k->first_tokens[r] + (size_t)all[(size_t)r * MOEI_CALL_WORDS + MOEI_CALL_TOKENS];
+    for (r = 0; r < k->transport->n_ranks; r++) {
+        const uint64_t *words = all + (size_t)r * MOEI_CALL_WORDS;
+        k->first_tokens[r + 1] = k->first_tokens[r] + (size_t)words[MOEI_CALL_TOKENS];
+        if (r < k->transport->rank) k->jitter_before += words[MOEI_CALL_KIND] >> MOEI_KIND_BITS;
+        if (r > k->transport->rank) k->jitter_after += words[MOEI_CALL_KIND] >> MOEI_KIND_BITS;
+    }
     k->batch.first = k->first_tokens[k->transport->rank];
     k->batch.total = k->first_tokens[k->transport->n_ranks];
     k->batch.lead = k->transport->rank == 0;
@@ -1502,8 +1525,10 @@ static moe_status moei_ranks_pass(const moe_layer *layer, const moe_call *call, 
     moei_ranks_rng(layer, &p);
     p.x = call->x;
     team = moei_team(call);
+    moei_skip_soft_jitter(layer, &p, p.ranks->jitter_before);
     status = moei_ranks_experts(layer, &p, &team);
     if (status != MOE_OK) return status;
+    moei_skip_soft_jitter(layer, &p, p.ranks->jitter_after);
     sum = layer->config.d_latent > 0 ? p.latent[2] : y;
     width = (size_t)moei_activation_width(&layer->config, layer->config.expert, MOE_NODE_OUTPUT);
     if (call->n_tokens > 0) memset(sum, 0, call->n_tokens * width * sizeof *sum);

@@ -1990,6 +1990,7 @@ static void with_rules(int routes) {
         "expert_dropout=0.3 expert_dropout_scope=call select=expert_choice weight=raw",
         "input=jitter jitter_eps=0.1 noise=gaussian drop_order=random capacity_factor=0.8 weight=raw",
         "input=jitter top_k=1 weight=raw",
+        "input=jitter select=soft",
         "loss_similarity_same=0.1 loss_similarity_diff=0.2 weight=raw",
         "loss_locality=0.3 nodes=2 weight=raw",
         "loss_locality=0.3 nodes=3 weight=raw capacity_bound=first",
