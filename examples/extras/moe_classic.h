@@ -286,7 +286,7 @@ MOE_API void moe_modular_free(moe_modular *modular);
    `draws` choices drawn from the gates, each sample keeps the best by -loss + sum ln p, so this
    value never falls. M-step: m_steps steps of the trainer on the assigned choices. draws and
    m_steps are 0 or more (draws = 0 needs current choices). result may be NULL. Errors as for
-   moe_trainer_step; choices then hold the result of the E-step. */
+   moe_trainer_step, and MOE_ERR_ARGUMENT for padding; choices then hold the E-step's result. */
 MOE_API moe_status moe_modular_step(moe_modular *modular, const moe_data *batch, int draws, int m_steps,
                                     int32_t *choices, moe_modular_step_result *result, moe_error *error);
 
@@ -1259,6 +1259,9 @@ moe_status moe_modular_step(moe_modular *modular, const moe_data *batch, int dra
                           m->trainer->config.batch);
     status = moei_data_check(m->trainer->net, batch, m->trainer->config.criterion, error);
     if (status != MOE_OK) return status;
+    for (t = 0; batch->call != NULL && batch->call->mask != NULL && t < batch->n; t++)
+        if (batch->call->mask[t] == 0)
+            return moei_error(error, MOE_ERR_ARGUMENT, "mask[%z] = 0: a modular network takes no padding", t);
     status = moei_modular_expect(m, batch, draws, choices);
     if (status != MOE_OK) return moei_error(error, status, "the E-step: %s", moe_status_text(status));
     for (t = 0; t < batch->n; t++) {

@@ -712,10 +712,19 @@ static void test_nets_refused(void) {
 static void modular_steps(int32_t *choices, moe_modular *modular, moe_data *data) {
     enum { SEEN = 96 };
     int32_t kept[2 * SEEN];
+    unsigned char mask[SEEN];
     moe_modular_step_result first, result;
+    moe_call call;
     moe_error error;
     double before;
     int i;
+    memset(&call, 0, sizeof call);
+    memset(mask, 1, sizeof mask);
+    mask[2] = 0;
+    call.mask = mask;
+    data->call = &call; /* padding has no module, so no place in the teacher's rows */
+    CHECK_REFUSED(moe_modular_step(modular, data, 1, 1, choices, NULL, &error), MOE_ERR_ARGUMENT, "mask[2] = 0");
+    data->call = NULL;
     CHECK_REFUSED(moe_modular_step(modular, data, 0, 1, choices, NULL, &error), MOE_ERR_ARGUMENT, "E-step");
     CHECK_STATUS(moe_modular_step(modular, data, 4, 0, choices, &first, &error), MOE_OK, "an E-step alone");
     CHECK(first.changed > 0.99, "every sample got its modules");
