@@ -2036,6 +2036,8 @@ static void with_rules(int routes) {
                 scene s;
                 turn++;
                 if (!begin_scene(&s, rows[i], 2 + (turn + turn / 4) % 4, training, turn)) continue;
+                /* a router alone does not know of other processes' tokens */
+                if (routes && s.config.router.select == MOE_SELECT_SOFT) continue;
                 s.routes = routes;
                 s.steps = training ? 3 : 1;
                 /* a replay may name several experts */
@@ -2853,6 +2855,9 @@ static void alone_task(ranks_rank *self, void *ctx) {
                /* local rows */
                moe_layer_work_size(&layer, (size_t)INT32_MAX / 2 - 9, 1, &bytes) == MOE_ERR_OVERFLOW &&
                moe_layer_work_size(&layer, SIZE_MAX, 0, &bytes) == MOE_ERR_OVERFLOW;
+    call.n_tokens = self->rank == 0 ? (size_t)INT32_MAX / 2 + 9 : 0;
+    a->sized = moe_layer_forward(&layer, &call, y, work, bytes, &pass) == MOE_ERR_OVERFLOW && a->sized;
+    call.n_tokens = 4;
     /* no report */
     a->packed = moe_layer_quantize(&layer, MOE_TYPE_REAL, packed, packed_bytes, NULL, NULL, 0, NULL, NULL);
     layer.is_packed = 0;
