@@ -8397,8 +8397,9 @@ static int moei_rows_finite(const moe_call *call, const moe_real *rows, size_t c
 }
 
 /* Adds to the message where infinity or NaN arose: in the first of the modules before `end` whose
-   output or losses have one, else in module `end`; and in the first of its tensors that has one. */
+   output or losses have one, else in module `end`; and in its first tensor that has one. */
 static void moei_nonfinite_source(const moe_net *net, const moe_net_pass *p, size_t end, moe_error *error) {
+    const moe_tensor *w = net->tensors;
     const char *name = NULL;
     moe_error why;
     size_t i, t;
@@ -8409,17 +8410,16 @@ static void moei_nonfinite_source(const moe_net *net, const moe_net_pass *p, siz
         const moe_routing *routing = moe_net_routing(net, p, i);
         if (routing != NULL && !moei_all_finite(MOE_LOSS_COUNT, routing->loss)) break;
     }
-    if (i == net->n_modules) return; /* the loss itself overflowed, or it arose on another rank */
+    if (i == net->n_modules) return; /* the loss overflowed, or it arose on another rank */
     if (net->d_in > 0 && !moei_rows_finite(&p->call, p->call.x, (size_t)net->d_in)) {
         (void)moei_error(error, why.code, "%s; call.x has it", why.message);
         return;
     }
     for (t = net->modules[i].first_tensor; t < moei_last_tensor(net, i) && name == NULL; t++)
-        if (net->tensors[t].data != NULL && !moei_all_finite(net->tensors[t].count, net->tensors[t].data))
-            name = net->tensors[t].name;
-    if (name == NULL && net->tensors[0].data != NULL && net->modules[i].kind == MOE_MODULE_TIED &&
-        !moei_all_finite(net->tensors[0].count, net->tensors[0].data))
-        name = net->tensors[0].name;
+        if (w[t].data != NULL && !moei_all_finite(w[t].count, w[t].data)) name = w[t].name;
+    if (name == NULL && net->modules[i].kind == MOE_MODULE_TIED && w->data != NULL &&
+        !moei_all_finite(w->count, w->data))
+        name = w->name;
     (void)moei_error(error, why.code, "%s; it arose in module %z (%s), %s%s", why.message, i,
                      moei_module_names[net->modules[i].kind], name != NULL ? "tensor " : "whose tensors are finite",
                      name != NULL ? name : "");
@@ -8454,6 +8454,7 @@ static moe_status moei_net_run(const moe_net *net, const moe_call *call, const m
         if (net->transport != NULL && r.m->kind == MOE_MODULE_FEED_FORWARD) alone = 1;
     }
     p->y = p->modules[net->n_modules - 1].y;
+    if (net->last_only && p->most > 0 && rows > 1) p->y += (rows - 1) * (size_t)net->d_out;
     return alone ? moei_vote(net->transport, status, call->error) : status;
 }
 

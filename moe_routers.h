@@ -878,7 +878,7 @@ enum { MOE_MAX_EXPERTS = sizeof(int) > 2 ? 65536 : 32767, MOE_MAX_WIDTH = sizeof
     CHOICE(tau_schedule, TAU, tau, "the field that changes linearly to tau_end") \
     REAL(tau_end, 0, 1e-6, 1e6, "its final value") \
     INT(freeze_at, 0, 1, MOE_MAX_WIDTH, \
-        "from this step on nothing is learned and the student chooses (StableMoE); 0: never") \
+        "from this step on the router is frozen, or only its student, which then chooses (StableMoE); 0: never") \
     INT(switch_at, 0, 1, MOE_MAX_WIDTH, "until this step switch_from selects, then select (LocMoE)") \
     REAL(switch_share, 0, 1e-6, 1, "> 0: switch_at is this share of schedule_steps") \
     CHOICE(switch_from, SELECT, select, "selection before switch_at") \
@@ -7868,7 +7868,8 @@ moe_status moe_router_observe(const moe_router *router, const moe_call *call, co
         for (e = 0; e < s.experts; e++) state[MOE_ROUTER_CUTOFF_SUM][e] += s.m.cutoffs[e];
         state[MOE_ROUTER_CUTOFF_COUNT][0] += s.m.cutoffs[s.experts];
     }
-    if (state[MOE_ROUTER_CAPACITY] != NULL && r.bound_now > MOEI_R(0.0)) state[MOE_ROUTER_CAPACITY][0] = r.bound_now;
+    if (state[MOE_ROUTER_CAPACITY] != NULL && r.bound_now > MOEI_R(0.0) && !s.frozen)
+        state[MOE_ROUTER_CAPACITY][0] = r.bound_now;
     if (state[MOE_ROUTER_AFFINITY_SUM] != NULL) state[MOE_ROUTER_AFFINITY_SUM][0] = r.affinity_now;
     return MOE_OK;
 }

@@ -2285,6 +2285,49 @@ static void test_not_ready(void) {
     moe_net_free(&net);
 }
 
+/* Where infinity arose is named in a network without tensors, too. */
+static void test_no_tensors(void) {
+    moe_module scale;
+    moe_net net;
+    moe_data data = samples();
+    moe_evaluation result;
+    memset(&scale, 0, sizeof scale);
+    scale.kind = MOE_MODULE_SCALE;
+    scale.scale = real(1e9);
+    IS(MOE_OK, moe_net_init(&net, WIDTH, MOE_KERNELS_C, NULL));
+    while (net.n_modules < 40) IS(MOE_OK, moe_net_append(&net, &scale));
+    IS(MOE_OK, moe_net_build(&net, 0, 1, &error));
+    REFUSED(MOE_ERR_NONFINITE, "(scale), whose tensors are finite",
+            moe_evaluate(&net, &data, MOE_CRITERION_CROSS_ENTROPY, &result, &error));
+    moe_net_free(&net);
+}
+
+/* With last_only a call's output is the last token's row, also of a network whose last module
+   computes every token. */
+static void test_last_row(void) {
+    moe_net net = unbuilt("top_k=2");
+    moe_call call = call_of(TOKENS, 0);
+    moe_cache cache;
+    moe_net_pass pass;
+    moe_real all[TOKENS * 16];
+    size_t bytes, size, width = (size_t)net.d_out;
+    void *memory, *work;
+    IS(MOE_OK, moe_net_feed_forward(&net, NULL));
+    IS(MOE_OK, moe_net_build(&net, 0, 5, &error));
+    for (net.last_only = 0; net.last_only < 2; net.last_only++) {
+        IS(MOE_OK, moe_net_decode_size(&net, TOKENS, TOKENS, &bytes, &size, &error));
+        memory = grab(1, bytes);
+        work = grab(1, size);
+        IS(MOE_OK, moe_net_cache_init(&cache, &net, TOKENS, memory, bytes, &error));
+        IS(MOE_OK, moe_net_decode(&net, &cache, &call, work, size, &pass));
+        if (!net.last_only) memcpy(all, pass.y, TOKENS * width * sizeof *all);
+        else CHECK(same_reals(pass.y, all + (TOKENS - 1) * width, width));
+        free(memory);
+        free(work);
+    }
+    moe_net_free(&net);
+}
+
 /* A batch with more sequences than a router's soft_sequences. */
 static void test_two_sequences(void) {
     moe_net net = make_net("select=soft soft_sequences=1 slots=1", 1);
@@ -2337,6 +2380,28 @@ static void test_frozen_factor(void) {
     train_step(&net);
     train_step(&net);
     CHECK(same_reals(&first, factor, 1), "freeze_at");
+    moe_net_free(&net);
+}
+
+/* freeze_at = 1: the mean of the least capacities is that of the first step. */
+static void test_frozen_capacity(void) {
+    moe_net net = make_net("capacity_bound=every capacity_rho=0.5 freeze_at=1", 1);
+    moe_data data = samples();
+    moe_trainer trainer;
+    moe_tensor mean;
+    moe_real first;
+    int i;
+    IS(MOE_OK, moe_trainer_init(&trainer, &net, NULL, &error));
+    IS(MOE_OK, moe_net_find(&net, "1.router.capacity", &mean));
+    IS(MOE_OK, moe_trainer_step(&trainer, &data, NULL, &error));
+    first = mean.data[0];
+    CHECK(first > real(0));
+    for (i = 1; i < 4; i++) {
+        data.n = (size_t)i; /* other tokens, another bound */
+        IS(MOE_OK, moe_trainer_step(&trainer, &data, NULL, &error));
+    }
+    CHECK(same_reals(&first, mean.data, 1), "freeze_at");
+    moe_trainer_free(&trainer);
     moe_net_free(&net);
 }
 
@@ -2454,9 +2519,12 @@ int main(void) {
     CASE(test_experts_alone());
     CASE(test_one_sample());
     CASE(test_two_sequences());
+    CASE(test_no_tensors());
+    CASE(test_last_row());
     CASE(test_small_groups());
     CASE(test_not_ready());
     CASE(test_frozen_factor());
+    CASE(test_frozen_capacity());
     CASE(test_long_names());
     CASE(test_losses());
     CASE(test_given_noise());
