@@ -1196,10 +1196,10 @@ MOE_API const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pas
 /* ==== >>decoding: a sequence token by token =================================================== */
 
 /* What decoding keeps of one sequence's earlier tokens: keys and values of every attention, and
-   what causal refinement reads. It is in the caller's memory. Lower n_tokens to go back to an
-   earlier position; 0 begins a new sequence. Attention with a window or chunk keeps only the last
-   tokens, and a convolution those before the last call: where they are gone, decode returns
-   MOE_ERR_STATE. One thread at a time. It is not updated when the network's tensors change. */
+   what causal refinement reads. Lower n_tokens to go back to an earlier position; 0 begins a new
+   sequence. Attention with a window or chunk keeps only the last tokens, and a convolution those
+   before the last call, even if that failed: where they are gone, decode returns MOE_ERR_STATE. One
+   thread at a time. It is not updated when the network's tensors change. */
 typedef struct moe_cache {
     const moe_net *net;  /* the caller's, must outlive it */
     size_t n_tokens;     /* tokens so far: the position of the next one */

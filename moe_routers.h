@@ -3934,7 +3934,7 @@ static moe_status moei_call_check(const moe_router *router, const moe_call *call
                           "select = soft with clusters of the call is incompatible with call.batch");
     if (call->decoding && (call->training || (router->parts & MOEI_PART_NO_DECODING)))
         return moei_error(call->error, MOE_ERR_UNSUPPORTED,
-                          "call.decoding = 1: this router cannot decode, see moe_router_check_decoding");
+                          "call.decoding = 1 with training = 1, or see moe_router_check_decoding");
     if (call->training) status = moei_training_check(c, call);
     if (status != MOE_OK || !(router->parts & MOEI_PART_SUPPLIES)) return status;
     if (moei_is_soft(c) && (call->given != NULL || moei_sequence_count(call) > (size_t)c->soft_sequences))

@@ -2449,6 +2449,24 @@ static void test_losses(void) {
     moe_layer_free(&layer);
 }
 
+/* A router that decodes says that training is in the way. */
+static void test_training_decodes(void) {
+    moe_layer layer = make_layer("top_k=2", 1);
+    moe_call call = call_of(TOKENS, 1);
+    moe_layer_pass pass;
+    size_t size;
+    void *work;
+    call.decoding = 1;
+    call.error = &error;
+    IS(MOE_OK, moe_router_check_decoding(&layer.config.router, &error));
+    IS(MOE_OK, moe_layer_work_size(&layer, TOKENS, 1, &size));
+    work = grab(1, size);
+    REFUSED(MOE_ERR_UNSUPPORTED, "call.decoding = 1 with training = 1",
+            moe_layer_forward(&layer, &call, y, work, size, &pass));
+    free(work);
+    moe_layer_free(&layer);
+}
+
 /* A hash router names the token whose id its table does not have. */
 static void test_token_beyond(void) {
     moe_layer layer = make_layer("select=hash table_size=4 top_k=2", 0);
@@ -2529,6 +2547,7 @@ int main(void) {
     CASE(test_losses());
     CASE(test_given_noise());
     CASE(test_token_beyond());
+    CASE(test_training_decodes());
     CASE(test_consistency());
     CASE(test_layers());
     CASE(test_clashes());
