@@ -1246,7 +1246,7 @@ typedef struct moe_sampling {
    greedy, 1 at the token); order [n] is workspace. Of equal logits the first are kept. how NULL:
    {0}. Draws once from rng (may be NULL if greedy). MOE_ERR_ARGUMENT: NULL, n = 0 or above
    INT32_MAX, rng missing; MOE_ERR_CONFIG: a field out of range; MOE_ERR_NONFINITE: a logit. On
-   failure nothing changes. Allocates nothing. */
+   failure nothing changes. */
 MOE_API moe_status moe_sample(const moe_sampling *how, size_t n, const moe_real *logits, moe_rng *rng, moe_real *p,
                               int32_t *order, int32_t *token, moe_error *error);
 
@@ -8561,7 +8561,7 @@ static moe_status moei_net_decodes(const moe_net *net, moe_error *error) {
         if (m->kind == MOE_MODULE_ATTENTION && m->attention.full)
             return moei_error(
                 error, MOE_ERR_UNSUPPORTED,
-                "module %z (attention): full = 1 sees later tokens and cannot decode token by token; full = 0 decodes",
+                "module %z (attention): full = 1 sees later tokens and cannot decode; full = 0 can",
                 i);
         if (m->kind == MOE_MODULE_MIXTURE) status = moe_router_check_decoding(&m->layer.config.router, &why);
         if (status != MOE_OK) return moei_error(error, status, "module %z (mixture): %s", i, why.message);
@@ -8588,8 +8588,7 @@ static void moei_attention_cache(const moe_net *net, const moe_module *m, size_t
     if (!latent) p->t.cells[1] = (unsigned char *)moei_take(l, rows, moei_kept_size(net->cache_type, s.u));
 }
 
-/* Assigns parts of a cache for most tokens to the modules of a pass; modules NULL counts the
-   bytes. */
+/* Assigns parts of a cache to the modules of a pass; modules NULL: counts bytes. */
 static void moei_cache_layout(const moe_net *net, size_t most, moei_layout *l, struct moe_module_pass *modules) {
     struct moe_module_pass uncounted;
     size_t i, rows = 0;
@@ -8611,8 +8610,8 @@ static void moei_cache_layout(const moe_net *net, size_t most, moei_layout *l, s
     }
 }
 
-/* moe_net_decode_size for a network that can decode, without messages: exported float models call
-   it, and messages would triple their code. */
+/* moe_net_decode_size for a network that can decode, without messages, which would triple the code
+   of exported float models. */
 static moe_status moei_decode_size(const moe_net *net, size_t most, size_t n_tokens, size_t *bytes, size_t *work) {
     moei_extent e = moei_extent_decoding(moei_smaller(n_tokens, most), most);
     moei_layout l = moei_layout_begin(NULL);
@@ -8691,6 +8690,8 @@ moe_status moe_net_decode(const moe_net *net, moe_cache *cache, const moe_call *
     if ((status = moei_net_layout(net, &e, &l, &p)) != MOE_OK) return status;
     of_cache = moei_layout_begin(cache->memory);
     moei_cache_layout(net, cache->most, &of_cache, p.modules);
+    if (of_cache.overflow || of_cache.used > cache->size)
+        return moei_error(call->error, MOE_ERR_SPACE, "cache_type or most has changed");
     p.past = cache->n_tokens;
     p.most = cache->most;
     share = moei_tokens_alone(call->n_tokens);

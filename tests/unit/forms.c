@@ -325,6 +325,40 @@ static void check_decoding(moe_net *net, size_t n, size_t piece, int type, const
     free(work);
 }
 
+/* A cache is too small once the network has a cache_type of more bytes, or the cache another
+   capacity. */
+static void check_cache_room(moe_net *net, const int32_t *ids) {
+    size_t size = 0, bytes[2] = {0, 0}, grown;
+    void *memory, *work;
+    moe_cache cache;
+    moe_error error;
+    net->cache_type = MOE_TYPE_F16;
+    CHECK_STATUS(moe_net_decode_size(net, 64, 1, NULL, &bytes[0], &error), MOE_OK);
+    net->cache_type = MOE_TYPE_Q8_BLOCK;
+    CHECK_STATUS(moe_net_decode_size(net, 64, 1, NULL, &bytes[1], &error), MOE_OK);
+    CHECK_STATUS(moe_net_decode_size(net, 32, 1, &size, NULL, &error), MOE_OK);
+    memory = grab(size, 1);
+    work = grab(bytes[0] + bytes[1], 1);
+    for (grown = 0; grown < 3; grown++) { /* as it is, the type changed, the capacity changed */
+        moe_call call;
+        moe_net_pass pass;
+        memset(&call, 0, sizeof call);
+        call.n_tokens = 1;
+        call.token_ids = ids;
+        call.error = &error;
+        net->cache_type = MOE_TYPE_Q8_BLOCK;
+        CHECK_STATUS(moe_net_cache_init(&cache, net, 32, memory, size, &error), MOE_OK);
+        if (grown == 1) net->cache_type = MOE_TYPE_F16;
+        if (grown == 2) cache.most = 64;
+        CHECK_STATUS(moe_net_decode(net, &cache, &call, work, bytes[0] + bytes[1], &pass),
+                     grown == 0 ? MOE_OK : MOE_ERR_SPACE);
+        CHECK(cache.n_tokens == (grown == 0 ? 1u : 0u));
+    }
+    net->cache_type = MOE_TYPE_REAL;
+    free(memory);
+    free(work);
+}
+
 /* A saved network computes what the first one does. */
 static void check_file(const moe_net *net, const moe_call *call, const moe_real *y) {
     moe_buffer buffer;
@@ -695,6 +729,7 @@ static void test_last_only(void) {
     }
     CHECK(bytes[1] < bytes[0]);
     free(y);
+    check_cache_room(&net, ids);
     net.cache_type = MOE_TYPE_Q4;
     CHECK_STATUS(moe_net_decode_size(&net, N, N, &size, &bytes[0], &error), MOE_ERR_ARGUMENT);
     moe_net_free(&net);
