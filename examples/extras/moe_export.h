@@ -312,9 +312,9 @@ MOE_API void moe_profile_free(moe_profile *profile);
 /* ---- >>print: the model as C ---------------------------------------------------------------- */
 
 /* Writes a C header (C99, C++11) that holds the model as constants. name is a C identifier of at
-   most MOE_NAME_SIZE - 17 characters and no keyword of C or C++. MOE_ERR_ARGUMENT: NULL, another
-   name, or a model that moe_model_create did not make; else what the stream returns.
-   Thread-safe. */
+   most MOE_NAME_SIZE - 17 characters, not reserved (_A) and no keyword of C or C++.
+   MOE_ERR_ARGUMENT: NULL, another name, or a model that moe_model_create did not make; else what
+   the stream returns. Thread-safe. */
 MOE_API moe_status moe_export_c(const moe_built_model *built, const char *name, moe_stream *stream, moe_error *error);
 /* Writes the blocks of all experts as bytes: what a moe_loader reads, from offset 0 on.
    MOE_ERR_ARGUMENT: NULL; MOE_ERR_STATE: the model was not made with loader = 1; else what the
@@ -6026,7 +6026,7 @@ static void moei_print_macros(moei_printer *p, const moe_model *model) {
 
 /* ---- the header ---- */
 
-/* Whether name is a short enough identifier and no keyword of C or C++. */
+/* Whether name is a short identifier and neither reserved (_A) nor a keyword of C or C++. */
 static int moei_is_identifier(const char *name) {
     static const char words[] =
         " auto break case char const continue default do double else enum extern float for goto if inline int long "
@@ -6034,7 +6034,8 @@ static int moei_is_identifier(const char *name) {
         "alignas alignof and and_eq asm bitand bitor bool catch char16_t char32_t class compl const_cast constexpr "
         "decltype delete dynamic_cast explicit export false friend mutable namespace new noexcept not not_eq nullptr "
         "operator or or_eq private protected public reinterpret_cast static_assert static_cast template this "
-        "thread_local throw true try typeid typename using virtual wchar_t xor xor_eq _Bool _Complex _Imaginary ";
+        "thread_local throw true try typeid typename using virtual wchar_t xor xor_eq "
+        "char8_t co_await co_return co_yield concept consteval constinit requires ";
     const char *at;
     size_t i;
     for (i = 0; name[i] != '\0'; i++) {
@@ -6044,6 +6045,7 @@ static int moei_is_identifier(const char *name) {
     }
     for (at = i > 0 ? strstr(words, name) : NULL; at != NULL; at = strstr(at + 1, name))
         if (at[-1] == ' ' && at[i] == ' ') return 0;
+    if (name[0] == '_' && name[1] >= 'A' && name[1] <= 'Z') return 0;
     return i > 0 && i < MOE_NAME_SIZE - 16;
 }
 

@@ -2232,6 +2232,8 @@ static void refuse_exports(rich *r, rich *behind, moe_stream *stream, moe_stream
         "switch",
         "auto",
         "virtual",
+        "concept",
+        "_Static_assert",
         "1a",
         "a b",
         "a-b",
