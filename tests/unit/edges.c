@@ -973,15 +973,15 @@ static void refuse_nets(moe_net *net, moe_built_model *built, moe_model_config *
     if (MOE_REAL_IS_DOUBLE)
         REFUSED(MOE_ERR_UNSUPPORTED, "MOE_REAL is double", moe_model_create(built, net, config, &error));
     for (i = 0; i < 2; i++) { /* a weight that is none, for both kinds; as the network's tensor and as the mixture's */
-        moe_real *weight = net->tensors[i == 0 ? 0 : 2].data, saved = *weight;
+        const moe_tensor *tensor = &net->tensors[i == 0 ? 0 : 2];
+        moe_real saved = tensor->data[0];
+        tensor->data[0] = real(HUGE_VAL);
         config->weights = MOE_WEIGHTS_INT8;
-        *weight = real(HUGE_VAL);
-        REFUSED(MOE_ERR_NONFINITE, net->tensors[i == 0 ? 0 : 2].name, moe_model_create(built, net, config, &error));
+        REFUSED(MOE_ERR_NONFINITE, tensor->name, moe_model_create(built, net, config, &error));
         config->weights = MOE_WEIGHTS_FLOAT;
         if (!MOE_REAL_IS_DOUBLE)
-            REFUSED(MOE_ERR_NONFINITE, i == 0 ? "module 0" : "module 1",
-                    moe_model_create(built, net, config, &error));
-        *weight = saved;
+            REFUSED(MOE_ERR_NONFINITE, tensor->name, moe_model_create(built, net, config, &error));
+        tensor->data[0] = saved;
     }
     for (i = 0; i < sizeof refused_nets / sizeof *refused_nets; i++) {
         moe_net other = make_net(refused_nets[i].settings, 0);
