@@ -2549,6 +2549,7 @@ static void test_spoilt(void) {
                 {SPOIL_SUPPLY, "loss_distill=0.4", 1},
                 {SPOIL_SUPPLY, "loss_similarity_same=0.1 loss_similarity_diff=0.2 weight=raw", 1},
                 {SPOIL_RNG, "noise=gaussian", 1},
+                {SPOIL_RNG, "compete_rate=0.5", 1},
                 {SPOIL_TENSOR, "top_k=2", 2},
                 {SPOIL_EXPERT, "top_k=2", 2},
                 {SPOIL_Y, "top_k=2", 2},
