@@ -28,7 +28,7 @@ static const char help[] =
     "  --epochs N          passes over the lines (enough for 3000 steps, from 5 to 200)\n"
     "  --seed N            seed of all random choices: held-out lines, weights, order (1)\n"
     "  --kernels NAME      instruction set: auto, c, avx2, ... (auto)\n"
-    "  --report FILE       the tables and figures as a page (.html), a picture (.svg) or text\n"
+    "  --report FILE       the tables and figures as a page (.html), a picture (.svg) or text; -: on the screen\n"
     "  --save MODEL.safetensors   the classifier; and MODEL.calibration.csv, with which `sh examples/run export` "
     "quantizes it\n"
     "  --firmware FILE.c   a program for a microcontroller that includes the header that export writes for MODEL\n"
@@ -109,6 +109,8 @@ static int read_options(int count, char **words) {
         const char *word = *++words;
         if (strcmp(word, "-h") == 0 || strcmp(word, "--help") == 0) exit(fputs(help, stdout) < 0);
         if (strcmp(word, "--drop") == 0) drop = 1;
+        else if (word[0] != '-' && path != NULL)
+            return fail(word, "a second table; --predict names one to label after training");
         else if (word[0] != '-') path = word;
         else if (read_option(word, count > 1 ? words[1] : "")) return 1;
         else {
@@ -126,6 +128,8 @@ static int read_options(int count, char **words) {
             "a saved classifier is not trained again: leave out the table, and name the one to predict with --predict");
     if (load_path != NULL && predict_path == NULL)
         return fail("--load", "needs --predict FILE.csv, the table to label");
+    if (load_path != NULL && (report_path != NULL || save_path != NULL))
+        return fail("--load", "a saved classifier only predicts: leave out --report and --save");
     if (firmware_path != NULL && save_path == NULL)
         return fail("--firmware",
                     "it includes the header that export makes from the saved classifier: add --save MODEL.safetensors");
@@ -784,8 +788,10 @@ static int save_report(const moe_net *net, const moe_report *r, const schema *s,
     figures[n] = labels_of(s, held, a, by_label);
     n++;
     sprintf(title, "Experts of %s: which rows they get", csv_shown(path, shown));
-    if (!failed && moe_report_save(report_path, title, figures, n, &error)) failed = fail(report_path, error.message);
-    if (!failed) printf("\nreport     %s\n", report_path);
+    if (!failed && strcmp(report_path, "-") == 0) failed = report_write("csv", title, figures, n);
+    else if (!failed && moe_report_save(report_path, title, figures, n, &error))
+        failed = fail(report_path, error.message);
+    else if (!failed) printf("\nreport     %s\n", report_path);
     free(names);
     return failed;
 }
@@ -1106,20 +1112,37 @@ static int load(moe_net *net, csv_table *t, schema *s) {
     return failed;
 }
 
+/* A column by its name; of several with this name the one at its place in the training table. */
+static size_t named_column(const csv_table *t, const char *name, size_t place) {
+    if (place < t->columns && strcmp(t->cells[place], name) == 0) return place;
+    return find_column(t, 1, name, strlen(name));
+}
+
+static int is_repeated(const csv_table *t, const char *name) {
+    size_t n = 0;
+    for (size_t i = 0; i < t->columns; i++) n += strcmp(t->cells[i], name) == 0;
+    return n > 1;
+}
+
 /* Finds the schema's columns in another table: by name if both have names, else by position. */
 static int match_columns(const csv_table *t, int header, schema *s) {
-    size_t label = find_column(t, header, s->label, strlen(s->label));
+    size_t label = header ? named_column(t, s->label, s->label_place) : t->columns;
     int by_order = !header && t->columns == s->n_sources; /* without the label and the skipped columns */
     char why[400], shown[CSV_SHOWN_SIZE];
     for (size_t i = 0; i < s->n_features; i++) {
         column *c = &s->features[i];
-        size_t place = header ? find_column(t, 1, c->name, strlen(c->name)) : by_order ? c->source : c->place;
+        size_t place = header ? named_column(t, c->name, c->place) : by_order ? c->source : c->place;
         if (header && place == t->columns && t->columns == s->n_columns) place = c->place;
         if (place >= t->columns) {
             sprintf(why,
                     header ? "there is no column %s, which the classifier was trained on; it has %lu columns"
                            : "there is no %s; it has %lu columns, the training table had %lu",
                     csv_shown(c->name, shown), (unsigned long)t->columns, (unsigned long)s->n_columns);
+            return fail(predict_path, why);
+        }
+        if (header && place != c->place && is_repeated(t, c->name)) {
+            sprintf(why, "there are several columns %s, and column %lu, which the classifier was trained on, is none",
+                    csv_shown(c->name, shown), (unsigned long)c->place + 1);
             return fail(predict_path, why);
         }
         c->place = place;

@@ -55,6 +55,7 @@ words_are_one_hot
 quoted_names
 quoted_labels
 by_place
+repeated_names
 firmware
 firmware_refused
 links
@@ -83,6 +84,8 @@ told no_such_option --what 1
 told unknown_preset --router nobody
 told add_--save --firmware x.c
 told only_one_of_them --load m.safetensors
+told a_second_table plain.csv
+load_only_predicts
 gallery_refuses
 TEXT
 }
@@ -213,6 +216,29 @@ by_place() {
         grep -q 'there is no column 2; it has 1 columns, the training table had 3' out
 }
 
+# Columns of one name are told apart by their places.
+repeated_names() {
+    awk 'BEGIN { print "x,x,kind"; for (i = 0; i < 60; i++)
+        print i * 7 % 11 "," i % 2 * 10 + i % 5 / 5 "," (i % 2 ? "a" : "b") }' >twice.csv
+    run "$prepared/csv" twice.csv --epochs 20 --save m.safetensors >said && right 100 said &&
+        run "$prepared/csv" --load m.safetensors --predict twice.csv >answers 2>right &&
+        grep -q '^60 of the 60 lines' right || return 1
+    awk -F, '{ print $3 "," $1 "," $2 }' twice.csv >moved.csv
+    "$prepared/csv" --load m.safetensors --predict moved.csv >out 2>&1
+    status=$?
+    said_all several_columns_x
+}
+
+# Options that need training are not ignored.
+load_only_predicts() {
+    for option in '--report r.txt' '--save n.safetensors'; do
+        # shellcheck disable=SC2086
+        "$prepared/csv" --load m.safetensors --predict "$prepared/plain.csv" $option >out 2>&1
+        status=$?
+        said_all a_saved_classifier_only_predicts || return 1
+    done
+}
+
 # From the table to a program of integers.
 firmware() {
     run "$prepared/csv" "$prepared/plain.csv" --save kinds.of.safetensors --firmware device.c >said || return 1
@@ -242,6 +268,8 @@ links() {
 reports() {
     for kind in html svg txt; do run "$prepared/csv" "$prepared/plain.csv" --report "r.$kind" >said &&
         [ -s "r.$kind" ] && grep -q "^report     r.$kind$" said || return 1; done
+    run "$prepared/csv" "$prepared/plain.csv" --report - >said && [ ! -e ./- ] &&
+        grep -q 'Experts and labels' said || return 1
     grep -q '</html>' r.html && grep -q '</svg>' r.svg && grep -q 'Experts and labels' r.txt &&
         grep -q 'small one' r.html && [ "$(grep -c '<svg' r.html)" -ge 1 ]
 }
