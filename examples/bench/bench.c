@@ -96,7 +96,8 @@ static const arm *find_arm(const char *name) {
 
 /* One finished run. */
 typedef struct row {
-    char world[24], arm[32], router[2 * TEXT_ROOM + 80], stage[8], build[96], commit[48];
+    const char *file; /* the part whose file it was read from */
+    char world[24], arm[32], router[2 * TEXT_ROOM + 80], stage[8], version[16], build[96], commit[48];
     uint64_t checksum;
     int seed, steps;
     double rate, balance, seconds;
@@ -127,10 +128,6 @@ static const char *part_of_run(const world *w, int tuning, int steps) {
 }
 
 static const char *part_of_job(const job *j) { return part_of_run(j->w, j->tuning, job_steps(j)); }
-
-static const char *part_of_row(const row *r) {
-    return part_of_run(find_world(r->world), r->stage[0] == 't', r->steps);
-}
 
 static const char *path_of(const char *part) {
     static char path[1100];
@@ -171,8 +168,7 @@ static void row_line(const row *r, char *line) {
         n += (size_t)sprintf(line + n, "%s%s=%.9g", first ? "" : " ", outcomes[i].name, r->f.value[i]);
         first = 0;
     }
-    sprintf(line + n, ",%s,%d.%d.%d,%s,%s,%.2f\n", r->f.lists, MOE_VERSION_MAJOR, MOE_VERSION_MINOR, MOE_VERSION_PATCH,
-            r->commit, r->build, r->seconds);
+    sprintf(line + n, ",%s,%s,%s,%s,%.2f\n", r->f.lists, r->version, r->commit, r->build, r->seconds);
 }
 
 /* The next field of a line, up to `end`. */
@@ -202,7 +198,7 @@ static int read_outcomes(const char *text, found *f) {
 }
 
 static int read_row(const char *line, row *r) {
-    char claimed[FIELD], field[FIELD], version[16], compiler[24], kernels[16], threads[8];
+    char claimed[FIELD], field[FIELD], compiler[24], kernels[16], threads[8];
     char *end;
     if (!next_field(&line, ',', claimed, sizeof claimed) || !next_field(&line, ',', r->world, sizeof r->world) ||
         find_world(r->world) == NULL || !next_field(&line, ',', field, sizeof field))
@@ -220,7 +216,8 @@ static int read_row(const char *line, row *r) {
     if (!next_field(&line, ',', field, sizeof field)) return 0;
     r->steps = atoi(field);
     if (!next_field(&line, ',', field, sizeof field) || !read_outcomes(field, &r->f) ||
-        !next_field(&line, ',', r->f.lists, sizeof r->f.lists) || !next_field(&line, ',', version, sizeof version) ||
+        !next_field(&line, ',', r->f.lists, sizeof r->f.lists) || 
+        !next_field(&line, ',', r->version, sizeof r->version) ||
         !next_field(&line, ',', r->commit, sizeof r->commit) || !next_field(&line, ',', field, 32) ||
         !next_field(&line, ',', compiler, sizeof compiler) || !next_field(&line, ',', kernels, sizeof kernels) ||
         !next_field(&line, ',', threads, sizeof threads))
@@ -244,27 +241,40 @@ static int keep_row(const row *r) {
     return 0;
 }
 
+/* NULL if r may be in a file with rows [first, n_rows), else what that would mix. */
+static const char *mixes(const row *r, size_t first) {
+    if (n_rows > first && strcmp(rows[first].build, r->build) != 0) return "mixes rows of two builds";
+    for (size_t i = n_rows; i > first; i--)
+        if (strcmp(rows[i - 1].world, r->world) == 0)
+            return rows[i - 1].checksum == r->checksum ? NULL : "mixes rows of two texts";
+    return NULL;
+}
+
 /* Reads a part's rows; running 1: removes an incomplete last line, which a stopped run has left.
-   Rows of two builds in one file are refused. */
+   Rows of two builds or of two texts in one file are refused. */
 static int read_part(const char *part, int running) {
     static char line[LINE];
     static row r;
     const char *path = path_of(part);
     size_t first = n_rows;
     long good = 0;
-    int failed = 0;
+    int failed = 0, any, whole;
     FILE *f = fopen(path, "rb");
     if (f == NULL) return 0;
-    if (fgets(line, sizeof line, f) == NULL || strcmp(line, COLUMNS) != 0)
-        failed = complain(path, "is not a file of rows");
-    while (!failed && (good = ftell(f)) >= 0 && fgets(line, sizeof line, f) != NULL) {
+    any = fgets(line, sizeof line, f) != NULL;
+    whole = any && strcmp(line, COLUMNS) == 0;
+    if (any && !whole && (strchr(line, '\n') != NULL || strncmp(COLUMNS, line, strlen(line)) != 0))
+        failed = complain(path, "is not a file of rows"); /* else empty, or the names are incomplete */
+    while (!failed && whole && (good = ftell(f)) >= 0 && fgets(line, sizeof line, f) != NULL) {
         if (strchr(line, '\n') == NULL) break; /* incomplete */
         if (!read_row(line, &r)) failed = complain(path, line);
-        else if (n_rows > first && strcmp(rows[first].build, r.build) != 0)
-            failed = complain(path, "mixes rows of two builds");
-        else failed = keep_row(&r);
+        else if (mixes(&r, first) != NULL) failed = complain(path, mixes(&r, first));
+        else {
+            r.file = part;
+            failed = keep_row(&r);
+        }
     }
-    if (!failed && running && !feof(f)) failed = complain(path, "cannot be read");
+    if (!failed && !feof(f)) failed = complain(path, "cannot be read");
     fclose(f);
 #ifndef _WIN32
     if (!failed && running && truncate(path, good) != 0) failed = complain(path, "cannot be written");
@@ -273,18 +283,23 @@ static int read_part(const char *part, int running) {
 }
 
 /* Appends a line in one write, so that the lines of parallel processes do not mix. */
-static int append_row(const char *part, const row *r) {
-    static char line[2 * LINE], buffer[2 * LINE];
+static int append_line(const char *part, const char *line) {
+    static char buffer[2 * LINE];
     const char *path = path_of(part);
     FILE *f = fopen(path, "ab");
     int good = f != NULL;
     if (!good) return complain(path, "cannot be written");
     setvbuf(f, buffer, _IOFBF, sizeof buffer);
-    row_line(r, line);
     if (ftell(f) == 0) good = fputs(COLUMNS, f) >= 0;
     good = fputs(line, f) >= 0 && good;
     good = fclose(f) == 0 && good;
     return good ? 0 : complain(path, "cannot be written");
+}
+
+static int append_row(const char *part, const row *r) {
+    static char line[2 * LINE];
+    row_line(r, line);
+    return append_line(part, line);
 }
 
 /* ---- jobs ---- */
@@ -401,6 +416,7 @@ static moe_status run_job(const job *j, row *r, moe_error *error) {
     snprintf(r->world, sizeof r->world, "%s", j->w->name);
     snprintf(r->arm, sizeof r->arm, "%s", j->a->name);
     snprintf(r->stage, sizeof r->stage, "%s", j->tuning ? "tune" : "judge");
+    snprintf(r->version, sizeof r->version, "%d.%d.%d", MOE_VERSION_MAJOR, MOE_VERSION_MINOR, MOE_VERSION_PATCH);
     snprintf(r->build, sizeof r->build, "%s", this_build(part_of_job(j)));
     snprintf(r->commit, sizeof r->commit, "%s", BENCH_TEXT(BENCH_COMMIT));
     arm_router(j, r->router);
@@ -454,20 +470,31 @@ static int work_off(int in, int out) {
     int number, failed = 0;
     while (!out_of_time() && read(in, &number, sizeof number) == (long)sizeof number) {
         if (run_and_keep(&jobs[number])) failed = 1;
-        if (out >= 0 && write(out, &number, sizeof number) != (long)sizeof number) return 1;
+        else if (write(out, &number, sizeof number) != (long)sizeof number) return 1;
     }
     return failed;
 }
 
-/* New rows must not mix with those of another build. */
-static int check_builds(void) {
-    for (int i = 0; i < n_jobs; i++)
-        for (size_t k = 0; k < n_rows; k++) {
-            const char *part = part_of_job(&jobs[i]);
-            if (i > 0 && strcmp(part, part_of_job(&jobs[i - 1])) == 0) break;
-            if (strcmp(part_of_row(&rows[k]), part) == 0 && strcmp(rows[k].build, this_build(part)) != 0)
-                return complain(path_of(part), "has rows of another build; keep new ones elsewhere with --rows");
-        }
+/* New rows must not mix with those of another build or text. */
+static int check_part(const job *j, const char *part) {
+    for (size_t k = 0; k < n_rows; k++) {
+        if (strcmp(rows[k].file, part) != 0) continue;
+        if (strcmp(rows[k].build, this_build(part)) != 0)
+            return complain(path_of(part), "has rows of another build; keep new ones elsewhere with --rows");
+        if (strcmp(rows[k].world, j->w->name) == 0 && rows[k].checksum != job_checksum(j))
+            return complain(path_of(part), "has rows of another text; keep new ones elsewhere with --rows");
+    }
+    return 0;
+}
+
+/* Checks the files of the jobs and creates those that are missing: before long runs, and before
+   several processes would each begin the same file. */
+static int begin_files(void) {
+    for (int i = 0; i < n_jobs; i++) {
+        const char *part = part_of_job(&jobs[i]);
+        if (i > 0 && strcmp(part, part_of_job(&jobs[i - 1])) == 0) continue;
+        if (check_part(&jobs[i], part) || append_line(part, "")) return 1;
+    }
     return 0;
 }
 
@@ -475,17 +502,20 @@ static int run_jobs(void) {
     time_t begin = time(NULL);
     int failed = 0, done = 0;
     if (options.jobs <= 1 || n_jobs <= 1) {
-        for (; done < n_jobs && !out_of_time(); done++) {
-            tell(done, jobs[done].w->name, begin);
-            failed |= run_and_keep(&jobs[done]);
+        for (int i = 0; i < n_jobs && !out_of_time(); i++) {
+            tell(i, jobs[i].w->name, begin);
+            if (run_and_keep(&jobs[i])) failed = 1;
+            else done++;
         }
     }
 #ifndef _WIN32
     else {
-        int left_of[2], over[2], number;
+        int left_of[2], over[2], number, told = 0;
+        long got;
+        pid_t worker[MAX_SEEDS];
         if (pipe(left_of) != 0 || pipe(over) != 0) return complain("--jobs", "no pipe");
         for (int p = 0; p < options.jobs; p++) {
-            if (fork() != 0) continue;
+            if ((worker[p] = fork()) != 0) continue;
             close(left_of[1]);
             close(over[0]);
             _exit(work_off(left_of[0], over[1]));
@@ -496,7 +526,13 @@ static int run_jobs(void) {
         for (int i = 0; i < n_jobs; i++) /* a pipe holds them all: 8,192 numbers are 32 kB */
             if (write(left_of[1], &i, sizeof i) != (long)sizeof i) failed = 1;
         close(left_of[1]);
-        while (read(over[0], &number, sizeof number) == (long)sizeof number) tell(++done, jobs[number].w->name, begin);
+        while ((got = read(over[0], &number, sizeof number)) != 0) { /* -1: a signal */
+            if (got == (long)sizeof number) tell(++done, jobs[number].w->name, begin);
+            else if (bench_stopped == 0 || told) break;
+            for (int p = 0; p < options.jobs && bench_stopped != 0 && !told; p++)
+                if (worker[p] > 0) kill(worker[p], SIGTERM); /* it may have come to this process alone */
+            told = bench_stopped != 0;
+        }
         close(over[0]);
         for (int status; wait(&status) > 0;) failed |= status != 0;
     }
@@ -582,7 +618,7 @@ static void judge_all(judgement *g) {
         g[c].r = statistics_paired((size_t)n, a, b);
         g[c].arm = statistics_paired((size_t)n, a, NULL).mean;
         g[c].baseline = statistics_paired((size_t)n, b, NULL).mean;
-        g[c].p = g[c].holm = g[c].r.p;
+        g[c].p = g[c].holm = isfinite(g[c].r.mean) ? g[c].r.p : 1;
         if (n > 1) blocks_of(&claims[c], n, &g[c]);
     }
     for (int family = 0; family < 2; family++) { /* planted worlds, natural data */
@@ -600,7 +636,8 @@ static void judge_all(judgement *g) {
     for (int c = 0; c < N_CLAIMS; c++) {
         const claim *k = &claims[c];
         g[c].verdict = judge(&g[c].r, k->sign, k->margin, k->papers, k->kind == KEEPS, g[c].holm);
-        if (g[c].verdict == UNDERPOWERED) g[c].seeds = judge_seeds(g[c].r.error * sqrt((double)g[c].r.n), k->margin);
+        if (g[c].verdict == UNDERPOWERED && k->kind != KEEPS)
+            g[c].seeds = judge_seeds(g[c].r.error * sqrt((double)g[c].r.n), k->margin);
     }
 }
 
@@ -618,12 +655,17 @@ static void print(const char *format, ...) {
     (void)printer.write(printer.ctx, text, strlen(text));
 }
 
+static moe_status write_buffer(void *ctx, moe_stream *stream) {
+    const moe_buffer *b = (const moe_buffer *)ctx;
+    return stream->write(stream->ctx, b->data, b->size);
+}
+
 static void print_verdict(const claim *c, const judgement *g) {
     int kept = g->verdict == OPPOSITE || g->verdict == EXCLUDED || g->verdict == NO_EFFECT;
     print("%s", verdict_names[g->verdict]);
     if (g->verdict == REPRODUCED && c->kind != KEEPS && fmax(c->sign * g->r.low, c->sign * g->r.high) < c->margin)
         print(", smaller than the margin");
-    if (g->verdict == UNDERPOWERED) print(" (%d seeds would decide)", g->seeds);
+    if (g->verdict == UNDERPOWERED && g->seeds > 0) print(" (%d seeds would decide)", g->seeds);
     if (c->kind == FAILS && g->verdict != NOT_RUN)
         print(", %s", kept ? "as it must" : g->verdict == REPRODUCED ? "**though it must not be**" : "open");
 }
@@ -640,6 +682,11 @@ static void print_claims(const judgement *g, int in_worlds) {
         if ((strcmp(find_world(k->world)->part, "worlds") == 0) != in_worlds || g[c].verdict == NOT_RUN) continue;
         if (strcmp(paper, k->paper) != 0) print("| *%s* | | | | | | | | |\n", k->paper);
         paper = k->paper;
+        if (g[c].verdict == NO_NUMBER) {
+            print("| %s | %s | %s | | | | | | %s |\n", k->text, k->world, outcomes[k->outcome].name,
+                  verdict_names[NO_NUMBER]);
+            continue;
+        }
         print("| %s%s%s | %s | %s | %.*f | %.*f | %+.*f [%.*f, %.*f]", k->text, *kinds[k->kind] != '\0' ? "; " : "",
               kinds[k->kind], k->world, outcomes[k->outcome].name, places, g[c].arm, places, g[c].baseline, places,
               g[c].r.mean, places, g[c].r.low, places, g[c].r.high);
@@ -695,17 +742,16 @@ static void print_builds(void) {
     print("| rows of | runs | version | commit | build, compiler, kernels, threads | processor hours |\n"
           "|---|--:|---|---|---|--:|\n");
     for (size_t i = 0; i < n_rows; i++) {
-        const char *part = part_of_row(&rows[i]);
         double seconds = 0;
         int n = 0;
-        if (i > 0 && strcmp(part_of_row(&rows[i - 1]), part) == 0) continue;
+        if (i > 0 && strcmp(rows[i - 1].file, rows[i].file) == 0) continue;
         for (size_t k = 0; k < n_rows; k++)
-            if (strcmp(part_of_row(&rows[k]), part) == 0) {
+            if (strcmp(rows[k].file, rows[i].file) == 0) {
                 seconds += rows[k].seconds;
                 n++;
             }
-        print("| %s | %d | %d.%d.%d | %s | %s | %.1f |\n", part, n, MOE_VERSION_MAJOR, MOE_VERSION_MINOR,
-              MOE_VERSION_PATCH, rows[i].commit, rows[i].build, seconds / 3600);
+        print("| %s | %d | %s | %s | %s | %.1f |\n", rows[i].file, n, rows[i].version, rows[i].commit, rows[i].build,
+              seconds / 3600);
     }
 }
 
@@ -713,8 +759,10 @@ static void print_builds(void) {
 
 /* Runs the missing jobs: the grid, the judging seeds with its best pair, the runs at equal cost. */
 static int run_missing(void) {
-    static char folder[1100];
+    static char folder[1100], build[96];
     started = time(NULL);
+    snprintf(build, sizeof build, "%s", this_build("text"));
+    text_program = build;
     snprintf(folder, sizeof folder, "%s", path_of("text"));
     *strrchr(folder, '/') = '\0';
     text_checkpoints = folder;
@@ -734,7 +782,7 @@ static int run_missing(void) {
             want_arm(w, claims[c].baseline, stage);
             if (strcmp(w->part, "worlds") == 0 && w->kind != TOY && w->kind != MODULES) want_arm(w, "oracle", stage);
         }
-        if (n_jobs > 0 && (check_builds() || run_jobs())) return 1;
+        if (n_jobs > 0 && (begin_files() || run_jobs())) return 1;
     }
     return read_rows(1);
 }
@@ -811,20 +859,15 @@ static int make_page(const moe_buffer *page, const judgement *g, int first, int 
     return 0;
 }
 
-static moe_status write_buffer(void *ctx, moe_stream *stream) {
-    const moe_buffer *b = (const moe_buffer *)ctx;
-    return stream->write(stream->ctx, b->data, b->size);
-}
-
 /* Every claim that was run as a line: the difference in margins, the prediction to the right. */
 static moe_status write_figure(const judgement *g, moe_stream *stream) {
     moe_status status;
-    static const char *const colors[] = {"#15803d", "#c2410c", "#a16207", "#0b62c4", "#777", "#777"};
+    static const char *const colors[NOT_RUN] = {"#15803d", "#c2410c", "#a16207", "#0b62c4", "#777"};
     enum { STEP = 15, ZERO = 560, UNIT = 90, WIDE = 860 };
     int y = 50, shown = 0;
     printed = (moe_buffer){0};
     printer = moe_buffer_stream(&printed);
-    for (int c = 0; c < N_CLAIMS; c++) shown += g[c].verdict != NOT_RUN;
+    for (int c = 0; c < N_CLAIMS; c++) shown += g[c].verdict < NOT_RUN;
     print("<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %d %d\" font-family=\"sans-serif\" "
           "font-size=\"11\">\n<style>text{fill:#222}.b{fill:#fff}@media(prefers-color-scheme:dark){text{fill:#ddd}"
           ".b{fill:#161616}}</style>\n<rect class=\"b\" width=\"%d\" height=\"%d\"/>\n",
@@ -839,7 +882,7 @@ static moe_status write_figure(const judgement *g, moe_stream *stream) {
         double unit = UNIT * claims[c].sign / claims[c].margin;
         double low = g[c].r.low * unit, high = g[c].r.high * unit;
         double middle = fmin(fmax(g[c].r.mean * unit, -200), 290);
-        if (g[c].verdict == NOT_RUN) continue;
+        if (g[c].verdict >= NOT_RUN) continue;
         print("<text x=\"330\" y=\"%d\" text-anchor=\"end\">%s</text><g stroke=\"%s\" fill=\"%s\"><path "
               "d=\"M%.1f %dH%.1f\"/><circle cx=\"%.1f\" cy=\"%d\" r=\"3\"/></g>\n",
               y + 4, claims[c].id, colors[g[c].verdict], colors[g[c].verdict],
@@ -964,6 +1007,32 @@ static int read_number(const char *name, const char *text, int whole, double lea
     return 1;
 }
 
+/* Every word of --only must name something. */
+static int check_only(void) {
+    const char *at = options.only;
+    for (size_t n; at != NULL; at = at[n] == ',' ? at + n + 1 : NULL) {
+        char word[80];
+        int c = 0;
+        n = strcspn(at, ",");
+        snprintf(word, sizeof word, "%.*s", (int)(n < sizeof word ? n : sizeof word - 1), at);
+        while (c < N_CLAIMS && strcmp(word, claims[c].id) != 0 && strcmp(word, claims[c].world) != 0 &&
+               strcmp(word, find_world(claims[c].world)->part) != 0)
+            c++;
+        if (c == N_CLAIMS) return complain(word, "no such claim, world or part; see --list");
+    }
+    return 0;
+}
+
+/* Options that do not go together. */
+static int check_options(void) {
+    if (options.seeds == 1) return complain("--seeds 1", "an interval needs at least 2");
+    if ((options.write || options.verify) && (options.seeds > 0 || options.unseen || bench_short))
+        return complain("--write and --verify", "the pages have the declared seeds and steps");
+    if (bench_short && options.rows == NULL && !options.check && !options.list)
+        return complain("--short", "needs --rows FOLDER, another one than that of the published rows");
+    return 0;
+}
+
 static int read_options(int count, char **words) {
     static const struct {
         const char *name;
@@ -999,16 +1068,12 @@ static int read_options(int count, char **words) {
         if (known[k].whole != NULL) *known[k].whole = (int)number;
         if (known[k].real != NULL) *known[k].real = number;
     }
-    for (int c = 0, some = 0; c < N_CLAIMS && options.only != NULL; c++) {
-        some |= is_wanted(&claims[c]);
-        if (c + 1 == N_CLAIMS && !some) return complain(options.only, "no such claim, world or part; see --list");
-    }
-    return 0;
+    return check_only() || check_options();
 }
 
 /* ---- repeating recorded runs ---- */
 
-/* Whether two rows are the same except for time, build and commit. */
+/* Whether two rows are the same except for time, version, build and commit. */
 static int same_row(row *a, row *b) {
     static char lines[2][LINE];
     row *both[2];
@@ -1017,6 +1082,7 @@ static int same_row(row *a, row *b) {
     for (int i = 0; i < 2; i++) {
         both[i]->f.value[MS] = MISSING;
         both[i]->seconds = 0;
+        strcpy(both[i]->version, "");
         strcpy(both[i]->build, "");
         strcpy(both[i]->commit, "");
         row_line(both[i], lines[i]);
@@ -1038,6 +1104,7 @@ static int run_again(const job *j, const row *kept) {
     then = *kept;
     if ((j->w->kind == DIGITS || j->w->kind == PATCHES) && digits_read()) return LEFT_OUT;
     if (run_job(j, &now, &error) == MOE_OK && same_row(&now, &then)) return SAME;
+    if (bench_stopped) return LEFT_OUT;
     printf("%s, %s, seed %d: differs from its row\n", j->w->name, j->a->name, j->seed);
     return DIFFERS;
 }
@@ -1054,6 +1121,7 @@ static int do_again(int every) {
             if (r == NULL) continue;
             done = 1;
             found_out[run_again(&j, r)]++;
+            if (bench_stopped) return complain("--again", "stopped");
         }
     printf("%d runs match their rows bit for bit, %d differ, %d are of another compiler or kernels\n", found_out[SAME],
            found_out[DIFFERS], found_out[LEFT_OUT]);

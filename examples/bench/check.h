@@ -70,6 +70,40 @@ static void check_verdicts(void) {
         check(judge(&r, cases[i].sign, 0.1, cases[i].papers, cases[i].keeps, r.p) == cases[i].verdict, "verdict");
     }
     check(judge_seeds(0.1, 0.1) == 18, "seeds that would decide"); /* 2 t(17) 0.1 / sqrt(18) < 0.1 */
+    for (int keeps = 0; keeps < 2; keeps++) {
+        double a[] = {1, HUGE_VAL, 1};
+        statistics_result r = statistics_paired(3, a, NULL);
+        check(judge(&r, 1, 0.1, 1, keeps, r.p) == NO_NUMBER, "a diverged run decides nothing");
+        a[1] = MISSING;
+        r = statistics_paired(3, a, NULL);
+        check(judge(&r, 1, 0.1, 1, keeps, r.p) == NO_NUMBER, "nor does a missing outcome");
+    }
+}
+
+/* An invalid command line is refused; options are as before. */
+static void check_refused(const char *first, const char *second, const char *third, const char *what) {
+    char name[] = "bench", one[40], two[40], three[40];
+    char *words[4];
+    snprintf(one, sizeof one, "%s", first);
+    snprintf(two, sizeof two, "%s", second);
+    snprintf(three, sizeof three, "%s", third);
+    words[0] = name;
+    words[1] = one;
+    words[2] = two;
+    words[3] = three;
+    check(read_options(*three != '\0' ? 4 : *two != '\0' ? 3 : 2, words) != 0, what);
+    memset(&options, 0, sizeof options);
+    bench_short = 0;
+}
+
+static void check_options_refused(void) {
+    fputs("the next six complaints are expected:\n", stderr);
+    check_refused("--only", "worlds,digtis", "", "every word of --only names something");
+    check_refused("--seeds", "1", "", "one seed");
+    check_refused("--write", "--unseen", "", "pages of other seeds");
+    check_refused("--verify", "--seeds", "3", "pages of fewer seeds");
+    check_refused("--write", "--short", "", "pages of fewer steps");
+    check_refused("--short", "", "", "short runs among the published rows");
 }
 
 static void check_recovery(void) {
@@ -90,50 +124,104 @@ static int same_found(const found *a, const found *b) {
 /* Runs a job twice, and reads its row as written. */
 static void check_run(const char *world_name, const char *arm_name, const char *what) {
     static row one, two, three;
-    static char line[LINE];
+    static char line[LINE], again[LINE];
     const world *w = find_world(world_name);
     job j = make_job(w, find_arm(arm_name), 0, 1, 0.01, 0.01);
     moe_error error = {MOE_OK, ""};
     int good = run_job(&j, &one, &error) == MOE_OK && run_job(&j, &two, &error) == MOE_OK;
     if (!good) printf("%s: %s\n", arm_name, error.message);
     check(good && same_found(&one.f, &two.f), what);
+    strcpy(one.version, "0.0.1"); /* that of the row, not of this program */
     row_line(&one, line);
     check(read_row(line, &three) && strcmp(three.router, one.router) == 0 && three.seed == one.seed &&
               fabs(three.f.value[LOSS] - one.f.value[LOSS]) < 1e-6,
           "a row is read as it was written");
+    row_line(&three, again);
+    check(strcmp(line, again) == 0, "and written as it was read");
     line[strlen(line) - 3] = '\0';
     check(!read_row(line, &three), "an incomplete row is refused");
 }
 
-/* A file of rows: appended to, with an incomplete line, with rows of two builds. */
+/* Writes the file "check" of rows; 1: done. */
+static int check_write(const char *mode, const char *text) {
+    FILE *f = fopen(path_of("check"), mode);
+    int good = f != NULL && fputs(text, f) >= 0;
+    return f != NULL && fclose(f) == 0 && good;
+}
+
+/* What a stopped run leaves of a new file; lines of other programs. */
+static void check_damaged(const row *r) {
+    static char line[LINE + 40];
+    static const char *const begun[] = {"", "claims,world,che"};
+    for (int i = 0; i < 2; i++) {
+        forget_rows();
+        check(check_write("wb", begun[i]) && read_part("check", 1) == 0 && append_row("check", r) == 0, "a file begun");
+        check(read_part("check", 1) == 0 && n_rows == 1, "a file that was only begun is continued");
+    }
+    memset(line, 'x', sizeof line - 2);
+    line[sizeof line - 2] = '\n';
+    fputs("the next two complaints are expected:\n", stderr);
+    forget_rows();
+    check(check_write("ab", line) && append_row("check", r) == 0 && read_part("check", 0) != 0,
+          "a long line does not hide the rows after it");
+    forget_rows();
+    check(check_write("wb", "claims,worlds\n") && read_part("check", 0) != 0, "another table is refused");
+}
+
+/* Times are replaced only when all have been measured. */
+static void check_times(void) {
+    char kept[8] = "";
+    FILE *f = fopen(path_of("time"), "rb");
+    if (f != NULL) { /* the user's */
+        fclose(f);
+        return;
+    }
+    forget_rows();
+    if ((f = fopen(path_of("time"), "wb")) == NULL || fputs("kept", f) < 0 || fclose(f) != 0) return;
+    fputs("the next complaint is expected:\n", stderr);
+    check(do_times() != 0, "times need rows");
+    if ((f = fopen(path_of("time"), "rb")) != NULL && fgets(kept, sizeof kept, f) != NULL && fclose(f) == 0)
+        remove(path_of("time"));
+    check(strcmp(kept, "kept") == 0, "the old times are kept");
+}
+
+/* A file of rows: appended to, with an incomplete line, with rows of two builds or texts. */
 static void check_file(void) {
     static row r;
     job j = make_job(find_world("means"), find_arm("autonomy"), 0, 1, 0.01, 0.01);
     moe_error error;
-    FILE *f;
     options.rows = ".";
     remove(path_of("check"));
     check(run_job(&j, &r, &error) == MOE_OK && append_row("check", &r) == 0 && append_row("check", &r) == 0, "a file");
-    if ((f = fopen(path_of("check"), "ab")) == NULL || fputs("aoe.means,means,0000", f) < 0 || fclose(f) != 0) return;
+    check(check_write("ab", "aoe.means,means,0000"), "a file");
     forget_rows();
     check(read_part("check", 1) == 0 && n_rows == 2 && find_row(&j) != NULL, "an incomplete line is left out");
     check(append_row("check", &r) == 0, "the next line replaces it");
     forget_rows();
     check(read_part("check", 0) == 0 && n_rows == 3, "no row is lost");
-    jobs[0] = j;
-    n_jobs = 1;
-    check(check_builds() == 0, "rows of this build are continued");
-    fputs("the next two complaints are expected:\n", stderr);
+    check(check_part(&j, "check") == 0, "rows of this build are continued");
+    fputs("the next four complaints are expected:\n", stderr);
+    rows[0].checksum = 1;
+    check(check_part(&j, "check") != 0, "rows of another text are not continued");
     strcpy(rows[0].build, "another");
-    check(check_builds() != 0, "rows of another build are not continued");
+    rows[0].steps = 10 * r.steps; /* short runs among others */
+    check(check_part(&j, "check") != 0, "rows of another build are not continued");
+    r.checksum = 1;
+    check(append_row("check", &r) == 0, "a row of another text is appended");
+    forget_rows();
+    check(read_part("check", 0) != 0, "a file of two texts is refused");
+    r.checksum = 0;
+    remove(path_of("check"));
+    check(append_row("check", &r) == 0, "a file");
     strcpy(r.build, "1,gcc 1,c,1");
     check(append_row("check", &r) == 0, "a row of another build is appended");
     forget_rows();
     check(read_part("check", 0) != 0, "a file of two builds is refused");
+    check_damaged(&r);
+    check_times();
     remove(path_of("check"));
     options.rows = NULL;
     forget_rows();
-    n_jobs = 0;
 }
 
 /* Every arm of every claim can be trained. */
@@ -180,6 +268,36 @@ static void check_resume(void) {
     check(status == MOE_OK && same_found(&whole, &parts), "a resumed run ends with the same bits");
 }
 
+/* A run that was stopped after its last step, and a checkpoint of another text. */
+static void check_resume_short(const char *text, const char *other) {
+    static found f[3];
+    world w = *find_world("bytes");
+    job j = make_job(&w, find_arm("smoe"), 1, 1, 0.003, 0.01);
+    moe_error error = {MOE_OK, ""};
+    moe_status status;
+    w.tuning_steps = 2;
+    bench_stopped = 1;
+    for (int i = 0; i < 2; i++) status = run_text(&j, &f[i], &error);
+    bench_stopped = 0;
+    check(status == MOE_ERR_STOPPED, "a run is stopped after its last step");
+    memset(f, 0, sizeof f);
+    status = run_text(&j, &f[0], &error);
+    if (status == MOE_OK) status = run_text(&j, &f[1], &error);
+    check(status == MOE_OK && f[1].value[LOSS] > 0 && fabs(f[0].value[LOSS] - f[1].value[LOSS]) <= 0,
+          "and resumed, it has its loss");
+    bench_stopped = 1;
+    check(run_text(&j, &f[0], &error) == MOE_ERR_STOPPED, "a run is stopped");
+    bench_stopped = 0;
+    texts_free();
+    if (texts_read(0, other, text)) return;
+    memset(f, 0, sizeof f);
+    for (int i = 1; i < 3 && status == MOE_OK; i++) status = run_text(&j, &f[i], &error);
+    check(status == MOE_OK && same_found(&f[1], &f[2]), "a checkpoint of another text is not resumed");
+    texts_free();
+    if (texts_read(0, text, other)) return;
+    text_clean(&j);
+}
+
 static int check_all(void) {
     static judgement g[N_CLAIMS];
     const char *const *headers = example_headers();
@@ -187,6 +305,7 @@ static int check_all(void) {
     check_statistics();
     check_verdicts();
     check_recovery();
+    check_options_refused();
     bench_short = 1;
     check_run("means", "autonomy", "a world gives the same numbers twice");
     check_run("topics", "similarity_swapped", "so does a router that is swapped in");
@@ -194,6 +313,7 @@ static int check_all(void) {
     bench_short = 0;
     if (texts_read(0, headers[0], headers[1]) || digits_read()) return 1;
     check_resume();
+    check_resume_short(headers[0], headers[1]);
     check_arms();
     texts_free(); /* rows of any text count again */
     if (read_rows(0) || read_times()) return 1;

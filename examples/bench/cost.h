@@ -136,11 +136,13 @@ static moe_status time_pair(const claim *c, double *ratio, moe_error *error) {
         for (int i = 0; i < 2 && status == MOE_OK; i++)
             status = timed_steps(&pair[i ^ (r & 1)], &p, &took[i ^ (r & 1)], error);
         if (r >= 0) ratios[r] = took[0] / took[1];
+        if (status == MOE_OK && bench_stopped) status = MOE_ERR_STOPPED;
     }
     for (int i = 0; i < 2; i++) {
         moe_trainer_free(&pair[i].trainer);
         run_free(&pair[i].s);
     }
+    if (status != MOE_OK) return status;
     qsort(ratios, TIME_ROUNDS, sizeof *ratios, by_size);
     ratio[0] = ratios[TIME_ROUNDS / 2];
     ratio[1] = ratios[TIME_EDGE];
@@ -148,27 +150,33 @@ static moe_status time_pair(const claim *c, double *ratio, moe_error *error) {
     return status;
 }
 
-/* --time: times the two routers of every claim on loss and writes a new time.csv. */
+/* --time: times the two routers of every claim on loss and then replaces time.csv. */
 static int do_times(void) {
-    FILE *f;
-    moe_error error = {MOE_OK, "its rows are missing"};
-    if (read_rows(0)) return 1;
-    if ((f = fopen(path_of("time"), "wb")) == NULL) return complain(path_of("time"), "cannot be written");
-    fputs(TIME_COLUMNS, f);
-    for (int c = 0; c < N_CLAIMS; c++) {
+    moe_error error = {MOE_OK, ""};
+    int failed = read_rows(0);
+    printed = (moe_buffer){0};
+    printer = moe_buffer_stream(&printed);
+    print("%s", TIME_COLUMNS);
+    for (int c = 0; c < N_CLAIMS && !failed; c++) {
         double ratio[3];
+        moe_status status;
         if (!is_on_cost(&claims[c])) continue;
-        if (time_pair(&claims[c], ratio, &error) != MOE_OK) {
-            fclose(f);
-            return complain(claims[c].id, error.message);
+        if ((status = time_pair(&claims[c], ratio, &error)) != MOE_OK) {
+            failed = complain(claims[c].id, status == MOE_ERR_STATE     ? "its rows are missing"
+                                            : status == MOE_ERR_STOPPED ? "stopped"
+                                                                        : error.message);
+            break;
         }
         printf("%s: a step of %s takes %.3f [%.3f, %.3f] times as long as one of %s\n", claims[c].world, claims[c].arm,
                ratio[0], ratio[1], ratio[2], claims[c].baseline);
-        fprintf(f, "%s,%s,%s,%.4f,%.4f,%.4f,%d,%d,%d.%d.%d,%s,%s\n", claims[c].world, claims[c].arm,
+        print("%s,%s,%s,%.4f,%.4f,%.4f,%d,%d,%d.%d.%d,%s,%s\n", claims[c].world, claims[c].arm,
                 claims[c].baseline, ratio[0], ratio[1], ratio[2], TIME_ROUNDS, TIME_STEPS, MOE_VERSION_MAJOR,
                 MOE_VERSION_MINOR, MOE_VERSION_PATCH, BENCH_TEXT(BENCH_COMMIT), this_build("worlds"));
     }
-    return fclose(f) != 0 ? complain(path_of("time"), "cannot be written") : 0;
+    if (!failed && moe_file_replace(path_of("time"), write_buffer, &printed, &error) != MOE_OK)
+        failed = complain(path_of("time"), error.message);
+    moe_buffer_free(&printed);
+    return failed;
 }
 
 /* ---- verdicts ---- */
@@ -214,7 +222,8 @@ static void judge_cost(const claim *c, double ratio, judgement *g) {
     if (n < seeds_of(w) || isnan(ratio)) n = 0;
     g->r = statistics_paired((size_t)n, a, b);
     g->verdict = judge(&g->r, c->sign, c->margin, c->papers, c->kind == KEEPS, g->r.p);
-    if (g->verdict == UNDERPOWERED) g->seeds = judge_seeds(g->r.error * sqrt((double)n), c->margin);
+    if (g->verdict == UNDERPOWERED && c->kind != KEEPS)
+        g->seeds = judge_seeds(g->r.error * sqrt((double)n), c->margin);
 }
 
 static void print_costs(const judgement *equal_steps) {
@@ -230,9 +239,10 @@ static void print_costs(const judgement *equal_steps) {
             judgement g;
             double ratio = cost_ratio(k, by);
             judge_cost(k, ratio, &g);
-            print(" | %.2f", ratio);
+            print(" | ");
+            if (!isnan(ratio)) print("%.2f", ratio);
             if (by == BY_TIME && t != NULL) print(" [%.2f, %.2f]", t->low, t->high);
-            if (g.verdict == NOT_RUN) print(" | ");
+            if (g.verdict >= NOT_RUN) print(" | ");
             else print(" | %+.3f [%.3f, %.3f], ", g.r.mean, g.r.low, g.r.high);
             print_verdict(k, &g);
         }

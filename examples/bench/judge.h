@@ -7,20 +7,21 @@
 #include <math.h>
 #include <stdint.h>
 
-enum { REPRODUCED, OPPOSITE, EXCLUDED, NO_EFFECT, UNDERPOWERED, NOT_RUN, N_VERDICTS };
+enum { REPRODUCED, OPPOSITE, EXCLUDED, NO_EFFECT, UNDERPOWERED, NOT_RUN, NO_NUMBER, N_VERDICTS };
 static const char *const verdict_names[N_VERDICTS] = {
-    "reproduced", "opposite", "excluded", "no effect beyond the margin", "underpowered", "not run yet"};
+    "reproduced", "opposite", "excluded", "no effect beyond the margin", "underpowered", "not run yet",
+    "no number: a run diverged"};
 
 typedef struct judgement {
     statistics_result r;          /* of arm - baseline */
     double arm, baseline;         /* means */
     double block_low, block_high; /* 95 % interval over blocks of text, by bootstrap; NaN: none */
     double p, holm;               /* holm: for primary claims corrected over the papers */
-    int verdict, seeds;           /* seeds: how many would decide an underpowered claim */
+    int verdict, seeds;           /* seeds: how many would decide an underpowered claim; 0: unknown */
 } judgement;
 
-/* The least number of seeds at which an interval of this deviation is no wider than the margin, so
-   that it cannot hold both 0 and the margin. */
+/* The number of seeds, at most 2 % above the least, at which an interval of this deviation is no
+   wider than the margin, so that it cannot hold both 0 and the margin. */
 static inline int judge_seeds(double deviation, double margin) {
     int n = 3;
     while (n < 100000 && 2 * statistics_t_quantile(0.975, n - 1) * deviation / sqrt(n) > margin) n += 1 + n / 50;
@@ -33,6 +34,7 @@ static inline int judge_seeds(double deviation, double margin) {
 static inline int judge(const statistics_result *r, int sign, double margin, int papers, int keeps, double p) {
     double low = sign > 0 ? r->low : -r->high, high = sign > 0 ? r->high : -r->low; /* towards the prediction */
     if (r->n < 2) return NOT_RUN;
+    if (!isfinite(r->mean)) return NO_NUMBER;
     if (keeps) return low > -margin ? REPRODUCED : high < -margin ? OPPOSITE : UNDERPOWERED;
     if (p < 0.05 && high < 0) return OPPOSITE;
     if (p < 0.05 && low > 0 && high >= margin / 2) return REPRODUCED;

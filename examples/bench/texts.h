@@ -35,6 +35,7 @@ static struct text_data {
 } text_data[2]; /* bytes, words */
 
 static const char *text_checkpoints = "."; /* the folder of checkpoints */
+static const char *text_program = "";      /* of this program: another build starts its runs anew */
 
 static uint64_t texts_checksum(int words) { return text_data[words].checksum; }
 
@@ -277,10 +278,12 @@ static moe_status text_compare(const moe_net *net, const text_choices *before, c
 
 /* ---- a run ---- */
 
-/* The path of a file of this run, beside the rows. */
+/* The path of a file of this run, beside the rows. Its name depends on text and build. */
 static void text_path(const job *j, const char *ending, char *path, size_t room) {
-    snprintf(path, room, "%s/%s-%s-%d-%g-%g-%d.%s", text_checkpoints, j->w->name, j->a->name, j->seed, j->rate,
-             j->balance, job_steps(j), ending);
+    uint64_t stamp = texts_checksum(j->w->strength > 0);
+    for (const char *s = text_program; *s != '\0'; s++) stamp = (stamp ^ (unsigned char)*s) * 1099511628211u;
+    snprintf(path, room, "%s/%s-%s-%d-%g-%g-%d-%016llx.%s", text_checkpoints, j->w->name, j->a->name, j->seed, j->rate,
+             j->balance, job_steps(j), (unsigned long long)stamp, ending);
 }
 
 static moe_status text_write_lists(void *ctx, moe_stream *stream) {
@@ -346,6 +349,8 @@ static moe_status text_train(const job *j, const struct text_data *d, moe_net *n
     moe_status status = ids != NULL ? moe_trainer_init(&trainer, net, &config, error) : language_no_memory(error);
     char path[1200];
     if (status == MOE_OK) text_resume(j, &trainer, totals, f);
+    if (status == MOE_OK && (int)trainer.steps == steps) /* stopped after its last step */
+        status = text_loss(net, j, &d->held, losses, NULL, &f->value[LOSS], error);
     for (int i = (int)trainer.steps + 1; i <= steps && status == MOE_OK; i++) {
         moe_data data = {0};
         moe_step step;
