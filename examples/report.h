@@ -42,9 +42,9 @@ static inline moe_status report_to_screen(void *ctx, const void *from, size_t si
 /* ---- figures that a program collects while it runs; their arrays and texts are kept until the
    report is written ---- */
 
-enum { REPORT_MOST = 64 };
+enum { REPORT_MOST = 256 };
 static moe_figure report_figures[REPORT_MOST + 1];
-static size_t report_n;
+static size_t report_n, report_lost; /* report_lost: figures for which there was no room */
 static void *report_blocks; /* a linked list */
 
 /* Zeroed memory. */
@@ -60,9 +60,12 @@ static inline const char *report_text(const char *text) {
     return (const char *)memcpy(report_grab(strlen(text) + 1, 1), text, strlen(text) + 1);
 }
 
-/* Adds a figure with these fields, others zero; beyond REPORT_MOST it returns a spare one. */
+/* Adds a figure with these fields, others zero; beyond REPORT_MOST it returns a spare one, which is
+   not written. */
 static inline moe_figure *report_add(int kind, const char *title, size_t rows, size_t columns) {
-    moe_figure *f = &report_figures[report_n < REPORT_MOST ? report_n++ : REPORT_MOST];
+    moe_figure *f = &report_figures[report_n < REPORT_MOST ? report_n : REPORT_MOST];
+    report_lost += report_n == REPORT_MOST;
+    report_n += report_n < REPORT_MOST;
     memset(f, 0, sizeof *f);
     f->kind = kind;
     f->title = report_text(title);
@@ -86,7 +89,7 @@ static inline const double *report_numbers(const double *x, size_t n) {
 
 static inline void report_free(void) {
     for (void **block; (block = (void **)report_blocks) != NULL; free(block)) report_blocks = *block;
-    report_n = 0;
+    report_n = report_lost = 0;
 }
 
 /* ---- writing ---- */
@@ -116,6 +119,9 @@ static inline int report_write(const char *program, const char *title, const moe
 /* The same with the figures that were added. */
 static inline int report_write_added(const char *program, const char *title) {
     int failed = report_write(program, title, report_figures, report_n);
+    if (report_path != NULL && report_lost > 0)
+        fprintf(stderr, "%s: the report has the first %d figures, %d are left out\n", program, REPORT_MOST,
+                (int)report_lost);
     report_free();
     return failed;
 }

@@ -761,6 +761,7 @@ static int report_tokens(const model *m, const char *title, const int32_t *ids, 
     const char **names = (const char **)report_grab(call.n_tokens, sizeof *names);
     const char **rows = (const char **)report_grab(MAX_LAYERS, sizeof *rows);
     char row[16];
+    int most = 0;
     if (status == MOE_OK) status = moe_net_forward(&m->net, &call, work, bytes, &pass);
     if (status != MOE_OK) return fail("--report", moe_status_text(status));
     for (size_t t = 0; t < call.n_tokens; t++)
@@ -769,6 +770,7 @@ static int report_tokens(const model *m, const char *title, const int32_t *ids, 
         const moe_routing *r = moe_net_routing(&m->net, &pass, i);
         /* not an MoE layer */
         if (r == NULL || moe_routing_choices(r, 1, 1, experts + layers * call.n_tokens) != MOE_OK) continue;
+        if (most < (int)r->n_experts) most = (int)r->n_experts; /* of a loaded model, whatever --experts says */
         for (size_t t = 0; t < call.n_tokens; t++) {
             int32_t e = experts[layers * call.n_tokens + t];
             weights[layers * call.n_tokens + t] = e >= 0 ? (double)r->weights[t * r->n_experts + (size_t)e] : 0;
@@ -777,11 +779,11 @@ static int report_tokens(const model *m, const char *title, const int32_t *ids, 
         rows[layers++] = report_text(row);
     }
     moe_figure *f = report_add(MOE_FIGURE_TOKENS, title, layers, call.n_tokens);
+    f->n_experts = most;
     f->experts = experts;
     f->values = weights;
     f->column_names = names;
     f->row_names = rows;
-    f->n_experts = (int)set.experts;
     f->caption = "Under each token, its first choice.";
     return 0;
 }
@@ -1076,6 +1078,20 @@ static void check_words(void) {
     free_model(&m);
 }
 
+/* A figure has the experts of its model, which may be loaded, not those of --experts. */
+static void check_report(model *m) {
+    static const int32_t ids[] = {1, 2, 3};
+    moe_error error = {0};
+    const long experts = set.experts;
+    check(load_words(m, NULL) == 0 && build(m, &error) == MOE_OK, "a network is built");
+    set.experts = experts - 1;
+    check(report_tokens(m, "Tokens", ids, 3) == 0 && report_figures[0].n_experts == (int)experts,
+          "a figure has its model's experts");
+    set.experts = experts;
+    report_free();
+    moe_net_free(&m->net);
+}
+
 static int check_all(void) {
     moe_buffer none = {0};
     model m = {.n_words = 256};
@@ -1102,6 +1118,7 @@ static int check_all(void) {
     check_training(5.5);
     check_words();
     check(read_text("no/such/file", &none), "a file that is not there is an error");
+    check_report(&m);
     set.router = "expert_choice";
     check(build(&m, &error) == MOE_ERR_UNSUPPORTED && *error.message != '\0',
           "a router that sees later tokens is refused");
