@@ -246,12 +246,12 @@ static const char *mixes(const row *r, size_t first) {
     if (n_rows > first && strcmp(rows[first].build, r->build) != 0) return "mixes rows of two builds";
     for (size_t i = n_rows; i > first; i--)
         if (strcmp(rows[i - 1].world, r->world) == 0)
-            return rows[i - 1].checksum == r->checksum ? NULL : "mixes rows of two texts";
+            return rows[i - 1].checksum == r->checksum ? NULL : "mixes rows of different data";
     return NULL;
 }
 
 /* Reads a part's rows; running 1: removes an incomplete last line, which a stopped run has left.
-   Rows of two builds or of two texts in one file are refused. */
+   Rows of two builds, or of one world with two texts, in one file are refused. */
 static int read_part(const char *part, int running) {
     static char line[LINE];
     static row r;
@@ -482,7 +482,7 @@ static int check_part(const job *j, const char *part) {
         if (strcmp(rows[k].build, this_build(part)) != 0)
             return complain(path_of(part), "has rows of another build; keep new ones elsewhere with --rows");
         if (strcmp(rows[k].world, j->w->name) == 0 && rows[k].checksum != job_checksum(j))
-            return complain(path_of(part), "has rows of another text; keep new ones elsewhere with --rows");
+            return complain(path_of(part), "has rows of other data; keep new ones elsewhere with --rows");
     }
     return 0;
 }
@@ -796,14 +796,14 @@ enum { N_BLOCKS = sizeof blocks / sizeof blocks[0], OWN_BLOCKS = N_BLOCKS - 1 };
 /* The claim on natural data beside a primary claim of planted worlds: the paper's primary one, or
    if that has not been run, its first that has. */
 static int natural_claim(const judgement *g, int primary) {
-    int found = -1;
+    int first = -1;
     for (int c = 0; c < N_CLAIMS; c++) {
         if (strcmp(claims[c].paper, claims[primary].paper) != 0) continue;
         if (strcmp(find_world(claims[c].world)->part, "worlds") == 0) continue;
         if (claims[c].kind == PRIMARY && g[c].verdict != NOT_RUN) return c;
-        if (found < 0 || (g[found].verdict == NOT_RUN && g[c].verdict != NOT_RUN)) found = c;
+        if (first < 0 || (g[first].verdict == NOT_RUN && g[c].verdict != NOT_RUN)) first = c;
     }
-    return found;
+    return first;
 }
 
 /* The primary claims: what each paper says first, in planted worlds and in natural data. */
