@@ -1767,8 +1767,10 @@ static uint64_t test_scene(scene *s) {
     stage *g;
     int r, step, rare, good = 1;
     turn++;
-    /* few scenes have loss_load, which alone reads the noise of other ranks' tokens, or cutoffs */
-    rare = s->config.router.loss_load > 0 || s->config.router.select == MOE_SELECT_EXPERT_THRESHOLD;
+    /* few scenes have loss_load, which alone reads the noise of other ranks' tokens, cutoffs, or
+       jitter that is drawn for each rank's tokens alone */
+    rare = s->config.router.loss_load > 0 || s->config.router.select == MOE_SELECT_EXPERT_THRESHOLD ||
+           (s->config.router.select == MOE_SELECT_SOFT && s->config.router.input == MOE_INPUT_JITTER);
     if (quick && turn % 6 != 0 && !rare) return 0;
     if (s->config.router.select == MOE_SELECT_SOFT) s->with &= ~(unsigned)(WITH_GIVEN | WITH_LAST);
     s->local_routing = local_routing_now;
