@@ -209,9 +209,8 @@
    only one on machines without vector kernels. On x86 (gcc, clang, MSVC) no compiler switch is
    needed: the kernels carry their own target attributes. NEON and WebAssembly SIMD are compiled in
    when the compiler may use them (gcc and clang: always on 64-bit Arm, otherwise with -mfpu=neon or
-   -msimd128); on 64-bit Linux the processor is queried for sdot and i8mm. moe_kernels_select
-   returns NULL for a table that is not available. moe_matmul does nothing when the orientation or
-   the type is invalid; an invalid activation acts as the identity.
+   -msimd128); on 64-bit Linux the processor is queried for sdot and i8mm. moe_matmul does nothing
+   when the orientation or the type is invalid; an invalid activation acts as the identity.
 
    Order of summation. c = accumulate ? c : 0; then, for each block of 256 along the inner dimension
    in ascending order, c += the block's sum, which starts from 0 and adds its terms in ascending
@@ -1703,14 +1702,16 @@ MOEI_TOOL moe_status moei_error(moe_error *error, moe_status code, const char *f
 #include <arm_neon.h>
 #if defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
 #define MOEI_DOTPROD
+#define MOEI_ARCH
 #elif defined(__aarch64__) && defined(__linux__) && ((defined(__clang__) && __clang_major__ >= 16) || \
     (!defined(__clang__) && __GNUC__ >= 8))
-#define MOEI_DOTPROD __attribute__((target("arch=armv8.2-a+dotprod")))
+#define MOEI_ARCH "arch=armv8.2-a+dotprod"
+#define MOEI_DOTPROD __attribute__((target(MOEI_ARCH)))
 #endif
 #if defined(MOEI_DOTPROD) && defined(__ARM_FEATURE_MATMUL_INT8)
 #define MOEI_I8MM
-#elif defined(MOEI_DOTPROD) && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 10)
-#define MOEI_I8MM __attribute__((target("arch=armv8.2-a+dotprod+i8mm")))
+#elif defined(MOEI_DOTPROD) && defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 16 : __GNUC__ >= 10)
+#define MOEI_I8MM __attribute__((target(MOEI_ARCH "+i8mm")))
 #endif
 #elif defined(__wasm_simd128__)
 #define MOEI_HAVE_V4 1
@@ -6189,10 +6190,9 @@ static float moei_exp_sum_v4(size_t n, float max, float *y) {
 
 /* ---- packed weights in vectors of four ----
 
-   Eight outputs at a time: a line is two vectors of 16 bytes, of four outputs each. With sdot the
-   four products of an output are added to its 32-bit sum directly, otherwise as two pairs, which
-   are added at the end. Without i8mm the offset of int8 weights is removed when they are loaded,
-   so their sums start from 0. */
+   Eight outputs at a time: a line is two vectors of four outputs each. With sdot the four products
+   of an output are added to its 32-bit sum directly, else as two pairs, which are added at the end.
+   Without i8mm the offset of int8 weights is removed when they are loaded, so sums start from 0. */
 
 #if defined(MOEI_V4_IEEE)
 
@@ -6405,10 +6405,8 @@ MOEI_INLINE void moei_finish_v4(float *c, moei_v4_int sum, moei_v4 w_scale, cons
     moei_v16 z0 = x0, z1 = x0; \
     moei_v16 z2 = x0, z3 = x0; \
     MOEI_QUANT_ROWS(MOEI_QUANT_LOAD) \
-    MOEI_QUANT_LINE(DOT, 0) \
-    MOEI_QUANT_LINE(DOT, 1) \
-    MOEI_QUANT_LINE(DOT, 2) \
-    MOEI_QUANT_LINE(DOT, 3)
+    MOEI_QUANT_LINE(DOT, 0) MOEI_QUANT_LINE(DOT, 1) \
+    MOEI_QUANT_LINE(DOT, 2) MOEI_QUANT_LINE(DOT, 3)
 #define MOEI_QUANT_START(SUMS, ZERO) \
     SUMS s00 = ZERO, s01 = s00; \
     SUMS s10 = s00, s11 = s00; \
@@ -6478,16 +6476,15 @@ MOEI_INLINE int32x4_t moei_pair_start(const unsigned char *start, size_t row) {
     }
 #define MOEI_PAIR_STEPS(n, at) \
     MOEI_PAIR_STEP(n, 0, at) MOEI_PAIR_STEP(n, 1, at) MOEI_PAIR_STEP(n, 2, at) MOEI_PAIR_STEP(n, 3, at)
-#define MOEI_PAIR_WEIGHTS(i, zip, at) \
-    const uint8x16_t v##i = vreinterpretq_u8_s32(MOEI_ZIP(zip, 32, w + at, w + at + MOEI_LINE)); \
+#define MOEI_PAIR_WEIGHTS(i, zip, p) \
+    const uint8x16_t v##i = vreinterpretq_u8_s32(MOEI_ZIP(zip, 32, p, p + MOEI_LINE)); \
     uint8x16_t y##i = q4 ? vandq_u8(v##i, vdupq_n_u8(15)) : v##i;
-/* Half n of 16 elements of the rows. */
+/* Half n of 16 elements. */
 #define MOEI_PAIR_LINES(n) \
     { \
-        MOEI_PAIR_WEIGHTS(0, 1, (n - 1) * 2 * MOEI_LINE) \
-        MOEI_PAIR_WEIGHTS(1, 2, (n - 1) * 2 * MOEI_LINE) \
-        MOEI_PAIR_WEIGHTS(2, 1, (n - 1) * 2 * MOEI_LINE + 16) \
-        MOEI_PAIR_WEIGHTS(3, 2, (n - 1) * 2 * MOEI_LINE + 16) \
+        const unsigned char *two = w + (n - 1) * 2 * MOEI_LINE; \
+        MOEI_PAIR_WEIGHTS(0, 1, two) MOEI_PAIR_WEIGHTS(1, 2, two) \
+        MOEI_PAIR_WEIGHTS(2, 1, two + 16) MOEI_PAIR_WEIGHTS(3, 2, two + 16) \
         MOEI_PAIR_STEPS(n, 0) \
         if (q4) { \
             y0 = vshrq_n_u8(v0, 4); \
@@ -6510,14 +6507,20 @@ MOEI_QUANT_TILE_V4(v4_mm, MOEI_I8MM, MOEI_QUANT_ROWS(MOEI_PAIR_START), MOEI_PAIR
 
 MOEI_I8MM static void moei_quant_rows_v4_mm(int q4, size_t rows, const moei_quant_tile *t) {
     const size_t skip = (rows - 1) * t->row_size;
-    moei_quant_tile last = *t;
+    moei_quant_tile last;
     size_t side;
+    if (rows == 1) {
+        moei_quant_rows_v4_dot(q4, 1, t);
+        return;
+    }
     MOEI_SIDES(v4_mm, rows / 2)
+    if (rows % 2 == 0) return;
+    last = *t;
     last.a += skip;
     last.start += skip;
     last.scale += skip;
     last.c[0] += (rows - 1) * t->ldc[0];
-    if (rows % 2 != 0) moei_quant_rows_v4_dot(q4, 1, &last);
+    moei_quant_rows_v4_dot(q4, 1, &last);
 }
 
 static void moei_unpacked_v4_mm(const moei_code_panels *p) { moei_code_tiles(8, moei_quant_rows_v4_mm, p); }

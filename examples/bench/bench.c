@@ -216,7 +216,7 @@ static int read_row(const char *line, row *r) {
     if (!next_field(&line, ',', field, sizeof field)) return 0;
     r->steps = atoi(field);
     if (!next_field(&line, ',', field, sizeof field) || !read_outcomes(field, &r->f) ||
-        !next_field(&line, ',', r->f.lists, sizeof r->f.lists) || 
+        !next_field(&line, ',', r->f.lists, sizeof r->f.lists) ||
         !next_field(&line, ',', r->version, sizeof r->version) ||
         !next_field(&line, ',', r->commit, sizeof r->commit) || !next_field(&line, ',', field, 32) ||
         !next_field(&line, ',', compiler, sizeof compiler) || !next_field(&line, ',', kernels, sizeof kernels) ||
