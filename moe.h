@@ -403,7 +403,7 @@ typedef struct moe_arena {
 /* An allocator that takes from arena, which must outlive all its users. */
 MOE_API moe_allocator moe_arena_allocator(moe_arena *arena);
 
-/* ---- streams --------------------------------------------------------------------------------- */
+/* ---- streams ---- */
 
 /* A source or destination of bytes. read fills up to size bytes and stores how many in *got (0 at
    the end); write takes all size bytes; sync makes what was written survive a loss of power, and is
@@ -470,7 +470,7 @@ typedef struct moe_tensor {
     moe_real *gradient;  /* [count], or NULL */
 } moe_tensor;
 
-/* ---- safetensors ----------------------------------------------------------------------------- */
+/* ---- safetensors ---- */
 
 /* Element types of the format. */
 enum {
@@ -1774,7 +1774,7 @@ MOE_API moe_status moe_infer_choices(const moe_model *model, size_t mixture, con
 #endif
 #endif
 
-/* ---- memory ---------------------------------------------------------------------------------- */
+/* ---- memory ---- */
 
 #if defined(__linux__) && !defined(MOE_NO_MALLOC)
 #include <sys/mman.h>
@@ -1878,7 +1878,7 @@ moe_allocator moe_arena_allocator(moe_arena *arena) {
     return a;
 }
 
-/* ---- buffers --------------------------------------------------------------------------------- */
+/* ---- buffers ---- */
 
 static moe_status moei_buffer_resize(moe_buffer *b, size_t capacity) {
     unsigned char *p;
@@ -1929,7 +1929,7 @@ void moe_buffer_free(moe_buffer *buffer) {
     buffer->size = buffer->capacity = 0;
 }
 
-/* ---- files by stdio -------------------------------------------------------------------------- */
+/* ---- files by stdio ---- */
 
 #ifndef MOE_NO_STDIO
 #include <errno.h>
@@ -2498,7 +2498,7 @@ static moe_status moei_file_metadata_object(moei_json *j, moe_file *file, size_t
     return MOE_OK;
 }
 
-/* ---- safetensors: names ---------------------------------------------------------------------- */
+/* ---- safetensors: names ---- */
 
 static uint64_t moei_file_mix(uint64_t x) {
     x = (x ^ x >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
@@ -2630,7 +2630,7 @@ static int moei_names_find(moei_names *w, const char *text, moei_span *name) {
     return 0;
 }
 
-/* ---- safetensors: reading -------------------------------------------------------------------- */
+/* ---- safetensors: reading ---- */
 
 /* Whether the tensors cover the data exactly, in whatever order the header lists them, without
    sorting. Take each as a step from its begin to its end. If the begins together with the end of
@@ -2939,7 +2939,7 @@ moe_status moe_file_limit(const moe_file *file, const moe_limits *limits, moe_er
     return MOE_OK;
 }
 
-/* ---- safetensors: values --------------------------------------------------------------------- */
+/* ---- safetensors: values ---- */
 
 static int moei_dtype_is_signed(int dtype) { return dtype >= MOE_DTYPE_I64 && dtype <= MOE_DTYPE_I8; }
 
@@ -3147,7 +3147,7 @@ MOEI_TOOL int moei_array_append(const moe_allocator *a, char **list, const char 
 #pragma warning(pop)
 #endif
 
-/* ---- safetensors: writing -------------------------------------------------------------------- */
+/* ---- safetensors: writing ---- */
 
 /* The header under construction; after a failed allocation nothing more is added. */
 typedef struct moei_header {
@@ -4911,7 +4911,7 @@ static void (*const moei_expert_runs[])(const moei_task *task, size_t e,
                                         moei_expert_run *run) = {moei_scored_run, moei_chosen_run, moei_shared_run,
                                                                  moei_latent_run};
 
-/* ---- the phases of a forward pass ------------------------------------------------------------ */
+/* ---- the phases of a forward pass ---- */
 
 /* Columns from .. to of the input rows of an expert: its tokens, times the weight on the input;
    soft mixes them. */
@@ -4990,7 +4990,7 @@ static void moei_added_columns(const moei_task *task, const moei_expert_run *run
     }
 }
 
-/* ---- the phases of a backward pass ----------------------------------------------------------- */
+/* ---- the phases of a backward pass ---- */
 
 #ifndef MOE_NO_TRAIN
 
@@ -5089,7 +5089,7 @@ static void moei_weights_backward(const moei_task *task, const moei_expert_run *
 
 #endif
 
-/* ---- the phases in their order --------------------------------------------------------------- */
+/* ---- the phases in their order ---- */
 
 /* A call runs phase by phase, and every task of a phase ends before the next phase begins. Columns
    are divided among the tasks, not experts: every task has the same work whatever the load of the
@@ -5847,7 +5847,7 @@ moe_status moe_layer_quantize(moe_layer *layer, int type, void *memory, size_t s
 
 /* ==== >>code_network ========================================================================== */
 
-/* ---- lists: of stb_ds, or resized to the exact length in builds without training ------------- */
+/* ---- lists: of stb_ds, or resized to the exact length in builds without training ---- */
 
 #ifndef MOE_NO_TRAIN
 #define MOEI_ARRAY_ADD(list, count, item) ((list)[moei_array_header(list)->length++] = (item), (count)++)
@@ -5891,7 +5891,7 @@ static moei_tokens moei_tokens_alone(size_t n) {
     return s;
 }
 
-/* ---- kinds of modules as data ---------------------------------------------------------------- */
+/* ---- kinds of modules as data ---- */
 
 #define MOEI_M moe_module
 #define MOEI_A moe_attention_config
@@ -5999,7 +5999,7 @@ MOEI_TOOL void *moei_module_settings(const moe_module *m) {
     return m->kind == MOE_MODULE_ATTENTION ? (void *)&m->attention : (void *)m;
 }
 
-/* ---- building -------------------------------------------------------------------------------- */
+/* ---- building ---- */
 
 moe_status moe_net_init(moe_net *net, int d_in, int kernels, const moe_allocator *allocator) {
     if (net == NULL) return MOE_ERR_ARGUMENT;
@@ -6792,7 +6792,7 @@ size_t moe_net_parameter_count(const moe_net *net, size_t *used_per_token) {
     return count;
 }
 
-/* ---- forward --------------------------------------------------------------------------------- */
+/* ---- forward ---- */
 
 /* What the forward pass of one module leaves behind. */
 struct moe_module_pass {
@@ -7381,7 +7381,7 @@ static moei_room moei_run_room(const moei_run *r) {
     return moei_room_layout(r->net, r->m, &e, &l);
 }
 
-/* ---- products with a module's matrices: tensors, or where they lie in other programs' files -- */
+/* ---- products with a module's matrices: tensors, or where they lie in other programs' files ---- */
 
 /* out [n,o] = in [n,i] times a packed matrix [o,i]. */
 static void moei_packed_module(const moei_run *r, const void *packed, size_t n, size_t i, size_t o, const moe_real *in,
@@ -7519,7 +7519,7 @@ static moe_status moei_dropout_forward(const moei_run *r) {
     return MOE_OK;
 }
 
-/* ---- attention ------------------------------------------------------------------------------- */
+/* ---- attention ---- */
 
 /* The next run of real tokens at or after *start and before `to`; 0: none. Products leave padding
    out, because its values times 0 need not be 0. */
@@ -7810,7 +7810,7 @@ static moe_status moei_attention_forward(const moei_run *r) {
     return status;
 }
 
-/* ---- convolution ----------------------------------------------------------------------------- */
+/* ---- convolution ---- */
 
 static moei_convolve moei_convolve_of(const moei_run *r, size_t from, const moe_real *state) {
     moei_convolve v;
@@ -7861,7 +7861,7 @@ static moe_status moei_convolution_forward(const moei_run *r) {
     return MOE_OK;
 }
 
-/* ---- modules that are layers ----------------------------------------------------------------- */
+/* ---- modules that are layers ---- */
 
 /* The call has no inputs of routers and no mask: padding is processed like any row. */
 static moe_status moei_feed_forward_forward(const moei_run *r) {
@@ -8569,7 +8569,7 @@ static moe_status moei_net_decodes(const moe_net *net, moe_error *error) {
     return MOE_OK;
 }
 
-/* ---- decoding -------------------------------------------------------------------------------- */
+/* ---- decoding ---- */
 
 static void moei_attention_cache(const moe_net *net, const moe_module *m, size_t most, moei_layout *l,
                                  struct moe_module_pass *p) {
@@ -8709,7 +8709,7 @@ const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pass *pass,
     return &pass->modules[i].layer->routing;
 }
 
-/* ---- sampling -------------------------------------------------------------------------------- */
+/* ---- sampling ---- */
 
 #define MOEI_S moe_sampling
 
@@ -8766,7 +8766,7 @@ moe_status moe_sample(const moe_sampling *how, size_t n, const moe_real *logits,
     return MOE_OK;
 }
 
-/* ---- backward -------------------------------------------------------------------------------- */
+/* ---- backward ---- */
 
 #ifndef MOE_NO_TRAIN
 
@@ -8867,7 +8867,7 @@ static void moei_net_zero_gradients(moe_net *net) {
 
 /* ==== >>code_training ========================================================================= */
 
-/* ---- losses ---------------------------------------------------------------------------------- */
+/* ---- losses ---- */
 
 static size_t moei_count_labeled(size_t n, const int32_t *labels) {
     size_t t, count = 0;
@@ -9001,7 +9001,7 @@ static moe_real moei_criterion(int criterion, const moe_net *net, const moe_data
     return moei_squared_error(data->n, width, counted, y, data->targets, dy);
 }
 
-/* ---- data ------------------------------------------------------------------------------------ */
+/* ---- data ---- */
 
 static moe_status moei_reals_check(const char *name, const moe_real *v, size_t n, size_t width, moe_error *error) {
     size_t t, j;
@@ -9187,7 +9187,7 @@ static moe_call moei_data_call(const moe_data *data, int32_t *sequences) {
     return call;
 }
 
-/* ---- evaluation ------------------------------------------------------------------------------ */
+/* ---- evaluation ---- */
 
 /* This process's part of n samples, which are divided in whole units. */
 static moei_tokens moei_tokens_split(const struct moe_transport *t, size_t n, size_t unit, size_t *own) {
@@ -9423,7 +9423,7 @@ moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion,
     return status;
 }
 
-/* ---- the trainer ----------------------------------------------------------------------------- */
+/* ---- the trainer ---- */
 
 static const char *const moei_optimizer_names[] = {"adamw", "sgd", NULL};
 static const char *const moei_schedule_names[] = {"cosine", "linear", NULL};
@@ -10163,7 +10163,7 @@ static moe_net moei_layer_list(const moe_layer *layer, moe_tensor tensors[MOE_LA
     return list;
 }
 
-/* ---- writing the configuration --------------------------------------------------------------- */
+/* ---- writing the configuration ---- */
 
 #ifndef MOE_NO_TRAIN
 
@@ -10234,7 +10234,7 @@ static moe_status moei_config_end(moei_config_text *c, moe_error *error) {
                : moei_error(error, c->status, "the configuration's text: %s", moe_status_text(c->status));
 }
 
-/* ---- writing the tensors: the first process writes and fetches the others' experts ----------- */
+/* ---- writing the tensors: the first process writes and fetches the others' experts ---- */
 
 #ifndef MOEI_PIECE
 #define MOEI_PIECE 65536 /* numbers */
@@ -10490,7 +10490,7 @@ moe_status moe_layer_save(const moe_layer *layer, const char *path, moe_error *e
 #endif
 #endif /* MOE_NO_TRAIN */
 
-/* ---- reading the configuration: a pull parser without recursion ------------------------------ */
+/* ---- reading the configuration: a pull parser without recursion ---- */
 
 enum { MOEI_CONFIG_FIELDS = 192 };
 
@@ -10742,7 +10742,7 @@ static moe_status moei_config_read(const moe_file *file, const moei_net_options 
     return status;
 }
 
-/* ---- reading the tensors --------------------------------------------------------------------- */
+/* ---- reading the tensors ---- */
 
 /* Whether a tensor of a file belongs to a trainer, not to the network. */
 static int moei_is_of_trainer(const moe_file_tensor *t) {
@@ -10826,7 +10826,7 @@ static moe_status moei_file_match(const moe_net *net, moe_file *file, moe_error 
     return status;
 }
 
-/* ---- a file's bytes: in memory, or, with several processes, those that this one needs -------- */
+/* ---- a file's bytes: in memory, or, with several processes, those that this one needs ---- */
 
 static uint64_t moei_hash(uint64_t hash, const void *bytes, size_t n) {
     const unsigned char *p = (const unsigned char *)bytes;
@@ -11227,7 +11227,7 @@ static moei_checkpoint moei_checkpoint_of(const moe_trainer *trainer) {
     return c;
 }
 
-/* ---- writing --------------------------------------------------------------------------------- */
+/* ---- writing ---- */
 
 static void moei_checkpoint_put(const moei_checkpoint *c, char out[MOEI_CHECKPOINT_TEXT]) {
     moei_text t = moei_text_begin(out, MOEI_CHECKPOINT_TEXT);
@@ -11291,7 +11291,7 @@ moe_status moe_trainer_write(const moe_trainer *trainer, moe_stream *stream, moe
     return moei_checkpoint_write(trainer, &c, stream, moei_trainer_between_steps(trainer, error), error);
 }
 
-/* ---- reading --------------------------------------------------------------------------------- */
+/* ---- reading ---- */
 
 static moe_status moei_checkpoint_parse(const char *text, moei_checkpoint *c, moe_error *error) {
     const char *p = text;

@@ -89,7 +89,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* ---- version --------------------------------------------------------------------------------- */
+/* ---- version ---- */
 
 /* The version of these headers, as numbers and as text; moe_version() is that of the compiled
    code. */
@@ -98,7 +98,7 @@
 #define MOE_VERSION_PATCH 0
 #define MOE_VERSION "0.2.0"
 
-/* ---- options that shape the declarations ----------------------------------------------------- */
+/* ---- options that shape the declarations ---- */
 
 #ifndef MOE_REAL
 #define MOE_REAL float
@@ -381,7 +381,7 @@ static const unsigned char *const moei_match MOEI_MATCH_KEPT = &MOEI_MATCH;
 #endif
 #endif
 
-/* ---- status codes ---------------------------------------------------------------------------- */
+/* ---- status codes ---- */
 
 /* Every call that can fail returns one of these; 0 is success, the rest are negative. */
 typedef int moe_status;
@@ -425,7 +425,7 @@ typedef struct moe_error {
 } moe_error;
 
 #ifndef MOE_NO_FLOAT
-/* ---- the machine ----------------------------------------------------------------------------- */
+/* ---- the machine ---- */
 
 /* Bits of moe_cpu_features. A bit is set only when the processor has the feature and the operating
    system saves its registers. */
@@ -446,7 +446,7 @@ enum {
    processor on every call (slow in virtual machines: keep the result). Thread-safe. */
 MOE_API unsigned moe_cpu_features(void);
 
-/* ---- threads --------------------------------------------------------------------------------- */
+/* ---- threads ---- */
 
 /* How the caller runs tasks on several threads; the library creates no threads of its own. {0}: one
    thread. */
@@ -461,7 +461,7 @@ typedef struct moe_parallel {
     void (*run)(void *ctx, void (*task)(void *work, int index), void *work, int count);
 } moe_parallel;
 
-/* ---- kernel tables --------------------------------------------------------------------------- */
+/* ---- kernel tables ---- */
 
 /* Instruction sets that can have a table. 0 selects the best one that is compiled in and that the
    machine supports. */
@@ -595,7 +595,7 @@ MOE_API const moe_kernels *moe_kernels_select(int want);
    an unknown number. */
 MOE_API const char *moe_kernels_name(int id);
 
-/* ---- operations: k is a table, NULL means plain C; n may be 0; thread-safe ------------------ */
+/* ---- operations: k is a table, NULL means plain C; n may be 0; thread-safe ---- */
 
 /* C (+)= A . B in orientation op with B stored as type; see moe_matmul_fn. */
 MOE_API void moe_matmul(const moe_kernels *k, int op, int type, size_t m, size_t n, size_t inner, const moe_real *a,
@@ -683,7 +683,7 @@ MOE_API size_t moe_top_k(size_t n, const moe_real *score, size_t k, int32_t *ind
 /* 1 if x is neither infinite nor NaN. Tests the bits, so it also works under -ffast-math. */
 MOE_API int moe_is_finite(moe_real x);
 
-/* ---- packed weights -------------------------------------------------------------------------- */
+/* ---- packed weights ---- */
 
 /* The weights W[n,k] of a linear map y = x W^T, re-ordered once so that a kernel reads them in one
    stream: in panels of 16 outputs (rows of W), the last one padded with zeros. Consecutive panels
@@ -756,7 +756,7 @@ MOE_API void moe_matmul_quantized(const moe_kernels *k, int type, size_t m, size
                                   const void *packed, size_t stride, moe_real *c, size_t ldc);
 #endif
 
-/* ---- weights that lie in other programs' files ----------------------------------------------- */
+/* ---- weights that lie in other programs' files ---- */
 
 /* A matrix W [n,k] whose rows are blocks of another program's type, read where they lie: in a
    mapped file, at any alignment. Nothing is copied. The types are constants of an extra
@@ -812,7 +812,7 @@ MOE_API size_t moe_external_work_size(const moe_external *w, size_t m, size_t in
 MOE_API void moe_matmul_external(const moe_kernels *k, const moe_external *w, size_t first, size_t m, size_t n,
                                  size_t inner, const moe_real *x, size_t ldx, void *work, moe_real *c, size_t ldc);
 
-/* ---- random numbers -------------------------------------------------------------------------- */
+/* ---- random numbers ---- */
 
 /* splitmix64 (Steele, Lea, Flood 2014, Fast splittable pseudorandom number generators): 64 bits of
    explicit state, period 2^64, the same stream on every machine. Saving the struct saves the
@@ -835,7 +835,7 @@ MOE_API moe_real moe_rng_uniform(moe_rng *rng);
 MOE_API moe_real moe_rng_normal(moe_rng *rng);
 #endif /* MOE_NO_FLOAT */
 
-/* ---- integer models without floating point --------------------------------------------------- */
+/* ---- integer models without floating point ---- */
 
 /* Everything here is exact: the same results on every machine. >> on a negative number rounds down
    (an arithmetic shift, as in every supported compiler), clamp(v) limits v to a shape's low and
@@ -1015,7 +1015,7 @@ MOEI_TOOL const void *moei_memchr(const void *s, int c, size_t n) {
 
 MOEI_TOOL size_t moei_smaller(size_t a, size_t b) { return a < b ? a : b; }
 
-/* ---- sizes: checked products and sums of sizes from a caller or a file; 0 on overflow -------- */
+/* ---- sizes: checked products and sums of sizes from a caller or a file; 0 on overflow ---- */
 
 MOEI_TOOL int moei_mul(size_t a, size_t b, size_t *out) {
     /* no division if both fit in half the bits */
@@ -1114,7 +1114,7 @@ MOEI_TOOL int moei_fit_int32(size_t a, size_t b) {
 #ifdef MOE_NO_LIBM
 /* used only if the compiler reports that fma is fast: see MOEI_ADD_TO */
 #define moei_fallback_fma(a, b, c) __builtin_fmaf(a, b, c)
-/* ---- libm fallback; accuracy: see the top of this file --------- */
+/* ---- libm fallback; accuracy: see the top of this file ---- */
 
 MOEI_TOOL uint32_t moei_float_bits(float x) {
     uint32_t bits;
@@ -1343,7 +1343,7 @@ MOEI_TOOL double moei_fallback64_cos(double x) { return moei_fallback64_cosine(x
 MOEI_TOOL double moei_fallback64_sin(double x) { return moei_fallback64_cosine(x, 1); }
 #endif /* MOE_NO_LIBM */
 
-/* ---- layout: one function lays out an object's memory; with base NULL it only counts --------- */
+/* ---- layout: one function lays out an object's memory; with base NULL it only counts ---- */
 
 enum { MOEI_ALIGN = 16 };
 
@@ -1380,7 +1380,7 @@ MOEI_TOOL moe_real *moei_take_reals(moei_layout *l, size_t rows, size_t columns)
     return (moe_real *)moei_take(l, count, sizeof(moe_real));
 }
 
-/* ---- text: messages and numbers without stdio and without the locale ------------------------- */
+/* ---- text: messages and numbers without stdio and without the locale ---- */
 
 typedef struct moei_text {
     char *out; /* always terminated when room > 0 */
@@ -3169,7 +3169,7 @@ MOEI_AVX2 static void moei_axpy_avx2(size_t n, float alpha, const float *x, floa
     }
 }
 
-/* ---- exp and activations: relative error below 3 epsilon, gelu 4 (tests/unit/kernels.c) ------ */
+/* ---- exp and activations: relative error below 3 epsilon, gelu 4 (tests/unit/kernels.c) ---- */
 
 /* x = n log 2 + r with |r| <= log(2) / 2. Returns exp(r) - 1 by a polynomial fitted to relative
    error 3e-9. */
@@ -3861,7 +3861,7 @@ MOEI_NT_ENTRY(avx512)
 MOEI_MATMUL_ENTRY(nn, avx512, MOE_MATMUL_NN)
 MOEI_MATMUL_ENTRY(tn, avx512, MOE_MATMUL_TN)
 
-/* ---- silu and softmax in vectors of 16; other activations use AVX2 --------------------------- */
+/* ---- silu and softmax in vectors of 16; other activations use AVX2 ---- */
 
 /* As moei_exp_avx2; scalef rounds subnormal results once. */
 MOEI_AVX512 MOEI_INLINE __m512 moei_exp_512(__m512 x) {
@@ -5899,7 +5899,7 @@ static void moei_multiply_v4(size_t n, const float *a, const float *b, float *y)
 
 #ifdef MOEI_V4_IEEE
 
-/* ---- exp and functions based on it; the formulas are AVX2's ---------------------------------- */
+/* ---- exp and functions based on it; the formulas are AVX2's ---- */
 
 /* q = q x + c with a constant c. */
 #define MOEI_NEXT(q, x, c) q = moei_v4_mul_add(q, x, moei_v4_splat(c))

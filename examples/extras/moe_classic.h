@@ -124,7 +124,7 @@
 extern "C" {
 #endif
 
-/* ---- >>losses of the classical mixture, over plain arrays ------------------------------------ */
+/* ---- >>losses of the classical mixture, over plain arrays ---- */
 
 /* Sets *loss to the mean over samples of the criterion (MOE_CRITERION_), where
    l_i = -log softmax(o_i)[label] and s_i = sum_j (o_ij - target_j)^2 / 2:
@@ -162,7 +162,7 @@ MOE_API moe_status moe_mixture_answer(int criterion, const moe_mixture *mixture,
    constant and never freed. */
 MOE_API const moe_mixture_losses *moe_classic_losses(void);
 
-/* ---- >>hierarchical mixtures of experts ------------------------------------------------------ */
+/* ---- >>hierarchical mixtures of experts ---- */
 
 /* What an expert of a hierarchical mixture predicts: numbers, or a class. */
 enum { MOE_HME_GAUSSIAN = 0, MOE_HME_SOFTMAX, MOE_HME_COUNT };
@@ -243,7 +243,7 @@ MOE_API moe_status moe_hme_em(moe_hme *hme, const moe_data *data, double *h, dou
 MOE_API moe_status moe_hme_gradient(moe_hme *hme, const moe_data *data, moe_real rate, double *h,
                                     double *log_likelihood, moe_error *error);
 
-/* ---- >>modular networks ---------------------------------------------------------------------- */
+/* ---- >>modular networks ---- */
 
 /* A modular network (Kirsch, Kunze, Barber 2018): the gate of every MoE layer chooses one of its
    modules for each sample, the choices are latent, and training is hard EM. Every MoE layer of the
@@ -290,7 +290,7 @@ MOE_API void moe_modular_free(moe_modular *modular);
 MOE_API moe_status moe_modular_step(moe_modular *modular, const moe_data *batch, int draws, int m_steps,
                                     int32_t *choices, moe_modular_step_result *result, moe_error *error);
 
-/* ---- >>consistency of two passes ------------------------------------------------------------- */
+/* ---- >>consistency of two passes ---- */
 
 /* Mean over n rows of (KL(p || q) + KL(q || p)) / 2 with p = softmax(a) and q = softmax(b), a and b
    [n,classes]: how far two passes with different random choices disagree (Zuo et al. 2022). da and
@@ -352,7 +352,7 @@ static moe_status moei_wanted_check(int squared, const int32_t *labels, const mo
     return MOE_OK;
 }
 
-/* ---- losses ---------------------------------------------------------------------------------- */
+/* ---- losses ---- */
 
 /* How the loss l of one output (cross-entropy, or half the squared error) becomes that of a
    mixture:
@@ -598,7 +598,7 @@ const moe_mixture_losses *moe_classic_losses(void) {
     return &losses;
 }
 
-/* ---- hierarchical mixtures ------------------------------------------------------------------- */
+/* ---- hierarchical mixtures ---- */
 
 static const char *const moei_hme_names[] = {"gaussian", "softmax", NULL};
 
@@ -854,7 +854,7 @@ moe_status moe_hme_posteriors(const moe_hme *hme, const moe_data *data, double *
     return status;
 }
 
-/* ---- hierarchical mixtures: training --------------------------------------------------------- */
+/* ---- hierarchical mixtures: training ---- */
 
 /* A gate or an expert, fitted on its own, weighted by posteriors. Part 0 is the top gate; the
    groups' gates follow, then the experts. */
@@ -1090,7 +1090,7 @@ moe_status moe_hme_gradient(moe_hme *hme, const moe_data *data, moe_real rate, d
     return MOE_OK;
 }
 
-/* ---- modular networks ------------------------------------------------------------------------ */
+/* ---- modular networks ---- */
 
 static moe_status moei_modular_layout(moe_modular *m, moei_layout *l) {
     const moe_net *net = m->trainer->net;
@@ -1281,7 +1281,7 @@ moe_status moe_modular_step(moe_modular *modular, const moe_data *batch, int dra
     return status;
 }
 
-/* ---- consistency of two passes --------------------------------------------------------------- */
+/* ---- consistency of two passes ---- */
 
 /* With l = ln p - ln q the loss is sum (p - q) l / 2. Its derivative by a_j is
    (p_j (l_j - sum p l) + p_j - q_j) / 2, that by b_j the same with p and q exchanged. */

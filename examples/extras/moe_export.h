@@ -209,7 +209,7 @@ extern "C" {
 
 #ifndef MOE_NO_TRAIN
 
-/* ---- >>create: an inference model of a network ---------------------------------------------- */
+/* ---- >>create: an inference model of a network ---- */
 
 /* How a network becomes a model. {0} is a valid default: a float model. */
 typedef struct moe_model_config {
@@ -257,7 +257,7 @@ MOE_API moe_status moe_model_create(moe_built_model *built, const moe_net *net, 
 /* Frees what built owns and zeroes it. NULL and {0} are allowed. */
 MOE_API void moe_model_free(moe_built_model *built);
 
-/* ---- >>profile: what each operation costs and loses ----------------------------------------- */
+/* ---- >>profile: what each operation costs and loses ---- */
 
 /* An operation of a model, or with the name "route" the router of an MoE layer. */
 typedef struct moe_profile_row {
@@ -309,7 +309,7 @@ MOE_API moe_status moe_model_profile(moe_profile *profile, const moe_net *net, c
 /* Frees what profile owns and zeroes it. NULL and {0} are allowed. */
 MOE_API void moe_profile_free(moe_profile *profile);
 
-/* ---- >>print: the model as C ---------------------------------------------------------------- */
+/* ---- >>print: the model as C ---- */
 
 /* Writes a C header (C99, C++11) that holds the model as constants. name is a C identifier of at
    most MOE_NAME_SIZE - 17 characters, not reserved (_A) and no keyword of C or C++.
@@ -5380,7 +5380,7 @@ void moe_profile_free(moe_profile *profile) {
     memset(profile, 0, sizeof *profile);
 }
 
-/* ---- >>header: the model as C ---------------------------------------------------------------- */
+/* ---- >>header: the model as C ---- */
 
 /* Text that is being written to a stream. After a failure the rest is dropped. */
 typedef struct moei_printer {

@@ -107,7 +107,7 @@
 extern "C" {
 #endif
 
-/* ---- >>functions ----------------------------------------------------------------------------- */
+/* ---- >>functions ---- */
 
 enum { MOEI_MPI_TYPES = 8 };
 
@@ -201,7 +201,7 @@ static moe_status moei_mpi_check(moe_mpi *m, int result) {
     return moei_mpi_refuse(m, text);
 }
 
-/* ---- waiting --------------------------------------------------------------------------------- */
+/* ---- waiting ---- */
 
 /* What the other ranks are doing, as far as they have answered. */
 typedef struct moei_mpi_position {
@@ -331,7 +331,7 @@ static moe_status moei_mpi_finish(moe_mpi *m, int channel) {
     return status;
 }
 
-/* ---- counts and rows ------------------------------------------------------------------------- */
+/* ---- counts and rows ---- */
 
 static moe_status moei_mpi_counts(void *ctx, size_t n, const uint64_t *send, uint64_t *receive) {
     moe_mpi *m = (moe_mpi *)ctx;
@@ -427,7 +427,7 @@ static moe_status moei_mpi_rows(void *ctx, int stage, const moe_exchange *x) {
     return status;
 }
 
-/* ---- sums ------------------------------------------------------------------------------------ */
+/* ---- sums ---- */
 
 /* Room for n values, or NULL. */
 static moe_real *moei_mpi_room(moe_mpi *m, size_t n) {
@@ -515,7 +515,7 @@ static moe_status moei_mpi_sum(void *ctx, size_t n, moe_real *values) {
     return status;
 }
 
-/* ---- open and close -------------------------------------------------------------------------- */
+/* ---- open and close ---- */
 
 moe_status moe_mpi_open(moe_mpi *m, MPI_Comm comm, double timeout) {
     moe_status status;

@@ -192,7 +192,7 @@
 extern "C" {
 #endif
 
-/* ---- >>transport ----------------------------------------------------------------------------- */
+/* ---- >>transport ---- */
 
 /* The number of exchanges that may be in flight at a time, and the two stages of an exchange. */
 enum {
@@ -287,7 +287,7 @@ MOE_API moe_status moe_transport_agree(const moe_transport *transport, size_t n,
    begun; MOE_ERR_TRANSPORT. */
 MOE_API moe_status moe_transport_status(const moe_transport *transport, moe_status status);
 
-/* ---- >>files --------------------------------------------------------------------------------- */
+/* ---- >>files ---- */
 
 /* Part `rank` of n items: *count of them, from *first on. Parts are consecutive and their lengths
    differ by at most one. 0 <= rank < n_ranks. Thread-safe. */
@@ -333,7 +333,7 @@ void moe_rank_part(size_t n, int rank, int n_ranks, size_t *first, size_t *count
     moei_nth_part(n, rank > 0 ? (size_t)rank : 0, n_ranks > 0 ? (size_t)n_ranks : 1, first, count);
 }
 
-/* ---- collective calls on a few numbers ------------------------------------------------------- */
+/* ---- collective calls on a few numbers ---- */
 
 /* The largest count of numbers per rank in one all-gather; the transport's memory holds them. */
 enum { MOEI_WORDS = 8 };
@@ -438,7 +438,7 @@ static moe_status moei_tokens_of(const moe_transport *t, const uint64_t *numbers
     return MOE_OK;
 }
 
-/* ---- settings that all ranks must share ------------------------------------------------------ */
+/* ---- settings that all ranks must share ---- */
 
 /* The first difference between ranks. */
 typedef struct moei_difference {
@@ -585,7 +585,7 @@ static moe_status moei_ranks_layer_agree(const moe_layer_config *config, uint64_
     return status == MOE_OK ? status : moei_error(error, status, "the transport failed");
 }
 
-/* ---- a layer's call -------------------------------------------------------------------------- */
+/* ---- a layer's call ---- */
 
 /* Counts and offsets of the rows of one exchange, [R] each. */
 typedef struct moei_row_map {
@@ -652,7 +652,7 @@ static size_t moei_tokens_from(const moei_ranks *k, int rank) {
     return k->first_tokens[rank + 1] - k->first_tokens[rank];
 }
 
-/* ---- exchanges of rows ----------------------------------------------------------------------- */
+/* ---- exchanges of rows ---- */
 
 static int moei_is_off_machine(const moe_transport *t, int rank) {
     return rank / t->ranks_per_machine != t->rank / t->ranks_per_machine;
@@ -841,7 +841,7 @@ static moe_status moei_ranks_gather(void *ctx, moe_status status, size_t row_byt
     return status;
 }
 
-/* ---- workspace ------------------------------------------------------------------------------- */
+/* ---- workspace ---- */
 
 /* The local experts as a layer of their own. */
 static moe_layer moei_local_layer(const moe_layer *layer) {
@@ -1054,7 +1054,7 @@ static moe_status moei_ranks_size(const moe_layer *layer, size_t n, int training
     return MOE_OK;
 }
 
-/* ---- the dispatch plan of the local experts -------------------------------------------------- */
+/* ---- the dispatch plan of the local experts ---- */
 
 /* All-to-all of the number of rows per expert, or of a failure. */
 static moe_status moei_exchange_counts(const moe_layer *layer, const moe_layer_pass *p, moe_status status) {
@@ -1144,7 +1144,7 @@ static void moei_chunk_pass(moei_ranks *k, size_t chunk, moe_layer_pass *pass) {
     pass->routing.plan.offsets = k->chunk_offsets;
 }
 
-/* ---- dispatch and combine -------------------------------------------------------------------- */
+/* ---- dispatch and combine ---- */
 
 /* A round trip: rows are sent to the owning ranks, processed there, and the results are
    returned. */
@@ -1270,7 +1270,7 @@ static void moei_count_assignments(const moe_layer *layer, const moe_layer_pass 
     }
 }
 
-/* ---- scores that read experts ---------------------------------------------------------------- */
+/* ---- scores that read experts ---- */
 
 /* The map of the scored activations of expert e of every rank: from the owning rank, which computes
    them for all tokens, to the tokens' ranks. */
@@ -1330,7 +1330,7 @@ static moe_status moei_ranks_score(const moe_layer *layer, moe_layer_pass *p, co
     return status;
 }
 
-/* ---- forward --------------------------------------------------------------------------------- */
+/* ---- forward ---- */
 
 /* The words that ranks exchange at the start of a call. */
 enum {
@@ -1545,7 +1545,7 @@ static moe_status moei_ranks_forward(const moe_layer *layer, const moe_call *cal
     return moei_transport_failed(call, moei_ranks_pass(layer, call, y, work, work_size, pass));
 }
 
-/* ---- backward -------------------------------------------------------------------------------- */
+/* ---- backward ---- */
 
 #ifndef MOE_NO_TRAIN
 
@@ -1723,7 +1723,7 @@ static moe_status moei_ranks_observe(const moe_layer *layer, const moe_layer_pas
 
 #endif
 
-/* ---- networks -------------------------------------------------------------------------------- */
+/* ---- networks ---- */
 
 /* "module 3 (mixture): " */
 static const char *moei_module_where(const moe_net *net, size_t i, char out[64]) {
@@ -1814,7 +1814,7 @@ static moe_status moei_ranks_net_meet(const moe_net *net, const moe_call *call, 
     return moei_vote(t, moei_net_fits(net, call, &e, work_size), error);
 }
 
-/* ---- training -------------------------------------------------------------------------------- */
+/* ---- training ---- */
 
 #ifndef MOE_NO_TRAIN
 
@@ -1950,7 +1950,7 @@ static moe_status moei_ranks_reduce(const moe_trainer *trainer, moe_error *error
 
 #endif
 
-/* ---- files ----------------------------------------------------------------------------------- */
+/* ---- files ---- */
 
 #ifndef MOE_NO_TRAIN
 
@@ -2118,7 +2118,7 @@ moe_status moe_net_load_part(moe_net *net, const char *path, int trainable, int 
 
 #endif
 
-/* ---- the transport --------------------------------------------------------------------------- */
+/* ---- the transport ---- */
 
 static const struct moei_hooks moei_ranks_hooks = {
     moei_ranks_check,    moei_ranks_layer_agree, moei_ranks_size, moei_ranks_forward, moei_ranks_net_agree,

@@ -216,7 +216,7 @@ static int moei_smooth_is_norm(const moe_module *m) {
     return m->kind == MOE_MODULE_LAYER_NORM || m->kind == MOE_MODULE_RMS_NORM;
 }
 
-/* ---- the largest magnitudes ------------------------------------------------------------------ */
+/* ---- the largest magnitudes ---- */
 
 /* Raises most [n] to the magnitudes of x; NaN counts as infinite. */
 static void moei_smooth_include(moe_real *most, const moe_real *x, size_t rows, size_t n, size_t ld) {
@@ -295,7 +295,7 @@ static moe_status moei_smooth_measure(moei_smoothing *s, const moe_data *data, m
     return MOE_OK;
 }
 
-/* ---- scaling --------------------------------------------------------------------------------- */
+/* ---- scaling ---- */
 
 /* The smallest nonzero and the largest magnitude of each of n columns. */
 static void moei_smooth_extremes(const moe_real *w, size_t rows, size_t n, moe_real *least, moe_real *most) {
@@ -402,7 +402,7 @@ static size_t moei_smooth_experts(moei_smoothing *s, const moe_layer *layer, con
     return at;
 }
 
-/* ---- what reads a norm ----------------------------------------------------------------------- */
+/* ---- what reads a norm ---- */
 
 /* Adds a layer's tensor [..,n] to the readers, if the layer has it. */
 static void moei_smooth_parameter(moei_channels *c, const moe_layer *layer, int index) {
@@ -499,7 +499,7 @@ static void moei_smooth_net(moei_smoothing *s) {
     }
 }
 
-/* ---- the call -------------------------------------------------------------------------------- */
+/* ---- the call ---- */
 
 /* Checks that all tensors lie in the network's memory, and that none is packed. */
 static moe_status moei_smooth_state(const moe_net *net, moe_error *error) {

@@ -1925,7 +1925,7 @@ static void test_residual_logits(void) {
     moe_net_free(&net);
 }
 
-/* ---- packed weights of all modules ----------------------------------------------------------- */
+/* ---- packed weights of all modules ---- */
 
 enum { PACKED_TOKENS = 9, PACKED_ROOM = 1 << 20 };
 

@@ -35,7 +35,7 @@ static moe_data rows_of(const moe_net *net) {
     return data;
 }
 
-/* ---- networks -------------------------------------------------------------------------------- */
+/* ---- networks ---- */
 
 enum { LAYER_NORM, RMS_NORM, RMS_NORM_BIAS };
 
@@ -159,7 +159,7 @@ static int changed(const moe_net *net, const moe_real *before, size_t module, co
     return !same_reals(before + at, t.data, t.count);
 }
 
-/* ---- the bits of float networks -------------------------------------------------------------- */
+/* ---- the bits of float networks ---- */
 
 /* Smooths a network, whose outputs keep their bits in calls for inference and training, and
    smooths it again, which changes nothing. *before receives the tensors as they were. */
@@ -317,7 +317,7 @@ static void test_presets(void) {
     CHECKF(smoothed > 30, "%d presets", smoothed);
 }
 
-/* ---- other modules --------------------------------------------------------------------------- */
+/* ---- other modules ---- */
 
 static moe_attention_config attention_of(const char *settings) {
     moe_attention_config c;
@@ -403,7 +403,7 @@ static void test_left_alone(void) {
     }
 }
 
-/* ---- s --------------------------------------------------------------------------------------- */
+/* ---- s ---- */
 
 static int exponent_of(double x, double w, double alpha) {
     return x > 0 && w > 0 ? (int)floor(log2(pow(x, alpha) / pow(w, 1 - alpha)) + 0.5) : 0;
@@ -574,7 +574,7 @@ static void test_largest(void) {
     moe_net_free(&net);
 }
 
-/* ---- quantization ---------------------------------------------------------------------------- */
+/* ---- quantization ---- */
 
 /* The vectors of a network of quantized_net and all that writes and reads them, by name. */
 static const struct {
@@ -835,7 +835,7 @@ static void test_gains(void) {
     }
 }
 
-/* ---- failures -------------------------------------------------------------------------------- */
+/* ---- failures ---- */
 
 /* The call fails with a message that has `words`, and changes nothing. */
 static void refuse(moe_net *net, const moe_data *data, const moe_smooth_config *config, moe_status wanted,
