@@ -7381,7 +7381,7 @@ static moei_room moei_run_room(const moei_run *r) {
     return moei_room_layout(r->net, r->m, &e, &l);
 }
 
-/* ---- products with a module's matrices: tensors, or where they lie in other programs' files ---- */
+/* ---- products with a module's matrices: tensors or as they lie in other programs' files ---- */
 
 /* out [n,o] = in [n,i] times a packed matrix [o,i]. */
 static void moei_packed_module(const moei_run *r, const void *packed, size_t n, size_t i, size_t o, const moe_real *in,

@@ -958,7 +958,10 @@ MOE_ACTS(MOEI_FLOAT_ACT)
 #define MOEI_TOOL static
 #endif
 
-#if (defined(__GNUC__) && !defined(__PCC__)) || defined(__clang__)
+#if defined(__ARM_NEON) && defined(__aarch64__) && !defined(__clang__)
+/* Whatever the command line selects: gcc does not inline into functions of fewer features. */
+#define MOEI_INLINE static inline __attribute__((always_inline, target("+nothing+simd")))
+#elif (defined(__GNUC__) && !defined(__PCC__)) || defined(__clang__)
 #define MOEI_INLINE static inline __attribute__((always_inline))
 #elif defined(_MSC_VER)
 #define MOEI_INLINE static __forceinline
@@ -1703,8 +1706,7 @@ MOEI_TOOL moe_status moei_error(moe_error *error, moe_status code, const char *f
 #if defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
 #define MOEI_DOTPROD
 #define MOEI_ARCH
-#elif defined(__aarch64__) && defined(__linux__) && ((defined(__clang__) && __clang_major__ >= 16) || \
-    (!defined(__clang__) && __GNUC__ >= 8))
+#elif defined(__aarch64__) && defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 16 : __GNUC__ >= 8)
 #define MOEI_ARCH "arch=armv8.2-a+dotprod"
 #define MOEI_DOTPROD __attribute__((target(MOEI_ARCH)))
 #endif
@@ -4050,7 +4052,7 @@ static void moei_put_16(unsigned char *p, uint16_t bits) {
     memcpy(p, &bits, sizeof bits);
 }
 
-MOEI_TOOL float moei_get_float(const unsigned char *p) {
+MOEI_INLINE float moei_get_float(const unsigned char *p) {
     float x;
     memcpy(&x, p, sizeof x);
     return x;
@@ -4661,7 +4663,7 @@ static void moei_code_tiles(size_t most, moei_tile_fn *tile, const moei_code_pan
     }
 }
 
-static int32_t moei_get_32(const unsigned char *p) {
+MOEI_INLINE int32_t moei_get_32(const unsigned char *p) {
     int32_t x;
     memcpy(&x, p, sizeof x);
     return x;
@@ -6419,7 +6421,7 @@ MOEI_INLINE void moei_finish_v4(float *c, moei_v4_int sum, moei_v4 w_scale, cons
         moei_finish_v4(c + r * ldc + 4, moei_v4_int_add(TOTAL(s##r##1), from), w_scale1, scale + r * row, keep); \
     }
 #define MOEI_QUANT_TILE_V4(set, target, START, LINES, FINISH) \
-    target MOEI_INLINE void moei_quant_tile_##set(int q4, int rows, size_t side, const moei_quant_tile *t) { \
+    MOEI_INLINE target void moei_quant_tile_##set(int q4, int rows, size_t side, const moei_quant_tile *t) { \
         const unsigned char *a = t->a, *w = t->w[0] + 32 * side; \
         const unsigned char *w_scale = t->w_scale[0] + (t->half ? 16 : 32) * side; \
         const unsigned char *start = t->start, *scale = t->scale; \
