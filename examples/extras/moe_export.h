@@ -272,7 +272,8 @@ typedef struct moe_profile_row {
     size_t weight_bytes;    /* its constants, of all experts; 0: counted in another row */
     double instructions;    /* of all calls on a Cortex-M4, see Profiles; 0: not known */
     /* compared with the operation in float on the same (dequantized) inputs: how many numbers, 0:
-       none; the signal-to-noise ratio in dB, HUGE_VAL: no difference, NaN: samples not finite */
+       none; the signal-to-noise ratio in dB, HUGE_VAL: no difference, -HUGE_VAL: a difference
+       from a signal of zeros, NaN: samples not finite */
     size_t compared;
     double snr;
     /* the same for a module's output, or the routing weights, compared with the network's */
@@ -5923,7 +5924,8 @@ static void moei_print_cell(moei_printer *p, size_t width, int is_there, double 
     if (is_there && value != value) moei_put(&t, "nan", 3);
     else if (is_there && !(fabs(value) > 0)) moei_put(&t, "0", 1);
     else if (is_there && fabs(value) < HUGE_VAL) moei_put_digits(&t, value, digits);
-    else moei_put(&t, is_there ? "exact" : "-", is_there ? 5 : 1);
+    else if (!is_there) moei_put(&t, "-", 1);
+    else moei_put(&t, value > 0 ? "exact" : "-inf", value > 0 ? 5 : 4);
     room[t.length < sizeof room ? t.length : sizeof room - 1] = '\0';
     for (; width > t.length; width--) moei_print(p, " ");
     moei_print(p, "%s", room);

@@ -568,7 +568,8 @@ static void test_header(void) {
     moe_stream stream;
     moe_error error;
     uint64_t seed = 1;
-    char line[80];
+    const char *first;
+    char line[80], row[208];
     size_t i;
     memset(&text, 0, sizeof text);
     stream = moe_buffer_stream(&text);
@@ -583,12 +584,20 @@ static void test_header(void) {
     CHECK_STATUS(moe_model_profile(&profile, &net, &config, NULL, &error), MOE_ERR_ARGUMENT);
     data.length = LENGTH;
     CHECK_STATUS(moe_model_profile(&profile, &net, &config, NULL, &error), MOE_OK);
+    profile.rows[0].compared = profile.rows[0].net_compared = 1;
+    profile.rows[0].snr = -HUGE_VAL;
+    profile.rows[0].net_snr = HUGE_VAL;
     built.profile = &profile;
     CHECK_STATUS(moe_export_c(&built, "shown", &stream, &error), MOE_OK);
     CHECK_STATUS(stream.write(stream.ctx, "", 1), MOE_OK);
     for (i = 0; i < profile.n_rows; i++) {
         sprintf(line, "\n     %4d  %-16s", (int)i, profile.rows[i].name);
         CHECK(strstr((const char *)text.data, line) != NULL, line);
+    }
+    first = strstr((const char *)text.data, "\n        0  ");
+    if (CHECK(first != NULL)) {
+        sprintf(row, "%.*s ", (int)strcspn(first + 1, "\n") % 200, first + 1);
+        CHECK(strstr(row, " -inf ") != NULL && strstr(row, " exact ") != NULL, row);
     }
     for (i = 0; i < profile.n_vectors; i++) {
         sprintf(line, "\n     %6d%7d  ", (int)profile.vectors[i].at, (int)profile.vectors[i].size);
