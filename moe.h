@@ -1484,8 +1484,9 @@ MOE_API moe_status moe_trainer_update(moe_trainer *trainer, moe_step *step, moe_
 /* A checkpoint: the network's file, and in it the optimizer's moments ("trainer.first" and, of
    adamw, "trainer.second": one number per parameter, in the order of the network's tensors), and
    under the metadata key "moe.trainer" steps, random state, rate and position. moe_net_read reads
-   it as a network. Between steps only: MOE_ERR_STATE while batches are accumulated. Training
-   resumed from it has the same bits as uninterrupted training. */
+   it as a network. Between steps only: MOE_ERR_STATE while batches are accumulated.
+   MOE_ERR_ARGUMENT: rate is not finite. Training resumed from it has the same bits as uninterrupted
+   training. */
 MOE_API moe_status moe_trainer_write(const moe_trainer *trainer, moe_stream *stream, moe_error *error);
 /* Sets a trainer, made for a network of the same modules with the same optimizer, and its network
    to a checkpoint; the trainer keeps the rest of its config, including the schedule, which sets the
@@ -10004,6 +10005,11 @@ static void moei_trainer_move(moe_trainer *trainer, moe_real scale) {
     }
 }
 
+static moe_status moei_rate_check(const moe_trainer *trainer, moe_error *error) {
+    if (moe_is_finite(trainer->rate)) return MOE_OK;
+    return moei_error(error, MOE_ERR_ARGUMENT, "rate = %g: must be a finite number", (double)trainer->rate);
+}
+
 /* Checks a batch; changes nothing. */
 static moe_status moei_trainer_check(const moe_trainer *trainer, const moe_data *batch, moe_error *error) {
     moe_status status;
@@ -10013,8 +10019,8 @@ static moe_status moei_trainer_check(const moe_trainer *trainer, const moe_data 
         return moei_error(error, MOE_ERR_STATE, "%d batches since the last update", trainer->n_accumulated);
     if (batch->n < least || batch->n > trainer->most)
         return moei_error(error, MOE_ERR_ARGUMENT, "n = %z: must be %z to batch = %z", batch->n, least, trainer->most);
-    if (!moe_is_finite(trainer->rate))
-        return moei_error(error, MOE_ERR_ARGUMENT, "rate = %g: must be a finite number", (double)trainer->rate);
+    status = moei_rate_check(trainer, error);
+    if (status != MOE_OK) return status;
     status = moei_data_check(trainer->net, batch, trainer->config.criterion, error);
     if (status != MOE_OK) return status;
     if (batch->n == 0) return MOE_OK;
@@ -11288,7 +11294,9 @@ moe_status moe_trainer_write(const moe_trainer *trainer, moe_stream *stream, moe
     moe_status status = moei_trainer_is_made(trainer, error);
     if (status != MOE_OK) return status;
     c = moei_checkpoint_of(trainer);
-    return moei_checkpoint_write(trainer, &c, stream, moei_trainer_between_steps(trainer, error), error);
+    status = moei_trainer_between_steps(trainer, error);
+    if (status == MOE_OK) status = moei_rate_check(trainer, error);
+    return moei_checkpoint_write(trainer, &c, stream, status, error);
 }
 
 /* ---- reading ---- */

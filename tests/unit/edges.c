@@ -543,6 +543,8 @@ static void refuse_steps(moe_net *net, moe_trainer *trainer, moe_trainer *none, 
     moe_data bad;
     moe_step step;
     moe_real *first;
+    moe_buffer file;
+    moe_stream stream;
     REFUSED(MOE_ERR_ARGUMENT, "must not be NULL", moe_trainer_step(NULL, data, &step, &error));
     REFUSED(MOE_ERR_ARGUMENT, "must not be NULL", moe_trainer_step(trainer, NULL, &step, &error));
     REFUSED(MOE_ERR_STATE, "not made", moe_trainer_step(none, data, &step, &error));
@@ -557,6 +559,10 @@ static void refuse_steps(moe_net *net, moe_trainer *trainer, moe_trainer *none, 
     step.loss = trainer->rate;
     trainer->rate = real(HUGE_VAL);
     REFUSED(MOE_ERR_ARGUMENT, "finite", moe_trainer_step(trainer, data, NULL, &error));
+    memset(&file, 0, sizeof file);
+    stream = moe_buffer_stream(&file);
+    REFUSED(MOE_ERR_ARGUMENT, "finite", moe_trainer_write(trainer, &stream, &error));
+    CHECK(file.size == 0);
     trainer->rate = step.loss;
     bad = *data;
     bad.labels = NULL;
