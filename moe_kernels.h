@@ -959,7 +959,7 @@ MOE_ACTS(MOEI_FLOAT_ACT)
 #define MOEI_TOOL static
 #endif
 
-#if defined(__ARM_NEON) && defined(__aarch64__) && !defined(__clang__)
+#if defined(__ARM_NEON) && defined(__aarch64__) && !defined(__clang__) && __GNUC__ >= 8
 /* Whatever the command line selects: gcc does not inline into functions of fewer features. */
 #define MOEI_INLINE static inline __attribute__((always_inline, target("+nothing+simd")))
 #elif (defined(__GNUC__) && !defined(__PCC__)) || defined(__clang__)
