@@ -960,7 +960,7 @@ MOE_ACTS(MOEI_FLOAT_ACT)
 #endif
 
 #if defined(__ARM_NEON) && defined(__aarch64__) && !defined(__clang__) && __GNUC__ >= 8
-/* Whatever the command line selects: gcc does not inline into functions of fewer features. */
+/* gcc inlines a function only into those with all of its features: it gets the fewest. */
 #define MOEI_INLINE static inline __attribute__((always_inline, target("+nothing+simd")))
 #elif (defined(__GNUC__) && !defined(__PCC__)) || defined(__clang__)
 #define MOEI_INLINE static inline __attribute__((always_inline))
