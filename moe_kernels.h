@@ -1704,16 +1704,18 @@ MOEI_TOOL moe_status moei_error(moe_error *error, moe_status code, const char *f
 #if defined(__ARM_NEON)
 #define MOEI_HAVE_V4 1
 #include <arm_neon.h>
-#if defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+#if defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD) && defined(__clang__)
 #define MOEI_DOTPROD
 #define MOEI_ARCH
-#elif defined(__aarch64__) && defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 16 : __GNUC__ >= 8)
+#elif defined(__aarch64__) && (defined(__ARM_FEATURE_DOTPROD) || defined(__linux__)) && \
+    (defined(__clang__) ? __clang_major__ >= 16 : __GNUC__ >= 8)
 #define MOEI_ARCH "arch=armv8.2-a+dotprod"
 #define MOEI_DOTPROD __attribute__((target(MOEI_ARCH)))
 #endif
-#if defined(MOEI_DOTPROD) && defined(__ARM_FEATURE_MATMUL_INT8)
+#if defined(MOEI_DOTPROD) && defined(__ARM_FEATURE_MATMUL_INT8) && defined(__clang__)
 #define MOEI_I8MM
-#elif defined(MOEI_DOTPROD) && defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 16 : __GNUC__ >= 10)
+#elif defined(MOEI_DOTPROD) && (defined(__ARM_FEATURE_MATMUL_INT8) || defined(__linux__)) && \
+    (defined(__clang__) ? __clang_major__ >= 16 : __GNUC__ >= 10)
 #define MOEI_I8MM __attribute__((target(MOEI_ARCH "+i8mm")))
 #endif
 #elif defined(__wasm_simd128__)
