@@ -3714,6 +3714,13 @@ static int moei_select_now(const moe_router *router, int training) {
     return moei_switches_in(c, training) && !switched ? c->switch_from : c->select;
 }
 
+/* K of a step, rounded. */
+static int moei_scheduled_k(const moe_router_config *c, moe_real step) {
+    const int64_t steps = c->schedule_steps, at = step < (moe_real)steps ? (int64_t)step : steps;
+    if (c->k_end <= 0 || steps == 0) return c->top_k;
+    return (int)((2 * c->top_k * steps + 2 * (c->k_end - c->top_k) * at + steps) / (2 * steps));
+}
+
 /* effective = router->config with K, temperature, selection and L1 factor of the current step. */
 static void moei_schedule(moei_pass *s) {
     moe_router_config *c = &s->effective;
@@ -3726,9 +3733,7 @@ static void moei_schedule(moei_pass *s) {
     steps = c->schedule_steps;
     at = step < (moe_real)c->schedule_steps ? (int64_t)step : steps;
     if (steps > 0) way = (moe_real)at / (moe_real)steps;
-    /* rounded */
-    if (c->k_end > 0 && steps > 0)
-        c->top_k = (int)((2 * c->top_k * steps + 2 * (c->k_end - c->top_k) * at + steps) / (2 * steps));
+    c->top_k = moei_scheduled_k(c, step);
     if (c->tau_schedule != MOE_TAU_NONE) *tau = *tau * (MOEI_R(1.0) - way) + c->tau_end * way;
     c->select = moei_select_now(s->router, s->call != NULL && s->call->training);
     if (l1 != NULL) c->loss_l1 = l1[0];
@@ -4014,8 +4019,7 @@ static const moe_real *moei_cluster_tokens(const moei_pass *s) {
 }
 
 /* The tokens of cluster k: order[starts[k]] .. order[starts[k + 1] - 1], ascending. */
-static void moei_input_sort(const moei_pass *s, int32_t *order, size_t *starts) {
-    const int32_t *clusters = moei_clusters_of(s);
+static void moei_input_sort(const moei_pass *s, const int32_t *clusters, int32_t *order, size_t *starts) {
     size_t k, t;
     memset(starts, 0, (s->experts + 1) * sizeof *starts);
     for (t = 0; t < s->n; t++)
@@ -4144,7 +4148,7 @@ static moe_status moei_input_clusters(const moei_pass *own, const moei_pass *s) 
         return MOE_OK;
     }
     h = moei_cluster_tokens(s);
-    moei_input_sort(s, s->m.order, starts);
+    moei_input_sort(s, moei_clusters_of(s), s->m.order, starts);
     moei_cluster_sums(s, h);
     for (k = 0; k < s->experts; k++) {
         moe_real *m = s->m.clusters + k * s->d;
@@ -4182,7 +4186,7 @@ static void moei_input_mix(const moei_pass *s, size_t t, moe_real *m) {
         moe_axpy(s->router->kernels, s->d, weights[best], s->m.clusters + (size_t)experts[best] * s->d, m);
         sum += weights[best];
     }
-    for (q = 0; q < s->d; q++) m[q] = sum > MOEI_R(0.0) ? m[q] / sum : MOEI_R(1.0);
+    for (q = 0; q < s->d; q++) m[q] = sum < 0 || sum > 0 ? m[q] / sum : MOEI_R(1.0);
 }
 
 /* u_t = m_t * x_t. Training keeps m_t for the backward pass. */
@@ -4307,8 +4311,8 @@ static void moei_score_mlp(moei_pass *s) {
                 moei_tensor(s, MOE_ROUTER_FC2_BIAS), s->r->logits);
 }
 
-/* The width of the vectors that the cosine score compares, and the projected tokens. */
-static size_t moei_cosine_width(const moei_pass *s) { return s->c->cosine_dim > 0 ? (size_t)s->c->cosine_dim : s->d; }
+/* The width of the vectors that scores compare, and what the cosine score compares. */
+static size_t moei_vector_width(const moei_pass *s) { return s->c->cosine_dim > 0 ? (size_t)s->c->cosine_dim : s->d; }
 
 static const moe_real *moei_cosine_tokens(const moei_pass *s) { return s->c->cosine_dim > 0 ? s->m.hidden : s->r->u; }
 
@@ -4318,7 +4322,7 @@ static moe_real moei_tau(const moei_pass *s) {
 
 static void moei_score_cosine(moei_pass *s) {
     const moe_kernels *k = s->router->kernels;
-    size_t width = moei_cosine_width(s), t, e;
+    size_t width = moei_vector_width(s), t, e;
     const moe_real *v = moei_cosine_tokens(s), *w = moei_tensor(s, MOE_ROUTER_WEIGHT);
     moe_real *token_inverse = s->m.lengths, *expert_inverse = s->m.lengths + s->n;
     moe_real over_tau = MOEI_R(1.0) / moei_tau(s);
@@ -4508,7 +4512,7 @@ static void moei_score_mlp_backward(moei_pass *s) {
    (cosine_keep_length: a = 1 and the term in a^2 is absent). */
 static void moei_score_cosine_backward(moei_pass *s) {
     const moe_kernels *k = s->router->kernels;
-    size_t width = moei_cosine_width(s), t, e;
+    size_t width = moei_vector_width(s), t, e;
     const moe_real *v = moei_cosine_tokens(s), *w = moei_tensor(s, MOE_ROUTER_WEIGHT);
     const moe_real *a = s->m.lengths, *b = s->m.lengths + s->n;
     moe_real tau = moei_tau(s), d_tau = MOEI_R(0.0);
@@ -5700,7 +5704,7 @@ static moe_status moei_select_affinity(moei_pass *s) {
     for (t = 0; t < s->n; t++)
         if (moei_is_real(s->call, t))
             (void)moei_top_k(s, s->experts, s->r->logits + t * s->experts, 1, &s->r->n_choices[t]);
-    moei_input_sort(s, tokens, starts);
+    moei_input_sort(s, s->r->n_choices, tokens, starts);
     for (e = 0; e < s->experts; e++) {
         const int32_t *own = tokens + starts[e];
         found = starts[e + 1] - starts[e];
@@ -6492,14 +6496,10 @@ static int moei_computes_bound(const moei_pass *s) {
     return s->c->capacity_bound == MOE_BOUND_EVERY || !(moei_bound_before(s) > MOEI_R(0.0));
 }
 
-static size_t moei_bound_width(const moei_pass *s) {
-    return s->c->score == MOE_SCORE_COSINE ? moei_cosine_width(s) : s->d;
-}
-
 /* C_min = exp(d delta^2 / (2 - delta^2)) / E of this call, computed in logarithms so that it cannot
    overflow; at most 2^24. */
 static moe_real moei_bound_of(moei_pass *s, moe_real delta) {
-    moe_real d = (moe_real)moei_bound_width(s), square = delta * delta;
+    moe_real d = (moe_real)moei_vector_width(s), square = delta * delta;
     s->r->capacity_bound = d * square / (MOEI_R(2.0) - square) - MOEI_F(log)((moe_real)s->experts);
     if (s->r->capacity_bound > MOEI_F(log)(MOEI_R(16777216.0))) return MOEI_R(16777216.0);
     return MOEI_F(exp)(s->r->capacity_bound);
@@ -6638,7 +6638,8 @@ static int moei_route_capacity(moei_pass *s) {
     int finite = 1;
     moe_routing *r = s->r;
     const moe_real given = s->call->training ? s->c->capacity_factor : s->c->capacity_factor_eval;
-    const moe_real factor = given > MOEI_R(0.0) && moei_factor_drops(&s->router->config) ? given : MOEI_R(0.0);
+    const int drops = moei_factor_drops(&s->router->config) && moei_factor_drops(s->c); /* of the step, too */
+    const moe_real factor = drops ? given : MOEI_R(0.0);
     const int limits = factor > MOEI_R(0.0) || s->c->drop_capacity > 0 || s->c->capacity_bound != MOE_BOUND_NONE;
     size_t choices = r->max_choices, dropped = 0, t, i;
     memset(r->kept, 1, s->n * r->max_choices);
@@ -6866,29 +6867,25 @@ static void moei_soft_plan_backward(moei_pass *s) {
 }
 
 static void moei_route_soft_backward(moei_pass *s) {
-    moe_routing *r = s->r;
-    const moe_real *phi = moei_tensor(s, MOE_ROUTER_SLOT_VECTORS);
-    moe_real *d_phi = moei_gradient(s, MOE_ROUTER_SLOT_VECTORS), *d_scale = moei_gradient(s, MOE_ROUTER_SLOT_SCALE),
-             scale;
-    moe_real sum = MOEI_R(0.0);
-    size_t total = moei_slot_total(s->c), i, cells = s->n * total;
+    const moe_kernels *k = s->router->kernels;
+    const moe_real *phi = moei_tensor(s, MOE_ROUTER_SLOT_VECTORS), *u = s->r->u;
+    moe_real *d_phi = moei_gradient(s, MOE_ROUTER_SLOT_VECTORS), *d_scale = moei_gradient(s, MOE_ROUTER_SLOT_SCALE);
+    const size_t total = moei_slot_total(s->c), cells = s->n * s->d;
+    size_t i, keys = total * s->d;
+    moe_real scale;
     moei_soft_plan_backward(s);
     if (!s->c->soft_normalise) {
-        moei_affine_backward(s->router->kernels, s->n, total, s->d, r->u, phi, s->m.d_logits, s->m.d_input, d_phi,
-                             NULL);
+        moei_affine_backward(k, s->n, total, s->d, u, phi, s->m.d_logits, s->m.d_input, d_phi, NULL);
         return;
     }
     scale = moei_tensor(s, MOE_ROUTER_SLOT_SCALE)[0];
-    for (i = 0; i < cells; i++) {
-        sum += s->m.d_logits[i] * r->logits[i];
-        s->m.d_logits[i] *= scale;
-    }
-    if (d_scale != NULL) d_scale[0] += moei_ratio(sum, scale);
-    memset(s->m.d_unit, 0, s->n * s->d * sizeof(moe_real));
-    memset(s->m.d_keys, 0, total * s->d * sizeof(moe_real));
-    moei_affine_backward(s->router->kernels, s->n, total, s->d, s->m.unit, s->m.keys, s->m.d_logits, s->m.d_unit,
-                         s->m.d_keys, NULL);
-    moei_unit_backward(s, s->n, r->u, s->m.unit, s->m.d_unit, s->m.d_input);
+    memset(s->m.d_unit, 0, cells * sizeof(moe_real));
+    memset(s->m.d_keys, 0, keys * sizeof(moe_real));
+    moei_affine_backward(k, s->n, total, s->d, s->m.unit, s->m.keys, s->m.d_logits, s->m.d_unit, s->m.d_keys, NULL);
+    if (d_scale != NULL) d_scale[0] += moe_dot(k, keys, s->m.keys, s->m.d_keys); /* also where scale is 0 */
+    for (i = 0; i < cells; i++) s->m.d_unit[i] *= scale;
+    for (i = 0; i < keys; i++) s->m.d_keys[i] *= scale;
+    moei_unit_backward(s, s->n, u, s->m.unit, s->m.d_unit, s->m.d_input);
     if (d_phi != NULL) moei_unit_backward(s, total, phi, s->m.keys, s->m.d_keys, d_phi);
 }
 #endif
@@ -6996,13 +6993,9 @@ static moe_real *moei_importance_row(const moei_pass *s, size_t t, moe_real *val
     const moe_routing *r = s->r;
     size_t e, i;
     if (s->c->importance_over != MOE_IMPORTANCE_WEIGHTS) {
-        int gate = s->c->importance_over == MOE_IMPORTANCE_GATE;
-        int clean = gate && MOEI_IS_NOISY(s);
-        memcpy(values, (clean  ? s->m.clean_gate
-                : gate ? r->gate
-                       : r->probabilities) +
-                   t * s->experts,
-               s->experts * sizeof(moe_real));
+        const int gate = s->c->importance_over == MOE_IMPORTANCE_GATE, clean = gate && MOEI_IS_NOISY(s);
+        const moe_real *v = clean ? s->m.clean_gate : gate ? r->gate : r->probabilities;
+        memcpy(values, v + t * s->experts, s->experts * sizeof(moe_real));
         return clean ? s->m.d_clean_gate : gate ? s->m.d_gate : s->m.d_probabilities;
     }
     for (e = 0; e < s->experts; e++) values[e] = MOEI_R(0.0);
@@ -7238,15 +7231,11 @@ static moe_real *moei_trained_weight(const moei_pass *s, int backward) {
     return trained ? moei_gradient(s, MOE_ROUTER_WEIGHT) : NULL;
 }
 
-static size_t moei_weight_width(const moei_pass *s) {
-    return s->c->score == MOE_SCORE_COSINE && s->c->cosine_dim > 0 ? (size_t)s->c->cosine_dim : s->d;
-}
-
 /* w sum over e != e' of cos(W_e, W_e')^2. */
 static moe_real moei_loss_orthogonal(moei_pass *s, moe_real factor, int backward) {
     const moe_real *w = moei_tensor(s, MOE_ROUTER_WEIGHT);
     moe_real *d_w = moei_trained_weight(s, backward), sum = MOEI_R(0.0);
-    size_t width = moei_weight_width(s), a, b;
+    size_t width = moei_vector_width(s), a, b;
     const moe_kernels *k = s->router->kernels;
     for (a = 0; a < s->experts; a++)
         for (b = 0; b < a; b++) {
@@ -7276,7 +7265,7 @@ static moe_real moei_loss_simplicity(moei_pass *s, moe_real factor, int backward
     const moe_kernels *k = s->router->kernels;
     const moe_real *w = moei_tensor(s, MOE_ROUTER_WEIGHT);
     moe_real *d_w = moei_trained_weight(s, backward), sum = MOEI_R(0.0);
-    const size_t width = moei_weight_width(s);
+    const size_t width = moei_vector_width(s);
     size_t e;
     for (e = 0; e < s->experts; e++) {
         const moe_real inverse = moei_inverse_length(k, w + e * width, width);
@@ -7406,9 +7395,7 @@ static void moei_route_losses(moei_pass *s, int backward) {
 /* Makes the empty plan of a call without tokens. */
 static void moei_route_nothing(const moei_pass *s) {
     moe_routing *r = s->r;
-    memset(r->counts, 0, r->n_experts * sizeof(size_t));
-    memset(r->first_counts, 0, r->n_experts * sizeof(size_t));
-    memset(r->plan.offsets, 0, (r->n_experts + 1) * sizeof(size_t));
+    memset(r->plan.offsets, 0, (3 * r->n_experts + 1) * sizeof(size_t)); /* and both counts, which follow */
     if (s->m.cutoffs != NULL) moei_fill(s->m.cutoffs, s->experts + 1, MOEI_R(0.0));
 }
 
@@ -7436,7 +7423,7 @@ static moe_status moei_route_tokens(moei_pass *s, const moei_pass *batch, moe_re
     status = moei_route_score(s);
     if (status != MOE_OK) return status;
     if (s->c->capacity_bound != MOE_BOUND_NONE && moei_computes_bound(s))
-        *delta = moei_largest_cosine(s, moei_bound_width(s));
+        *delta = moei_largest_cosine(s, moei_vector_width(s));
     moei_route_gate(s, s->r->logits, s->r->gate);
     if (MOEI_IS_NOISY(s)) moei_route_gate(s, s->m.clean_logits, s->m.clean_gate);
     return s->c->refine != MOE_REFINE_NONE ? moei_route_refine(s) : MOE_OK;
@@ -7945,8 +7932,11 @@ moe_status moe_router_advance(const moe_router *router, moe_real *const *state) 
     load = state[MOE_ROUTER_LOAD];
     frozen = c->freeze_at > 0 && step[0] >= (moe_real)c->freeze_at;
     if (load != NULL && load[c->n_experts] > MOEI_R(0.0)) {
-        if (c->bias_rate > MOEI_R(0.0) && !frozen)
-            moei_advance_bias(c, load, state[MOE_ROUTER_SELECTION_BIAS], state[MOE_ROUTER_BIAS_MOMENTUM]);
+        if (c->bias_rate > MOEI_R(0.0) && !frozen) {
+            moe_router_config now = *c;
+            if (step != NULL && step[0] > 0) now.top_k = moei_scheduled_k(c, step[0]);
+            moei_advance_bias(&now, load, state[MOE_ROUTER_SELECTION_BIAS], state[MOE_ROUTER_BIAS_MOMENTUM]);
+        }
         if (c->l1_controller && !frozen) moei_advance_l1(moei_l1_gap(c, load), state[MOE_ROUTER_L1]);
         for (e = 0; e <= c->n_experts; e++) load[e] = MOEI_R(0.0);
     }

@@ -3351,6 +3351,121 @@ static moe_status gather_nothing(void *ctx, moe_status status, size_t row_bytes,
     return status;
 }
 
+/* A batch of one process is routed as the call alone: the clusters of the previous layer are not
+   taken for what affinity chooses. */
+static void test_batch_of_one(void) {
+    static const char *const settings[] = {
+        "select=affinity affinity_mass=0.6", "input=adaptive_clustering select=affinity affinity_mass=0.6",
+        "input=adaptive_clustering ac_mode=running select=affinity affinity_mass=0.6",
+        "input=adaptive_clustering switch_at=9 switch_from=affinity", "input=adaptive_clustering capacity_factor=0.5"};
+    size_t row, cells = 40 * 4;
+    for (row = 0; row < sizeof settings / sizeof settings[0]; row++) {
+        moe_router_config c = config_of(settings[row]);
+        moe_batch batch;
+        moe_real *alone;
+        size_t dropped;
+        bench b;
+        if (!CHECK(bench_start(&b, &c, NULL, 40, 0.5), settings[row])) return;
+        alone = reals(cells);
+        memcpy(alone, b.routing.weights, cells * sizeof *alone);
+        dropped = b.routing.n_dropped;
+        memset(&batch, 0, sizeof batch);
+        batch.total = 40;
+        batch.gather = gather_nothing;
+        batch.lead = 1;
+        b.call.batch = &batch;
+        CHECK_STATUS(moe_route_batch_size(&b.router, 40, 40, 1, &b.size), MOE_OK, settings[row]);
+        free(b.memory);
+        b.memory = grab(b.size, 1);
+        CHECK_STATUS(moe_route(&b.router, &b.call, b.memory, b.size, &b.routing), MOE_OK, settings[row]);
+        CHECK(same_reals(alone, b.routing.weights, cells) && b.routing.n_dropped == dropped, settings[row]);
+        free(alone);
+        bench_end(&b);
+    }
+}
+
+/* capacity_factor is expert_threshold's own, also where that selects only before switch_at, and no
+   limit of the other selection while that selects. */
+static void test_capacity_of_the_step(void) {
+    static const char *const settings[] = {
+        "select=top_k switch_from=expert_threshold switch_at=10 capacity_factor=0.5",
+        "select=expert_threshold switch_from=top_k switch_at=10 capacity_factor=0.5",
+        "select=top_k switch_from=expert_choice switch_at=10 capacity_factor=0.5"};
+    size_t row;
+    int later;
+    for (row = 0; row < sizeof settings / sizeof settings[0]; row++)
+        for (later = 0; later < 2; later++) {
+            moe_router_config c = config_of(settings[row]);
+            const size_t limit = later && row != 1 ? 5 : 0; /* ceil(0.5 * 2 * 20 / 4) */
+            bench b;
+            if (!CHECK(bench_start(&b, &c, NULL, 20, 0.5), settings[row])) return;
+            b.tensors[MOE_ROUTER_STEP][0] = (moe_real)(later ? 10 : 9);
+            bench_route(&b);
+            CHECK_STATUS(b.status, MOE_OK, settings[row]);
+            CHECKF(b.routing.capacity == limit && (limit > 0 || b.routing.n_dropped == 0), "%s: C %d, %d dropped",
+                   settings[row], (int)b.routing.capacity, (int)b.routing.n_dropped);
+            bench_end(&b);
+        }
+}
+
+/* The gradient of the learned scale of soft_normalise where the scale is 0 and all logits are: that
+   of a small scale. */
+static void test_soft_scale_of_zero(void) {
+    moe_router_config c = config_of("select=soft slots=2 soft_normalise=1");
+    moe_real *d_tensors[MOE_ROUTER_PARAMETER_COUNT] = {NULL}, slope[2], *phi;
+    size_t i, cells = 4 * 2 * 8;
+    int step;
+    bench b;
+    if (!CHECK(bench_start(&b, &c, NULL, 6, 0.5), "routes")) return;
+    d_tensors[MOE_ROUTER_SLOT_VECTORS] = phi = reals(cells);
+    for (step = 0; step < 2; step++) {
+        b.tensors[MOE_ROUTER_SLOT_SCALE][0] = (moe_real)(step == 0 ? 1e-6 : 0);
+        slope[step] = 0;
+        d_tensors[MOE_ROUTER_SLOT_SCALE] = &slope[step];
+        bench_route(&b);
+        CHECK_STATUS(b.status, MOE_OK, "routes");
+        for (i = 0; i < b.routing.plan.offsets[4]; i++) {
+            b.routing.d_weight_in[i] = (moe_real)sin((double)i);
+            b.routing.d_weight_out[i] = (moe_real)cos((double)i);
+        }
+        memset(phi, 0, cells * sizeof *phi);
+        CHECK_STATUS(moe_route_backward(&b.router, &b.call, &b.routing, d_tensors, NULL, NULL), MOE_OK, "backward");
+    }
+    CHECKF(fabs((double)slope[0]) > 1e-3 && near_to((double)slope[1], (double)slope[0], 1e-3), "%g, not %g",
+           (double)slope[1], (double)slope[0]);
+    CHECK(all_zero(phi, cells), "a scale of 0 passes nothing to the slots");
+    free(phi);
+    bench_end(&b);
+}
+
+/* The previous layer's weights may all be negative, as with its scale below 0: they are divided by
+   their sum as well. */
+static void test_clusters_of_negative_weights(void) {
+    moe_router_config c = config_of("input=adaptive_clustering ac_mode=running ac_mix=2");
+    size_t i, t, q;
+    bench b;
+    if (!CHECK(bench_start(&b, &c, NULL, 6, 0.5), "routes")) return;
+    free(b.previous_experts);
+    free(b.previous_weights);
+    b.call.n_previous = 2;
+    b.call.previous_experts = b.previous_experts = integers(12, 1);
+    b.call.previous_weights = b.previous_weights = reals(12);
+    for (i = 0; i < 12; i++) {
+        b.previous_experts[i] = (int32_t)(i % 4);
+        b.previous_weights[i] = (moe_real)(i % 2 == 0 ? -0.25 : -0.75);
+    }
+    bench_route(&b);
+    CHECK_STATUS(b.status, MOE_OK, "routes");
+    for (t = 0; t < 6; t++)
+        for (q = 0; q < 8; q++) {
+            const moe_real *m = b.tensors[MOE_ROUTER_AC_RUNNING];
+            const double one = (double)m[(size_t)b.previous_experts[2 * t] * 8 + q],
+                         two = (double)m[(size_t)b.previous_experts[2 * t + 1] * 8 + q];
+            CHECK_NEAR(b.routing.u[t * 8 + q], (0.25 * one + 0.75 * two) * (double)b.x[t * 8 + q], NEAR);
+        }
+    bench_end(&b);
+}
+
 /* What one stage was given does not hide what another lacks. */
 static void test_every_stage_is_checked(void) {
     moe_router_config c = config_of("input=adaptive_clustering score=attentive");
@@ -3461,6 +3576,10 @@ int main(int argc, char **argv) {
     CASE(test_refusals_name_the_cause());
     CASE(test_every_stage_is_checked());
     CASE(test_soft_counts());
+    CASE(test_soft_scale_of_zero());
+    CASE(test_batch_of_one());
+    CASE(test_capacity_of_the_step());
+    CASE(test_clusters_of_negative_weights());
     CASE(test_capacity_factor());
     CASE(test_sinkhorn());
     CASE(test_affinity());

@@ -718,6 +718,26 @@ static void test_k_schedule(void) {
     }
 }
 
+/* bias_real's target is so many real experts per token, whatever K a schedule has reached. */
+static void test_bias_of_scheduled_k(void) {
+    const char *settings = "d_model=6 n_experts=6 n_zero=2 top_k=2 k_end=4 schedule_steps=2 gate=sigmoid"
+                           " selection_bias=1 bias_rate=0.5 bias_rule=proportional bias_real=1.5";
+    bench b;
+    int step;
+    size_t e;
+    if (!bench_of(&b, settings, 20)) return;
+    for (step = 0; step < 4; step++) {
+        const double k = step == 0 ? 2 : step == 1 ? 3 : 4;
+        for (e = 0; e < 6; e++) b.tensors[MOE_ROUTER_SELECTION_BIAS][e] = 0;
+        check_k(&b, (int)k);
+        CHECK(bench_observe(&b) == MOE_OK && bench_advance(&b) == MOE_OK, "state");
+        for (e = 0; e < 4; e++)
+            NEARLY(b.tensors[MOE_ROUTER_SELECTION_BIAS][e],
+                   0.5 * (1.5 * 20 / 4 - (double)b.routing.counts[e]) / (20 * k), "the target of the step's K");
+    }
+    bench_close(&b);
+}
+
 /* A step may come from a stranger's file: whatever it is, K and the temperature stay between their
    ends. */
 static void test_strange_steps(void) {
@@ -4337,6 +4357,7 @@ int main(void) {
     CASE(test_l1_sequence());
     CASE(test_l1_border());
     CASE(test_k_schedule());
+    CASE(test_bias_of_scheduled_k());
     CASE(test_strange_steps());
     CASE(test_tau_schedule());
     CASE(test_freeze());
