@@ -6228,22 +6228,25 @@ static void moei_weight_one(const moei_token *k, moe_real *w) {
     for (i = 0; i < k->n; i++) w[i] = MOEI_R(1.0);
 }
 
-/* The softmax of choice number pick over its candidates is exp(z - best) times this. */
-static moe_real moei_sparsemixer_share(const moei_token *k, size_t pick, moe_real *best) {
+/* The softmax of choice number pick over its candidates is exp(z - top) times this. A forced choice
+   may be far below top. */
+static moe_real moei_sparsemixer_share(const moei_token *k, size_t pick, moe_real *best, moe_real *top) {
     moe_real sum = MOEI_R(0.0);
     size_t e;
     int32_t at;
-    *best = k->sampled ? moei_sparsemixer_best(k->experts, k->z, k->choice, pick, &at) : k->z[k->choice[pick]];
+    *top = moei_sparsemixer_best(k->experts, k->z, k->choice, pick, &at);
+    *best = k->sampled ? *top : k->z[k->choice[pick]];
     for (e = 0; e < k->experts; e++)
-        if (moei_sparsemixer_stays(k->c, k->z, k->choice, pick, *best, e)) sum += MOEI_F(exp)(k->z[e] - *best);
+        if (moei_sparsemixer_stays(k->c, k->z, k->choice, pick, *best, e)) sum += MOEI_F(exp)(k->z[e] - *top);
     return MOEI_R(1.0) / sum;
 }
 
 static void moei_weight_sparsemixer(const moei_token *k, moe_real *w) {
     size_t i;
     for (i = 0; i < k->n; i++) {
-        moe_real best, share = moei_sparsemixer_share(k, i, &best);
-        w[i] = k->sampled ? w[i] * share * MOEI_F(exp)(k->z[k->choice[i]] - best) : share;
+        moe_real best, top, share = moei_sparsemixer_share(k, i, &best, &top);
+        share *= MOEI_F(exp)(k->z[k->choice[i]] - top);
+        w[i] = k->sampled ? w[i] * share : share;
     }
 }
 
@@ -6300,11 +6303,11 @@ static void moei_weight_sparsemixer_backward(const moei_token *k, const moe_real
     (void)w;
     (void)dp;
     for (i = 0; i < k->n; i++) {
-        moe_real best, share = moei_sparsemixer_share(k, i, &best), chosen = share;
-        if (k->sampled) chosen *= MOEI_F(exp)(k->z[k->choice[i]] - best);
+        moe_real best, top, share = moei_sparsemixer_share(k, i, &best, &top);
+        moe_real chosen = share * MOEI_F(exp)(k->z[k->choice[i]] - top);
         for (e = 0; e < k->experts; e++)
             if (moei_sparsemixer_stays(k->c, k->z, k->choice, i, best, e))
-                dz[e] -= dw[i] * chosen * share * MOEI_F(exp)(k->z[e] - best);
+                dz[e] -= dw[i] * chosen * share * MOEI_F(exp)(k->z[e] - top);
         dz[k->choice[i]] += dw[i] * chosen;
     }
 }
@@ -6516,9 +6519,7 @@ static void moei_route_bound(moei_pass *s, moe_real delta) {
         if (rho > MOEI_R(0.0)) {
             const moe_real limited = now > most ? most : now < MOEI_R(1.0) ? MOEI_R(1.0) : now;
             bound = bound > MOEI_R(0.0) ? rho * bound + (MOEI_R(1.0) - rho) * limited : limited;
-        } else {
-            bound = now;
-        }
+        } else bound = now;
         s->r->bound_now = bound;
     } else {
         s->r->capacity_bound = MOEI_F(log)(bound);
@@ -6637,9 +6638,8 @@ static moe_real moei_surviving(const moei_pass *s, size_t t) {
 static int moei_route_capacity(moei_pass *s) {
     int finite = 1;
     moe_routing *r = s->r;
-    const moe_real given = s->call->training ? s->c->capacity_factor : s->c->capacity_factor_eval;
-    const int drops = moei_factor_drops(&s->router->config) && moei_factor_drops(s->c); /* of the step, too */
-    const moe_real factor = drops ? given : MOEI_R(0.0);
+    const int drops = moei_factor_drops(&s->router->config) && moei_factor_drops(s->c); /* at this step */
+    const moe_real factor = !drops ? 0 : s->call->training ? s->c->capacity_factor : s->c->capacity_factor_eval;
     const int limits = factor > MOEI_R(0.0) || s->c->drop_capacity > 0 || s->c->capacity_bound != MOE_BOUND_NONE;
     size_t choices = r->max_choices, dropped = 0, t, i;
     memset(r->kept, 1, s->n * r->max_choices);
@@ -6750,7 +6750,7 @@ static void moei_soft_logits(moei_pass *s) {
     size_t total = moei_slot_total(s->c), i, q, cells = s->n * total;
     if (s->c->soft_normalise) {
         for (i = 0; i < s->n + total; i++) {
-            const moe_real *from = i < s->n ? s->r->u + i * s->d : phi + (i - s->n) * s->d;
+            const moe_real *from = i < s->n ? u + i * s->d : phi + (i - s->n) * s->d;
             moe_real *to = i < s->n ? s->m.unit + i * s->d : s->m.keys + (i - s->n) * s->d,
                      inverse = moei_inverse_length(s->router->kernels, from, s->d);
             for (q = 0; q < s->d; q++) to[q] = from[q] * inverse;

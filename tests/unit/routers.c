@@ -3438,6 +3438,35 @@ static void test_soft_scale_of_zero(void) {
     bench_end(&b);
 }
 
+/* Forced choices of sparsemixer may lie so far below the best that exp of the distance is infinite:
+   weights and gradients are finite. */
+static void test_sparsemixer_far_below(void) {
+    moe_router_config c = config_of("weight=sparsemixer top_k=1");
+    moe_real *d_tensors[MOE_ROUTER_PARAMETER_COUNT] = {NULL}, *d_w, *dx;
+    size_t i, e, q;
+    bench b;
+    if (!CHECK(bench_start(&b, &c, NULL, 4, 0.5), "routes")) return;
+    b.call.given = b.given = integers(4, 1);
+    for (i = 0; i < 4; i++) b.given[i] = (int32_t)i;
+    for (e = 0; e < 4; e++)
+        for (q = 0; q < 8; q++) b.tensors[MOE_ROUTER_WEIGHT][e * 8 + q] = (moe_real)(q == 0 ? -(double)e : 0);
+    for (i = 0; i < 4 * 8; i++) b.x[i] = (moe_real)1e4;
+    d_tensors[MOE_ROUTER_WEIGHT] = d_w = reals(4 * 8);
+    dx = reals(4 * 8);
+    bench_route(&b);
+    CHECK_STATUS(b.status, MOE_OK, "routes");
+    CHECK(b.routing.plan.offsets[4] == 4, "a choice for each");
+    for (i = 0; i < 4; i++) {
+        CHECK_NEAR(b.routing.plan.assignments[i].weight_out, i == 0 ? 1 : 0, NEAR);
+        b.routing.d_weight_out[i] = 1;
+    }
+    CHECK_STATUS(moe_route_backward(&b.router, &b.call, &b.routing, d_tensors, dx, NULL), MOE_OK, "backward");
+    CHECK(all_zero(d_w, 4 * 8) && all_zero(dx, 4 * 8), "a saturated softmax passes nothing");
+    free(d_w);
+    free(dx);
+    bench_end(&b);
+}
+
 /* The previous layer's weights may all be negative, as with its scale below 0: they are divided by
    their sum as well. */
 static void test_clusters_of_negative_weights(void) {
@@ -3571,6 +3600,7 @@ int main(int argc, char **argv) {
     CASE(test_attention_backward_tiny());
     CASE(test_custom_select());
     CASE(test_sparsemixer());
+    CASE(test_sparsemixer_far_below());
     CASE(test_short_vectors());
     CASE(test_bad_supplies());
     CASE(test_refusals_name_the_cause());
