@@ -6245,8 +6245,7 @@ static void moei_weight_sparsemixer(const moei_token *k, moe_real *w) {
     size_t i;
     for (i = 0; i < k->n; i++) {
         moe_real best, top, share = moei_sparsemixer_share(k, i, &best, &top);
-        share *= MOEI_F(exp)(k->z[k->choice[i]] - top);
-        w[i] = k->sampled ? w[i] * share : share;
+        w[i] = (k->sampled ? w[i] * share : share) * MOEI_F(exp)(k->z[k->choice[i]] - top);
     }
 }
 
