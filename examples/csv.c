@@ -381,7 +381,12 @@ static void standardize(samples *d, schema *s, const double *values) {
     for (size_t i = 0; i < s->n_features; i++) {
         column *c = &s->features[i];
         double sum = 0, squares = 0;
-        for (size_t t = 0; t < d->n; t++) sum += values[t * s->n_features + i] / (double)d->n;
+        int varies = 0; /* the rounding errors of a constant column's mean are no deviation */
+        for (size_t t = 0; t < d->n; t++) {
+            sum += values[t * s->n_features + i] / (double)d->n;
+            varies |= fabs(values[t * s->n_features + i] - values[i]) > 0;
+        }
+        if (d->n > 0 && !varies) sum = values[i];
         for (size_t t = 0; t < d->n; t++)
             squares += (values[t * s->n_features + i] - sum) / (double)d->n * (values[t * s->n_features + i] - sum);
         c->mean = sum;
@@ -1024,6 +1029,22 @@ static void name_from(const char *file, char *name) {
     }
 }
 
+/* Whether the header and the program that are made of a model of this name do not compile: the
+   header would take the place of one of moe's, or the program has the name for something else. */
+static int is_name_taken(const char *file) {
+    static const char *const taken[] = {"moe",     "moe_kernels", "moe_routers", "ROWS",    "classes", "means",
+                                        "scales",  "rows",        "labels",      "lines",   "quantize", "value",
+                                        "mean",    "scale",       "v",           "main",    "scratch",  "input",
+                                        "output",  "choice",      "count",       "row",     "i",        "best",
+                                        "right",   "puts",        "printf"};
+    const size_t n = firmware_path != NULL ? sizeof taken / sizeof *taken : 3;
+    char name[NAME_SIZE + 1];
+    name_from(file, name);
+    for (size_t i = 0; i < n; i++)
+        if (strcmp(name, taken[i]) == 0) return 1;
+    return 0;
+}
+
 static int save(trained *k) {
     char calibration[PATH_SIZE];
     moe_error error = {0};
@@ -1293,6 +1314,8 @@ int main(int count, char **words) {
     if (read_options(count, words)) return EXIT_USAGE;
     if (report_refused() != NULL) return fail(report_path, report_refused());
     if (save_path != NULL && not_writable(save_path) != NULL) return fail(save_path, not_writable(save_path));
+    if (save_path != NULL && is_name_taken(save_path))
+        return fail(save_path, "its header as C would clash with moe's names or the program's: save it as another");
     if (firmware_path != NULL && not_writable(firmware_path) != NULL)
         return fail(firmware_path, not_writable(firmware_path));
     failed = load_path != NULL ? load(&net, &table, &s) : learn(&net, &table, &s);

@@ -47,6 +47,15 @@ static void name_from(const char *file) {
     if (!isalpha((unsigned char)*name)) *name = 'm';
 }
 
+/* Whether a header of this name would take the place of one of moe's, which it includes. */
+static int is_header_of_moe(const char *file) {
+    static const char *const names[] = {"moe.h", "moe_routers.h", "moe_kernels.h"};
+    const char *slash = strrchr(file, '/');
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (strcmp(slash != NULL ? slash + 1 : file, names[i]) == 0) return 1;
+    return 0;
+}
+
 static int read_options(int count, char **words) {
     while (--count > 0) {
         const char *word = *++words, *value = count > 1 ? words[1] : "";
@@ -54,6 +63,7 @@ static int read_options(int count, char **words) {
         char *end = NULL;
         if (strcmp(word, "-h") == 0 || strcmp(word, "--help") == 0) exit(fputs(help, stdout) < 0);
         if (option && *value == '\0') return fail(word, "no such option, or its value is missing; see -h");
+        if (!option && path != NULL) return fail(word, "a second network; one at a time");
         if (!option) path = word;
         else if (strcmp(word, "-o") == 0) output = value;
         else if (strcmp(word, "--report") == 0) report_path = value;
@@ -82,6 +92,7 @@ static int read_options(int count, char **words) {
         isdigit((unsigned char)*name))
         return fail(name, "cannot be the name of a model in C: letters, digits and _, a letter first");
     if (output == NULL) output = strcat(strcpy(default_output, name), ".h");
+    if (is_header_of_moe(output)) return fail(output, "is a header of the library; -o names another file");
     return 0;
 }
 

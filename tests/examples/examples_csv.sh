@@ -56,8 +56,10 @@ quoted_names
 quoted_labels
 by_place
 repeated_names
+constant_column
 firmware
 firmware_refused
+firmware_names
 links
 reports
 refused line_3_has_2_cells 3s/,.*,/,/
@@ -229,6 +231,16 @@ repeated_names() {
     said_all several_columns_x
 }
 
+# A column that is constant, though not its rounded mean, has no deviation to be scaled by.
+constant_column() {
+    awk -F, 'NR == 1 { print "a,b,kind"; next } { print $1 ",0.1," ($1 < 5 ? "low" : "high") }' \
+        "$prepared/plain.csv" >constant.csv
+    run "$prepared/csv" constant.csv --save m.safetensors >said && right 95 said || return 1
+    sed 's/,0.1,/,0.2,/' constant.csv >other.csv
+    run "$prepared/csv" --load m.safetensors --predict other.csv >answers 2>right &&
+        grep -q '^\(8[5-9]\|90\) of the 90 lines' right || { cat right answers && return 1; }
+}
+
 # Options that need training are not ignored.
 load_only_predicts() {
     for option in '--report r.txt' '--save n.safetensors'; do
@@ -256,6 +268,19 @@ firmware_refused() {
     "$prepared/csv" "$prepared/plain.csv" --epochs 1 --save m.safetensors --firmware none/x.c >out 2>&1
     status=$?
     said_all none/x.c:_No_such_file && [ ! -e m.safetensors ]
+}
+
+# Names that the program or the library has for something else.
+firmware_names() {
+    for name in rows input main moe; do
+        "$prepared/csv" "$prepared/plain.csv" --epochs 1 --save $name.safetensors --firmware x.c >out 2>&1
+        status=$?
+        said_all save_it_as_another && [ ! -e $name.safetensors ] || return 1
+    done
+    "$prepared/csv" "$prepared/plain.csv" --epochs 1 --save moe.safetensors >out 2>&1
+    status=$?
+    said_all save_it_as_another || return 1
+    run "$prepared/csv" "$prepared/plain.csv" --epochs 1 --save rows.safetensors >said
 }
 
 # The check before training keeps a link that leads nowhere yet.

@@ -47,6 +47,8 @@ refused not_a_label --calibration fractions.csv
 refused not_a_value --weights int9
 refused not_a_value --divide 0
 refused not_a_value --divide inf
+refused a_second_network other.safetensors
+keeps_library
 positions
 firmware
 TEXT
@@ -89,6 +91,17 @@ refused() { # what-it-says-with-_-for-spaces options...
         cat out
         return 1
     }
+}
+
+# A model called moe does not replace moe.h.
+keeps_library() {
+    cp "$prepared/digits.safetensors" moe.safetensors && cp "$prepared/digits.csv" . || return 1
+    echo mine >moe.h
+    ! "$prepared/export" moe.safetensors --calibration digits.csv >out 2>&1 && [ "$(cat moe.h)" = mine ] &&
+        grep -q 'moe.h: is a header of the library' out || { cat out && return 1; }
+    ! "$prepared/export" moe.safetensors --calibration digits.csv -o ./moe_kernels.h >out 2>&1 &&
+        [ ! -e moe_kernels.h ] || return 1
+    run "$prepared/export" moe.safetensors --calibration digits.csv -o model.h >out
 }
 
 # Sequences are as long as the network has positions.
