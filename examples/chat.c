@@ -341,7 +341,7 @@ static int feed(session *s, const int32_t *ids, size_t n) {
 
 /* The token ids of the next turn: of its text or, without a vocabulary, the numbers in it. */
 static int32_t *read_tokens(session *s, const char *text, size_t size, int flags, size_t *n) {
-    const size_t room = 3 * size + 8;
+    const size_t room = 4 * size + 8;
     int32_t *ids = (int32_t *)grab(room, sizeof *ids);
     *n = 0;
     if (s->has_words) {

@@ -465,7 +465,7 @@ MOE_API void moe_tokenizer_free(moe_tokenizer *t);
 /* Writes the token ids of text[0..size-1] to ids[0..room-1] and their number to *n. A byte that is
    not part of valid UTF-8 is split as U+FFFD would be, and encoded as that byte.
      flags  MOE_TOKENIZER_ bits; 0: the text alone
-   A text has at most 3 * size + 5 tokens, nearly always fewer than size.
+   A text has at most 4 * size + 5 tokens, nearly always fewer than size.
      MOE_ERR_SPACE     more than room ids; *n is their number
      MOE_ERR_ARGUMENT  t or n is NULL, or text or ids is NULL and its size is not 0
      MOE_ERR_OVERFLOW  text of 1 GiB or more
@@ -487,10 +487,12 @@ typedef struct moe_decoder {
 
 /* Writes the text of an id to text[0..room-1]; returns the number of bytes, without a terminating
    zero. A negative id ends the text: held bytes are written as they are. All outputs together are
-   the bytes that were encoded, valid UTF-8 or not, unless encode met an unknown character. An id
-   that does not exist yields nothing. If the text, with what it holds back, has more than room
-   bytes, which moe_tokenizer_room excludes, nothing is written, the state is unchanged, and the
-   number of bytes is returned. */
+   the bytes that were encoded, valid UTF-8 or not, unless encode met an unknown character; of
+   SentencePiece, as its own program does, U+2581 becomes a space, and spaces that the format adds
+   or drops at the beginning of a text and beside special tokens stay so. An id that does not exist
+   yields nothing. If the text, with what it holds back, has more than room bytes, which
+   moe_tokenizer_room excludes, nothing is written, the state is unchanged, and the number of bytes
+   is returned. */
 MOE_API size_t moe_tokenizer_decode(moe_decoder *d, int32_t id, char *text, size_t room);
 /* The most bytes that one call of moe_tokenizer_decode writes. */
 MOE_API size_t moe_tokenizer_room(const moe_tokenizer *t);

@@ -873,7 +873,7 @@ static int is_vocabulary(const uint8_t *data, size_t size) { return size >= 4 &&
 /* Encodes a text and decodes it: whole characters, and no byte that a token does not have. */
 static void use_tokenizer(const moe_tokenizer *t, const pieces *of) {
     const char *text = (const char *)of->p[0];
-    const size_t size = of->n[0], room = 3 * size + 8;
+    const size_t size = of->n[0], room = 4 * size + 8;
     int32_t *ids = (int32_t *)grab(room * sizeof *ids);
     char *out = (char *)grab(moe_tokenizer_room(t));
     moe_decoder d;

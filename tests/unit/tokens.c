@@ -364,6 +364,28 @@ static int encodes(const moe_tokenizer *t, const char *text, int flags, const ch
     return CHECKF(status == MOE_OK && strcmp(got, wanted) == 0, "\"%s\": \"%s\", not \"%s\"", text, got, wanted);
 }
 
+/* The longest lists of ids are within the documented bound: without a token for U+2581, a space and
+   the one before it are three bytes each, and each special token begins a stretch. */
+static void test_most_tokens(void) {
+    static const char text[] = " | | | | | | | |";
+    const size_t size = sizeof text - 1;
+    vocab v;
+    moe_tokenizer t;
+    moe_buffer b;
+    size_t n;
+    int32_t ids[4 * sizeof text + 5];
+    memset(&b, 0, sizeof b);
+    vocab_pieces(&v, VOCAB_SCORES);
+    v.tokens[vocab_find(&v, "\342\226\201")].text = "|";
+    v.tokens[vocab_find(&v, "|")].kind = 4;
+    vocab_gguf(&v, &b);
+    if (!CHECKF(load(&t, "a.gguf", &b) == MOE_OK, "%s", error.message)) return;
+    CHECK_STATUS(moe_tokenizer_encode(&t, text, size, MOE_TOKENIZER_BOUNDS, ids, 4 * size + 5, &n), MOE_OK);
+    CHECK(n == 1 + 7 * size / 2);
+    moe_tokenizer_free(&t);
+    moe_buffer_free(&b);
+}
+
 static void test_special(void) {
     vocab v;
     moe_tokenizer t, none;
@@ -408,6 +430,7 @@ static void test_special(void) {
     encodes(&t, "z\xC3\xA4\xFF", 0, "\342\226\201|<0x7A>|\xC3\xA4|<0xFF>");
     moe_tokenizer_free(&t);
     moe_buffer_free(&b);
+    test_most_tokens();
 }
 
 /* Special tokens of tokenizer.json that take white space with them; a space before each stretch. */
