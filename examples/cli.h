@@ -38,6 +38,9 @@ static inline int file_is_there(const char *path) {
     return f != NULL;
 }
 
+/* Whether both names are there and equal: what a program reads, it does not write. */
+static inline int is_same_name(const char *a, const char *b) { return a != NULL && b != NULL && strcmp(a, b) == 0; }
+
 /* NULL if path can be written, else the reason. Called before long computations; leaves no file
    behind. What is not there is tried with another name beside it, because it may be a link that
    leads nowhere yet. */

@@ -1029,6 +1029,15 @@ static void name_from(const char *file, char *name) {
     }
 }
 
+/* Whether a file that is written, or the calibration rows beside it, is a table that is read. */
+static int is_input(const char *file) {
+    char calibration[PATH_SIZE];
+    if (file == NULL || strlen(file) > PATH_SIZE - 40) return 0;
+    beside(file, ".calibration.csv", calibration);
+    return is_same_name(file, path) || is_same_name(file, predict_path) || is_same_name(calibration, path) ||
+           is_same_name(calibration, predict_path);
+}
+
 /* Whether the header and the program that are made of a model of this name do not compile: the
    header would take the place of one of moe's, or the program has the name for something else. */
 static int is_name_taken(const char *file) {
@@ -1314,6 +1323,7 @@ int main(int count, char **words) {
     if (read_options(count, words)) return EXIT_USAGE;
     if (report_refused() != NULL) return fail(report_path, report_refused());
     if (save_path != NULL && not_writable(save_path) != NULL) return fail(save_path, not_writable(save_path));
+    if (is_input(save_path) || is_input(firmware_path)) return fail("--save, --firmware", "would replace the table");
     if (save_path != NULL && is_name_taken(save_path))
         return fail(save_path, "its header as C would clash with moe's names or the program's: save it as another");
     if (firmware_path != NULL && not_writable(firmware_path) != NULL)

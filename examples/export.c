@@ -92,6 +92,8 @@ static int read_options(int count, char **words) {
         isdigit((unsigned char)*name))
         return fail(name, "cannot be the name of a model in C: letters, digits and _, a letter first");
     if (output == NULL) output = strcat(strcpy(default_output, name), ".h");
+    if (is_same_name(output, path) || is_same_name(output, rows_path) || is_same_name(output, text_path))
+        return fail(output, "is read: -o names another file");
     if (is_header_of_moe(output)) return fail(output, "is a header of the library; -o names another file");
     return 0;
 }

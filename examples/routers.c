@@ -1134,8 +1134,11 @@ int main(int argc, char **argv) {
     for (i = 1; i < argc; i++) {
         for (option = 0; option < N_OPTIONS && strcmp(argv[i], options[option]) != 0;) option++;
         if (option < N_OPTIONS) {
-            if (!read_number(++i < argc ? argv[i] : "", &number[option]))
-                return complain("--token, --tokens, --seed: a number is missing");
+            if (!read_number(++i < argc ? argv[i] : "", &number[option])) {
+                fprintf(stderr, "routers: %s %s: not a value of this option; see -h\n", options[option],
+                        i < argc ? argv[i] : "");
+                return EXIT_USAGE;
+            }
             shown = 1;
         } else if (strcmp(argv[i], "-h") == 0 || strcmp(argv[i], "--help") == 0) return finish(fputs(help, stdout) < 0);
         else if (strcmp(argv[i], "--show") == 0) shown = 1;

@@ -875,6 +875,9 @@ static int check_files(void) {
     const char *part = beside(set.output, ".part");
     if (strcmp(set.output, set.checkpoint) == 0)
         return fail("--checkpoint", "must be another file than -o: it is removed at the end");
+    if (is_same_name(set.output, set.text) || is_same_name(set.output, set.test) ||
+        is_same_name(set.checkpoint, set.text) || is_same_name(set.checkpoint, set.test))
+        return fail("-o, --checkpoint", "would replace the text");
     FILE *f = fopen(part, "wb");
     if (f == NULL) return fail(part, strerror(errno));
     fclose(f);
@@ -1112,6 +1115,9 @@ static int check_all(void) {
     set.checkpoint = set.output;
     check(check_files() == 1, "a checkpoint in the place of the model is refused");
     set.checkpoint = other;
+    set.text = set.output;
+    check(check_files() == 1, "a model in the place of the text is refused");
+    set.text = NULL;
     set.words = 1;
     set.vocabulary = 500;
     set.steps = 24;

@@ -60,6 +60,7 @@ constant_column
 firmware
 firmware_refused
 firmware_names
+keeps_table
 links
 reports
 refused line_3_has_2_cells 3s/,.*,/,/
@@ -281,6 +282,19 @@ firmware_names() {
     status=$?
     said_all save_it_as_another || return 1
     run "$prepared/csv" "$prepared/plain.csv" --epochs 1 --save rows.safetensors >said
+}
+
+# A table is not replaced by what is learned from it.
+keeps_table() {
+    cp "$prepared/plain.csv" m.csv && cp m.csv m.calibration.csv || return 1
+    for call in 'm.csv --save m.csv' 'm.csv --save n.safetensors --firmware m.csv' \
+        'm.calibration.csv --save m.safetensors' "$prepared/plain.csv --predict m.csv --save m.csv"; do
+        # shellcheck disable=SC2086
+        "$prepared/csv" $call --epochs 1 >out 2>&1
+        status=$?
+        said_all would_replace_the_table || return 1
+    done
+    cmp m.csv "$prepared/plain.csv" && cmp m.calibration.csv "$prepared/plain.csv"
 }
 
 # The check before training keeps a link that leads nowhere yet.

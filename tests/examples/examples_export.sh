@@ -101,6 +101,8 @@ keeps_library() {
         grep -q 'moe.h: is a header of the library' out || { cat out && return 1; }
     ! "$prepared/export" moe.safetensors --calibration digits.csv -o ./moe_kernels.h >out 2>&1 &&
         [ ! -e moe_kernels.h ] || return 1
+    ! "$prepared/export" moe.safetensors --calibration digits.csv -o moe.safetensors >out 2>&1 &&
+        cmp moe.safetensors "$prepared/digits.safetensors" || return 1
     run "$prepared/export" moe.safetensors --calibration digits.csv -o model.h >out
 }
 
