@@ -105,6 +105,7 @@ static int check_options(void) {
     if (set.model == NULL) fail("which model? chat [options] MODEL", "see -h");
     else if (set.instructions == MOE_KERNELS_COUNT)
         fail(set.kernels, "--kernels takes auto, c, avx2, avx512, neon, wasm");
+    else if (set.plain && set.system != NULL) fail("--plain", "has no system message: leave out --system");
     else if (report_refused() != NULL) fail(report_path, report_refused());
     else return 0;
     return EXIT_USAGE;
@@ -113,6 +114,7 @@ static int check_options(void) {
 static int read_options(int count, char **words) {
     for (int i = 1; i < count; i++) {
         const struct option *o = options;
+        if (strcmp(words[i], "-h") == 0 || strcmp(words[i], "--help") == 0) exit(show_help());
         while (o < options + OPTIONS && strcmp(o->name, words[i]) != 0) o++;
         if (o < options + OPTIONS && o->kind == FLAG) *(long *)o->at = 1;
         else if (o < options + OPTIONS && i + 1 < count) {
@@ -650,13 +652,14 @@ static int open_words(session *s) {
     s->has_words = status == MOE_OK;
     if (status == MOE_ERR_NOT_FOUND || (status != MOE_OK && lacks_words())) {
         printf("(the model has no vocabulary: token ids are read and written)\n");
-        return 0;
+        return set.system != NULL ? fail("--system", "needs a model with a vocabulary") : 0;
     }
     if (status != MOE_OK) return fail("the vocabulary", error.message);
     s->chat = set.plain ? NULL : moe_chat_find(&s->tokenizer);
     if (s->chat == NULL && !set.plain)
         printf("(the model has %s: text is continued as it is)\n",
                s->tokenizer.chat_template != NULL ? "an unknown chat template" : "no chat template");
+    if (s->chat == NULL && set.system != NULL) return fail("--system", "needs a model with a known chat template");
     return 0;
 }
 
@@ -716,7 +719,6 @@ static void close_model(session *s) {
 int main(int count, char **words) {
     static session s;
     int failed;
-    if (count > 1 && (strcmp(words[1], "-h") == 0 || strcmp(words[1], "--help") == 0)) return show_help();
     failed = read_options(count, words);
     if (failed) return failed;
     s.previous = -1;

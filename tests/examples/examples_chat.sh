@@ -45,6 +45,8 @@ refused 1 cannot_open empty --prompt x
 refused 1 write_token_ids plain.gguf --prompt words
 refused 1 has_no_token_ids plain.gguf --prompt ,
 refused 1 context_is_full model.gguf --prompt abcdefghijkl --context 8
+refused 1 needs_a_model_with_a_vocabulary plain.gguf --prompt 1 --system words
+refused 2 leave_out_--system model.gguf --plain --system words
 refused 2 a_report_is model.gguf --report page.pdf
 refused 2 --kernels model.gguf --kernels fast
 TEXT
@@ -128,7 +130,7 @@ controls() {
     ! grep -q '<>' marked
 }
 
-help() { run chat -h >said && grep -q 'Ctrl-C ends a reply' said && grep -q -- '--experts' said; }
+help() { run chat --greedy -h >said && grep -q 'Ctrl-C ends a reply' said && grep -q -- '--experts' said; }
 
 refused() { # status, what it says, with _ for spaces; arguments, files of which lie among those prepared
     expected=$1
