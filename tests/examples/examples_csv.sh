@@ -271,13 +271,20 @@ firmware_refused() {
     said_all none/x.c:_No_such_file && [ ! -e m.safetensors ]
 }
 
-# Names that the program or the library has for something else.
+# Names that the program or the library has for something else: every word of the program but C's.
 firmware_names() {
-    for name in rows input main moe; do
-        "$prepared/csv" "$prepared/plain.csv" --epochs 1 --save $name.safetensors --firmware x.c >out 2>&1
+    run "$prepared/csv" "$prepared/plain.csv" --epochs 1 --save kinds.safetensors --firmware device.c >said || return 1
+    sed 's/"[^"]*"//g; s/^ *\/\*.*//; /^   examples/d; /^#/d; s/[0-9]e[-+0-9]*f*//g' device.c |
+        grep -oE '[A-Za-z_][A-Za-z0-9_]*' |
+        grep -vxE '(moe|MOE|KINDS|kinds)(_[A-Za-z_]*)?|static|const|char|enum|float|int|unsigned|void|sizeof|for|if|return' |
+        grep -vxE '(size|int8|int16)_t|NULL' | sort -u >names
+    echo moe >>names
+    [ "$(wc -l <names)" -gt 20 ] || return 1
+    while read -r name; do
+        "$prepared/csv" "$prepared/plain.csv" --epochs 1 --save "$name.safetensors" --firmware x.c >out 2>&1
         status=$?
-        said_all save_it_as_another && [ ! -e $name.safetensors ] || return 1
-    done
+        said_all save_it_as_another && [ ! -e "$name.safetensors" ] || { echo "$name" && return 1; }
+    done <names
     "$prepared/csv" "$prepared/plain.csv" --epochs 1 --save moe.safetensors >out 2>&1
     status=$?
     said_all save_it_as_another || return 1
