@@ -274,7 +274,7 @@ firmware_refused() {
 # Names that the program or the library has for something else: every word of the program but C's.
 firmware_names() {
     run "$prepared/csv" "$prepared/plain.csv" --epochs 1 --save kinds.safetensors --firmware device.c >said || return 1
-    sed 's/"[^"]*"//g; s/\.expert//; s/^ *\/\*.*//; /^   examples/d; /^#/d; s/[0-9]e[-+0-9]*f*//g' device.c |
+    sed 's/"[^"]*"//g; s/\.expert//; s/^ *\/\*.*//; /^   examples/d; /^#/d; s/[0-9][ef][-+0-9f]*//g' device.c |
         grep -oE '[A-Za-z_][A-Za-z0-9_]*' |
         grep -vxE '(moe|MOE|KINDS|kinds)(_[A-Za-z_]*)?|(size|int8|int16)_t|NULL|char|float|int|unsigned|void' |
         grep -vxE 'static|const|enum|sizeof|for|if|return' | sort -u >names
