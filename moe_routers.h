@@ -3564,12 +3564,12 @@ static size_t moei_real_tokens(const moe_call *call, size_t from, size_t to) {
 }
 
 /* x/y; 0 if y is 0. */
-static moe_real moei_ratio(moe_real x, moe_real y) { return y < MOEI_R(0.0) || y > MOEI_R(0.0) ? x / y : MOEI_R(0.0); }
+static moe_real moei_ratio(moe_real x, moe_real y) { return y < 0 || y > 0 ? x / y : 0; }
 
 /* The same in a backward pass; 0 also if y is so small that the slope would not be finite. */
 MOEI_TOOL moe_real moei_slope(moe_real x, moe_real y) {
     const moe_real least = MOE_REAL_IS_DOUBLE ? (moe_real)1e-290 : MOEI_R(1e-30);
-    return y < -least || y > least ? x / y : MOEI_R(0.0);
+    return y < -least || y > least ? x / y : 0;
 }
 
 static void moei_fill(moe_real *v, size_t n, moe_real value) {
@@ -4170,9 +4170,9 @@ static moe_status moei_input_clusters(const moei_pass *own, const moei_pass *s) 
 static void moei_input_mix(const moei_pass *s, size_t t, moe_real *m) {
     const int32_t *experts = s->call->previous_experts + t * s->call->n_previous;
     const moe_real *weights = s->call->previous_weights + t * s->call->n_previous;
-    moe_real last = MOEI_INFINITY, sum = MOEI_R(0.0);
+    moe_real last = MOEI_INFINITY, sum = 0;
     size_t j, q, taken, last_at = 0;
-    moei_fill(m, s->d, MOEI_R(0.0));
+    moei_fill(m, s->d, 0);
     /* the best remaining one */
     for (taken = 0; taken < (size_t)s->c->ac_mix; taken++) {
         size_t best = s->call->n_previous;
@@ -6515,9 +6515,9 @@ static void moei_route_bound(moei_pass *s, moe_real delta) {
     size_t least;
     if (moei_computes_bound(s)) {
         now = moei_bound_of(s, delta);
-        if (rho > MOEI_R(0.0)) {
+        if (rho > 0) {
             const moe_real limited = now > most ? most : now < MOEI_R(1.0) ? MOEI_R(1.0) : now;
-            bound = bound > MOEI_R(0.0) ? rho * bound + (MOEI_R(1.0) - rho) * limited : limited;
+            bound = bound > 0 ? rho * bound + (MOEI_R(1.0) - rho) * limited : limited;
         } else bound = now;
         s->r->bound_now = bound;
     } else {
@@ -6639,7 +6639,7 @@ static int moei_route_capacity(moei_pass *s) {
     moe_routing *r = s->r;
     const int drops = moei_factor_drops(&s->router->config) && moei_factor_drops(s->c); /* at this step */
     const moe_real factor = !drops ? 0 : s->call->training ? s->c->capacity_factor : s->c->capacity_factor_eval;
-    const int limits = factor > MOEI_R(0.0) || s->c->drop_capacity > 0 || s->c->capacity_bound != MOE_BOUND_NONE;
+    const int limits = factor > 0 || s->c->drop_capacity > 0 || s->c->capacity_bound != MOE_BOUND_NONE;
     size_t choices = r->max_choices, dropped = 0, t, i;
     memset(r->kept, 1, s->n * r->max_choices);
     if (MOEI_KEPT(EXTRAS, MOE_EXTRA_CAPACITY) && limits) {
@@ -6658,9 +6658,9 @@ static int moei_route_capacity(moei_pass *s) {
         const unsigned char *kept = r->kept + t * choices;
         size_t n = (size_t)r->n_choices[t], row = t * s->experts;
         const int after = s->c->renormalize == MOE_RENORMALIZE_AFTER;
-        const moe_real sum = after ? moei_surviving(s, t) : MOEI_R(0.0);
+        const moe_real sum = after ? moei_surviving(s, t) : 0;
         for (i = 0; i < n; i++) {
-            const moe_real weight = kept[i] ? (after ? moei_ratio(w[i], sum) : w[i]) * s->c->scale : MOEI_R(0.0);
+            const moe_real weight = kept[i] ? (after ? moei_ratio(w[i], sum) : w[i]) * s->c->scale : 0;
             finite &= moe_is_finite(weight);
             r->weights[row + (size_t)choice[i]] = weight;
             r->selected[row + (size_t)choice[i]] = kept[i];
@@ -6869,21 +6869,26 @@ static void moei_route_soft_backward(moei_pass *s) {
     const moe_kernels *k = s->router->kernels;
     const moe_real *phi = moei_tensor(s, MOE_ROUTER_SLOT_VECTORS), *u = s->r->u;
     moe_real *d_phi = moei_gradient(s, MOE_ROUTER_SLOT_VECTORS), *d_scale = moei_gradient(s, MOE_ROUTER_SLOT_SCALE);
-    const size_t total = moei_slot_total(s->c), cells = s->n * s->d;
-    size_t i, keys = total * s->d;
-    moe_real scale;
+    const size_t total = moei_slot_total(s->c), cells = s->n * total;
+    moe_real scale, sum = 0;
+    size_t i;
+    int flat;
     moei_soft_plan_backward(s);
     if (!s->c->soft_normalise) {
         moei_affine_backward(k, s->n, total, s->d, u, phi, s->m.d_logits, s->m.d_input, d_phi, NULL);
         return;
     }
     scale = moei_tensor(s, MOE_ROUTER_SLOT_SCALE)[0];
-    memset(s->m.d_unit, 0, cells * sizeof(moe_real));
-    memset(s->m.d_keys, 0, keys * sizeof(moe_real));
+    flat = scale >= 0 && scale <= 0; /* only the scale has a gradient */
+    for (i = 0; i < cells; i++) {
+        sum += s->m.d_logits[i] * s->r->logits[i];
+        if (!flat) s->m.d_logits[i] *= scale;
+    }
+    memset(s->m.d_unit, 0, s->n * s->d * sizeof(moe_real));
+    memset(s->m.d_keys, 0, total * s->d * sizeof(moe_real));
     moei_affine_backward(k, s->n, total, s->d, s->m.unit, s->m.keys, s->m.d_logits, s->m.d_unit, s->m.d_keys, NULL);
-    if (d_scale != NULL) d_scale[0] += moe_dot(k, keys, s->m.keys, s->m.d_keys); /* also where scale is 0 */
-    for (i = 0; i < cells; i++) s->m.d_unit[i] *= scale;
-    for (i = 0; i < keys; i++) s->m.d_keys[i] *= scale;
+    if (d_scale != NULL) d_scale[0] += flat ? moe_dot(k, total * s->d, s->m.keys, s->m.d_keys) : sum / scale;
+    if (flat) return;
     moei_unit_backward(s, s->n, u, s->m.unit, s->m.d_unit, s->m.d_input);
     if (d_phi != NULL) moei_unit_backward(s, total, phi, s->m.keys, s->m.d_keys, d_phi);
 }
@@ -6997,7 +7002,7 @@ static moe_real *moei_importance_row(const moei_pass *s, size_t t, moe_real *val
         memcpy(values, v + t * s->experts, s->experts * sizeof(moe_real));
         return clean ? s->m.d_clean_gate : gate ? s->m.d_gate : s->m.d_probabilities;
     }
-    for (e = 0; e < s->experts; e++) values[e] = MOEI_R(0.0);
+    for (e = 0; e < s->experts; e++) values[e] = 0;
     for (i = 0; i < (size_t)r->n_choices[t]; i++)
         values[r->choices[t * r->max_choices + i]] = r->choice_weights[t * r->max_choices + i];
     return s->m.d_weights;
@@ -7233,7 +7238,7 @@ static moe_real *moei_trained_weight(const moei_pass *s, int backward) {
 /* w sum over e != e' of cos(W_e, W_e')^2. */
 static moe_real moei_loss_orthogonal(moei_pass *s, moe_real factor, int backward) {
     const moe_real *w = moei_tensor(s, MOE_ROUTER_WEIGHT);
-    moe_real *d_w = moei_trained_weight(s, backward), sum = MOEI_R(0.0);
+    moe_real *d_w = moei_trained_weight(s, backward), sum = 0;
     size_t width = moei_vector_width(s), a, b;
     const moe_kernels *k = s->router->kernels;
     for (a = 0; a < s->experts; a++)
