@@ -11920,7 +11920,7 @@ moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *test, co
 typedef struct moei_float_room {
     unsigned char *place; /* size_t */
     void *cache;
-    void *work;           /* the rest, for moe_net_forward or moe_net_decode */
+    void *work;           /* the rest, for the network */
     size_t cache_size;
     size_t state_size;    /* bytes at the start of scratch that persist between calls */
 } moei_float_room;
@@ -11958,9 +11958,8 @@ MOEI_TOOL moe_status moei_float_size(const moe_net *net, size_t length, size_t *
 }
 
 /* Runs one token through a network: input [d_in], or with d_in = 0 one id, int32_t. The bits are
-   those of moe_net_forward, or moe_net_decode where length > 0. MOE_ERR_SPACE: scratch is too
-   small; MOE_ERR_STATE: the sequence is length long; else as those. On failure the sequence does
-   not advance. */
+   those of moe_net_decode. MOE_ERR_SPACE: scratch is too small; MOE_ERR_STATE: the sequence is
+   length long; else as that. On failure the sequence does not advance. */
 MOEI_TOOL moe_status moei_float_infer(const moe_net *net, size_t length, const void *input, moe_real *output,
                                       void *scratch, size_t scratch_size) {
     moei_layout l = moei_layout_begin(scratch);
@@ -11973,6 +11972,7 @@ MOEI_TOOL moe_status moei_float_infer(const moe_net *net, size_t length, const v
     if (l.used > scratch_size) return MOE_ERR_SPACE;
     memset(&call, 0, sizeof call);
     call.n_tokens = 1;
+    call.decoding = 1; /* for predictors */
     if (net->d_in > 0) call.x = (const moe_real *)input;
     else call.token_ids = (const int32_t *)input;
     if (length > 0) {

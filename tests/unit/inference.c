@@ -2134,6 +2134,49 @@ static void test_attention_missing(void) {
     moe_net_free(&net);
 }
 
+/* A float model of single tokens routes as decoding does: by the predictor, not by a choice among
+   the one token of the call. */
+static void test_float_predictor(void) {
+    enum { WIDTH = 6, TOKENS = 16, ROOM = 1 << 16 };
+    static unsigned char scratch[ROOM], work[ROOM];
+    moe_model_config config;
+    moe_layer_config c;
+    moe_built_model built;
+    moe_net_pass pass;
+    moe_call call;
+    moe_error error;
+    moe_net net;
+    moe_rng rng = {5};
+    moe_real x[WIDTH], y[WIDTH];
+    size_t t, differ = 0;
+    if (sizeof(moe_real) != sizeof(float)) return;
+    memset(&config, 0, sizeof config);
+    CHECK_STATUS(moe_layer_preset("mixture_of_depths", &c, &error), MOE_OK);
+    c.router.n_experts = 3;
+    c.d_ff = 5;
+    (void)moe_net_init(&net, WIDTH, MOE_KERNELS_C, NULL);
+    (void)moe_net_mixture(&net, &c);
+    if (CHECK_SAYS(moe_net_build(&net, 0, 1, &error), MOE_OK, "a predictor", error) &&
+        CHECK_SAYS(moe_model_create(&built, &net, &config, &error), MOE_OK, "a predictor", error)) {
+        CHECK(built.model.length == 0 && built.model.scratch_size <= sizeof scratch);
+        for (t = 0; t < TOKENS; t++) {
+            normals(&rng, WIDTH, 1.0, x);
+            memset(&call, 0, sizeof call);
+            call.n_tokens = 1;
+            call.x = x;
+            CHECK_STATUS(moe_infer(&built.model, NULL, x, y, scratch, sizeof scratch), MOE_OK);
+            CHECK_STATUS(moe_net_forward(&net, &call, work, sizeof work, &pass), MOE_OK);
+            differ += memcmp(pass.y, y, sizeof y) != 0;
+            call.decoding = 1;
+            CHECK_STATUS(moe_net_forward(&net, &call, work, sizeof work, &pass), MOE_OK);
+            CHECK(memcmp(pass.y, y, sizeof y) == 0);
+        }
+        CHECKF(differ > 0 && differ < TOKENS, "the predictor declines in %d of %d tokens", (int)differ, (int)TOKENS);
+        moe_model_free(&built);
+    }
+    moe_net_free(&net);
+}
+
 /* Calibration takes a sequence as a whole, however long, and short ones many at a time. */
 static void test_long_calibration(void) {
     enum { LONG = 300, MANY = 290 };
@@ -3022,6 +3065,7 @@ int main(int argc, char **argv) {
     CASE(test_weights_in_a_file());
     CASE(test_attention_missing());
     CASE(test_kept_capacity());
+    CASE(test_float_predictor());
     CASE(test_negative_mixes());
     CASE(test_norm_of_zeros());
     CASE(test_long_calibration());
