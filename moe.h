@@ -2970,7 +2970,7 @@ static moe_status moei_file_reals(const moe_file_tensor *tensor, size_t first, s
     else if (dtype == MOE_DTYPE_BF16)
         for (i = 0; i < count; i++) values[i] = (moe_real)moei_binary32((uint32_t)moei_load(p + 2 * i, 2) << 16);
     else if (dtype == MOE_DTYPE_BOOL)
-        for (i = 0; i < count; i++) values[i] = p[i] != 0 ? MOEI_R(1.0) : MOEI_R(0.0);
+        for (i = 0; i < count; i++) values[i] = p[i] != 0 ? MOEI_R(1.0) : 0;
     else if (moei_dtype_is_signed(dtype))
         for (i = 0; i < count; i++) values[i] = (moe_real)moei_load_signed(p + (size_t)size * i, size);
     else
@@ -3762,8 +3762,8 @@ MOEI_TOOL size_t moei_own_experts(const moe_layer_config *c, size_t *first) {
 static int moei_slot_experts(moe_parameter *slot, const moe_layer_config *c, int out, int in) {
     size_t first, experts = moei_own_experts(c, &first);
     if (in == 0)
-        return moei_parameter_set(slot, 2, experts, (size_t)out, 1, MOE_PARAM_NO_DECAY, MOEI_R(0.0), MOEI_R(0.0));
-    return moei_parameter_set(slot, 3, experts, (size_t)out, (size_t)in, MOE_PARAM_TRAINED, MOEI_R(0.0),
+        return moei_parameter_set(slot, 2, experts, (size_t)out, 1, MOE_PARAM_NO_DECAY, 0, 0);
+    return moei_parameter_set(slot, 3, experts, (size_t)out, (size_t)in, MOE_PARAM_TRAINED, 0,
                               MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)in));
 }
 
@@ -3806,7 +3806,7 @@ static int moei_constant_parameter(const moe_layer_config *c, int index, moe_par
     const moe_real init_std = MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)d);
     if (n == 0) return -1;
     if (index == MOE_EXPERTS_CONSTANT) return moei_parameter_matrix(slot, n, d, MOE_PARAM_TRAINED);
-    return moei_parameter_set(slot, 3, n, 2, d, MOE_PARAM_TRAINED, MOEI_R(0.0), init_std);
+    return moei_parameter_set(slot, 3, n, 2, d, MOE_PARAM_TRAINED, 0, init_std);
 }
 
 static const char *moei_layer_parameter_name(int index) {
@@ -3828,7 +3828,7 @@ moe_status moe_layer_parameter(const moe_layer_config *config, int index, moe_pa
         fits = moei_expert_parameter(c, MOEI_LATENT_IN + index - MOE_LATENT_IN, index, &made);
     else if (c->n_shared > 0 && index < MOE_SHARED_SIGMOID) fits = moei_expert_parameter(c, MOEI_SHARED, index, &made);
     else if (c->n_shared > 0 && c->shared_sigmoid && index == MOE_SHARED_SIGMOID)
-        fits = moei_parameter_vector(&made, (size_t)c->router.d_model, MOE_PARAM_TRAINED, MOEI_R(0.0));
+        fits = moei_parameter_vector(&made, (size_t)c->router.d_model, MOE_PARAM_TRAINED, 0);
     if (fits < 0) return MOE_ERR_NOT_FOUND;
     if (!fits) return MOE_ERR_OVERFLOW;
     made.name = moei_layer_parameter_name(index);
@@ -3841,7 +3841,7 @@ MOEI_TOOL void moei_slot_fill(const moe_parameter *slot, moe_real *data, moe_rng
     size_t i;
     for (i = 0; i < slot->count; i++)
         data[i] =
-            slot->init_value + (slot->init_std > MOEI_R(0.0) ? slot->init_std * moe_rng_normal(rng) : MOEI_R(0.0));
+            slot->init_value + (slot->init_std > 0 ? slot->init_std * moe_rng_normal(rng) : 0);
 }
 
 moe_status moe_layer_init(moe_layer *layer, const moe_layer_config *config, moe_error *error) {
@@ -3927,7 +3927,7 @@ static void moei_table_fill(const moe_parameter *slot, size_t experts, moe_real 
 /* Skips the random numbers of other ranks' experts. */
 static void moei_slot_skip(const moe_parameter *slot, size_t experts, moe_rng *rng) {
     size_t i, own = slot->shape[0] > 0 ? slot->count / slot->shape[0] : 0;
-    for (i = 0; i < experts * own && slot->init_std > MOEI_R(0.0); i++) (void)moe_rng_normal(rng);
+    for (i = 0; i < experts * own && slot->init_std > 0; i++) (void)moe_rng_normal(rng);
 }
 
 /* Initializes one tensor of a layer; of a tensor of experts the local ones, to the values that they
@@ -3946,7 +3946,7 @@ static void moei_parameter_fill(const moe_layer_config *c, int index, const moe_
     moei_slot_skip(slot, others - first, rng);
     /* factors on features are not negative */
     for (i = 0; i < slot->count && index == MOE_ROUTER_AC_RUNNING; i++)
-        if (values[i] < MOEI_R(0.0)) values[i] = MOEI_R(0.0);
+        if (values[i] < 0) values[i] = 0;
 }
 
 /* Initializes all tensors in values, where moei_layer_bind placed them. */
@@ -4239,11 +4239,11 @@ static moei_expert_run moei_expert_run_begin(const moe_layer *layer, int kind, i
     run.alpha = MOEI_R(1.0);
     run.limit = MOEI_INFINITY;
     if (run.kind->has & MOEI_HAS_SHAPE) {
-        if (c->swiglu_alpha > MOEI_R(0.0)) run.alpha = c->swiglu_alpha;
-        if (c->swiglu_limit > MOEI_R(0.0)) run.limit = c->swiglu_limit;
+        if (c->swiglu_alpha > 0) run.alpha = c->swiglu_alpha;
+        if (c->swiglu_limit > 0) run.limit = c->swiglu_limit;
         run.offset = c->swiglu_offset;
         run.shaped = run.alpha < MOEI_R(1.0) || run.alpha > MOEI_R(1.0) || run.limit < MOEI_INFINITY ||
-                     run.offset < MOEI_R(0.0) || run.offset > MOEI_R(0.0);
+                     run.offset < 0 || run.offset > 0;
     }
     for (i = 0; i < MOEI_ACTIVATIONS; i++) run.width[i] = (size_t)moei_activation_width(c, kind, i);
     for (i = 0; i < run.kind->n_steps; i++) {
@@ -4258,7 +4258,7 @@ static moei_expert_run moei_expert_run_begin(const moe_layer *layer, int kind, i
     run.scored = -1;
     if (kind < MOEI_SHARED && (moei_score_flags[c->router.score] & MOE_TRAIT_NEEDS_ALL_EXPERTS))
         moei_run_scores(&run, moei_scored_activation(c));
-    if (competes && c->router.compete_rate > MOEI_R(0.0)) moei_run_scores(&run, MOE_NODE_OUTPUT);
+    if (competes && c->router.compete_rate > 0) moei_run_scores(&run, MOE_NODE_OUTPUT);
     return run;
 }
 
@@ -4468,11 +4468,11 @@ static void moei_shaped_backward(const moei_expert_run *run, const moei_step *st
     moei_shape_gate(run, n, gate, up, MOEI_R(1.0), t, v);
     moe_gated_backward(run->layer->kernels, run->act, n, t, v, d_out, d_t, d_v);
     for (q = 0; q < n; q++) {
-        if (gate[q] > limit) d_t[q] = MOEI_R(0.0);
+        if (gate[q] > limit) d_t[q] = 0;
         d_gate[q] = up == NULL ? d_gate[q] + d_t[q] : d_t[q]; /* up NULL: of the score, a sum */
     }
     for (q = 0; q < n && up != NULL; q++)
-        run->gradient[step->second][at_up + q] = up[q] > limit || up[q] < -limit ? MOEI_R(0.0) : d_v[q] / run->alpha;
+        run->gradient[step->second][at_up + q] = up[q] > limit || up[q] < -limit ? 0 : d_v[q] / run->alpha;
 }
 
 /* The backward pass of n columns, from p, of row i of a plain elementwise step. */
@@ -5205,7 +5205,7 @@ static void moei_inputs_forward(const moe_layer *layer, moe_layer_pass *p, const
 static int moei_may_compete(const moe_layer *layer, const moe_call *call) {
     const moe_router_config *c = &layer->config.router;
     const moe_real *step = layer->tensors[MOE_ROUTER_STEP];
-    if (!(c->compete_rate > MOEI_R(0.0)) || !call->training) return 0;
+    if (!(c->compete_rate > 0) || !call->training) return 0;
     if (c->freeze_at > 0 && step != NULL && step[0] >= (moe_real)c->freeze_at) return 0;
     return c->compete_from == 0 || (step != NULL && step[0] >= (moe_real)c->compete_from);
 }
@@ -5392,7 +5392,7 @@ moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_r
         return moei_error(call->error, MOE_ERR_SPACE, "work_size = %z: the call takes %z bytes", work_size, l.used);
     p.call = *call;
     p.x = call->x;
-    if (layer->config.router.compete_rate > MOEI_R(0.0)) {
+    if (layer->config.router.compete_rate > 0) {
         status = moei_compete_begin(layer, &p.call);
         if (status != MOE_OK) return status;
         run = moei_expert_run_begin(layer, layer->config.expert, MOEI_COMPETED(&p.call));
@@ -5466,8 +5466,8 @@ static void moei_zero_backward(const moe_layer *layer, moe_layer_pass *p, const 
     const moe_real *dy = returned->dy;
     size_t e, i;
     for (i = offsets[real]; i < offsets[experts]; i++) {
-        p->routing.d_weight_out[i] = dy != NULL ? MOEI_R(0.0) : returned->d_weights[i];
-        p->routing.d_weight_in[i] = MOEI_R(0.0);
+        p->routing.d_weight_out[i] = dy != NULL ? 0 : returned->d_weights[i];
+        p->routing.d_weight_in[i] = 0;
     }
     for (e = real + (size_t)layer->config.router.n_zero; e < experts; e++)
         for (i = offsets[e]; i < offsets[e + 1]; i++) {
@@ -5795,7 +5795,7 @@ static moe_status moei_measure(const moe_layer *packed, const moe_call *calibrat
     for (e = 0; e < task.experts; e++) moei_measure_expert(&task, e, y, errors + e);
     for (; e < p.routing.n_experts; e++) {
         errors[e].rows = moei_entry_count(&p, e);
-        errors[e].output = MOEI_R(0.0); /* no matrices */
+        errors[e].output = 0; /* no matrices */
     }
     return MOE_OK;
 }
@@ -6439,7 +6439,7 @@ static moei_module_tensor moei_attention_tensor(const moe_module *m, int place) 
     int w = c->d_head, rotated = (int)moei_rotary_dims(c);
     int u = (int)moei_head_value(c);
     int whole = c->qk_norm == MOE_QK_NORM_WHOLE, gain = whole || c->qk_norm == MOE_QK_NORM_HEAD;
-    const moe_real zero = MOEI_R(0.0), one = MOEI_R(1.0);
+    const moe_real zero = 0, one = MOEI_R(1.0);
     switch (place) {
     case MOE_MODULE_QUERY: return moei_tensor_of("query", c->heads * w, c->q_lora > 0 ? c->q_lora : m->d_in, zero);
     case MOE_MODULE_KEY:
@@ -6470,19 +6470,19 @@ static moei_module_tensor moei_module_tensor_of(const moe_module *m, int place) 
     int bias = place == MOE_MODULE_BIAS && !m->no_bias;
     if (m->kind == MOE_MODULE_ATTENTION) return moei_attention_tensor(m, place);
     if (m->kind == MOE_MODULE_CONVOLUTION) {
-        if (place == MOE_MODULE_IN) return moei_tensor_of("in", 3 * m->d_in, m->d_in, MOEI_R(0.0));
-        if (place == MOE_MODULE_TAPS) return moei_tensor_of("taps", m->d_in, m->length, MOEI_R(0.0));
-        return moei_tensor_of(place == MOE_MODULE_OUT ? "out" : NULL, m->d_in, m->d_in, MOEI_R(0.0));
+        if (place == MOE_MODULE_IN) return moei_tensor_of("in", 3 * m->d_in, m->d_in, 0);
+        if (place == MOE_MODULE_TAPS) return moei_tensor_of("taps", m->d_in, m->length, 0);
+        return moei_tensor_of(place == MOE_MODULE_OUT ? "out" : NULL, m->d_in, m->d_in, 0);
     }
     if (bias && (m->kind == MOE_MODULE_LINEAR || m->kind == MOE_MODULE_LAYER_NORM || m->kind == MOE_MODULE_TIED ||
                  (m->kind == MOE_MODULE_RMS_NORM && m->bias)))
-        return moei_tensor_of("bias", m->d_out, 0, MOEI_R(0.0));
+        return moei_tensor_of("bias", m->d_out, 0, 0);
     if (place == MOE_MODULE_WEIGHT && (m->kind == MOE_MODULE_LAYER_NORM || m->kind == MOE_MODULE_RMS_NORM))
         return moei_tensor_of("weight", m->d_out, 0, MOEI_R(1.0));
     if (place == MOE_MODULE_WEIGHT && m->kind == MOE_MODULE_LINEAR)
-        return moei_tensor_of("weight", m->d_out, m->d_in, MOEI_R(0.0));
-    if (place == MOE_MODULE_WEIGHT && m->n_rows > 0) return moei_tensor_of("weight", m->n_rows, m->d_out, MOEI_R(0.0));
-    return moei_tensor_of(NULL, 0, 0, MOEI_R(0.0));
+        return moei_tensor_of("weight", m->d_out, m->d_in, 0);
+    if (place == MOE_MODULE_WEIGHT && m->n_rows > 0) return moei_tensor_of("weight", m->n_rows, m->d_out, 0);
+    return moei_tensor_of(NULL, 0, 0, 0);
 }
 
 /* Describes parameter `place` of module i, its name without the module's number; MOE_ERR_NOT_FOUND
@@ -6838,7 +6838,7 @@ static size_t moei_mixture_choices(const moe_net *net, size_t i) {
 
 /* What scores are divided by. */
 static moe_real moei_score_root(const moe_attention_config *c) {
-    return c->scale > MOEI_R(0.0) ? MOEI_R(1.0) / c->scale : MOEI_F(sqrt)((moe_real)c->d_head);
+    return c->scale > 0 ? MOEI_R(1.0) / c->scale : MOEI_F(sqrt)((moe_real)c->d_head);
 }
 
 static moei_heads moei_heads_of(const moe_module *m) {
@@ -6936,10 +6936,10 @@ static moei_extent moei_extent_decoding(size_t n, size_t most) {
 static void moei_attention_raw_layout(const moe_module *m, size_t n, moei_layout *l, struct moe_module_pass *p) {
     const moe_attention_config *c = &m->attention;
     moei_heads s = moei_heads_of(m);
-    int finished = c->qk_norm != MOE_QK_NORM_NONE || c->clamp > MOEI_R(0.0);
+    int finished = c->qk_norm != MOE_QK_NORM_NONE || c->clamp > 0;
     if (finished) p->raw[0] = moei_take_reals(l, n, s.q);
     if (finished || c->kv_lora > 0) p->raw[1] = moei_take_reals(l, n, s.k);
-    if (c->clamp > MOEI_R(0.0)) p->raw[2] = moei_take_reals(l, n, s.v);
+    if (c->clamp > 0) p->raw[2] = moei_take_reals(l, n, s.v);
 }
 
 static void moei_attention_layout(const moe_net *net, size_t i, const moei_extent *e, moei_layout *kept, moei_layout *l,
@@ -7079,7 +7079,7 @@ static void moei_attention_room(const moe_net *net, const moe_module *m, const m
         room->unpacked = moei_take_reals(l, MOEI_KEYS, s.u);
     if (!e->training) return;
     room->d_a = moei_take_reals(l, rows, columns);
-    if (c->cap > MOEI_R(0.0)) room->slopes = moei_take_reals(l, rows, columns);
+    if (c->cap > 0) room->slopes = moei_take_reals(l, rows, columns);
     room->d_q = moei_take_reals(l, n, s.q);
     room->d_k = moei_take_reals(l, n, s.k);
     room->d_v_step = c->kv_lora > 0 ? s.u : s.v;
@@ -7088,7 +7088,7 @@ static void moei_attention_room(const moe_net *net, const moe_module *m, const m
     if (c->kv_lora > 0) room->d_values = moei_take_reals(l, n, s.heads * moei_head_value(c));
     if (c->kv_lora > 0) room->d_heads = moei_take_reals(l, n, s.heads * (size_t)c->d_head);
     if (c->q_lora > 0) room->d_down = moei_take_reals(l, n, (size_t)c->q_lora);
-    if (c->qk_norm != MOE_QK_NORM_NONE || c->clamp > MOEI_R(0.0) || c->kv_lora > 0)
+    if (c->qk_norm != MOE_QK_NORM_NONE || c->clamp > 0 || c->kv_lora > 0)
         room->row = moei_take_reals(l, 2, moei_larger(widest, (size_t)c->q_lora));
 }
 
@@ -7102,7 +7102,7 @@ static const moe_module *moei_weights_of(const moe_net *net, const moe_module *m
 static int moei_module_matrix(const moe_net *net, const moe_module *m, int place, size_t *n, size_t *k) {
     const int tied = m->kind == MOE_MODULE_TIED && place == MOE_MODULE_WEIGHT;
     moei_module_tensor t = moei_module_tensor_of(m, place);
-    if (tied) t = moei_tensor_of("weight", m->d_out, m->d_in, MOEI_R(0.0));
+    if (tied) t = moei_tensor_of("weight", m->d_out, m->d_in, 0);
     if (moei_is_layer(m) || t.name == NULL || t.columns == 0 || m->n_rows > 0 ||
         moei_external_of(moei_weights_of(net, m), place) != NULL ||
         (m->kind == MOE_MODULE_CONVOLUTION && place == MOE_MODULE_TAPS) ||
@@ -7457,7 +7457,7 @@ static moe_status moei_activation_forward(const moei_run *r) {
     return MOE_OK;
 }
 
-static moe_real moei_eps_of(moe_real eps) { return eps > MOEI_R(0.0) ? eps : MOEI_R(1e-5); }
+static moe_real moei_eps_of(moe_real eps) { return eps > 0 ? eps : MOEI_R(1e-5); }
 
 static moe_status moei_layer_norm_forward(const moei_run *r) {
     size_t t;
@@ -7508,13 +7508,13 @@ static void moei_skip(moe_rng *rng, size_t tokens, size_t each) {
 /* y = x where it is kept, times 1 / (1 - rate). */
 static moe_status moei_dropout_forward(const moei_run *r) {
     moe_real factor = MOEI_R(1.0) / (MOEI_R(1.0) - r->m->rate);
-    int draws = r->pass->training && r->m->rate > MOEI_R(0.0);
+    int draws = r->pass->training && r->m->rate > 0;
     size_t i;
     if (draws) moei_skip(r->pass->call.rng, r->pass->first, r->d_in);
     memcpy(r->p->y, r->p->x, r->n * r->d_in * sizeof(moe_real));
     for (i = 0; r->pass->training && i < r->n * r->d_in; i++) {
-        r->p->stays[i] = !(r->m->rate > MOEI_R(0.0)) || moe_rng_uniform(r->pass->call.rng) >= r->m->rate;
-        r->p->y[i] = r->p->stays[i] ? r->p->x[i] * factor : MOEI_R(0.0);
+        r->p->stays[i] = !(r->m->rate > 0) || moe_rng_uniform(r->pass->call.rng) >= r->m->rate;
+        r->p->y[i] = r->p->stays[i] ? r->p->x[i] * factor : 0;
     }
     if (draws) moei_skip(r->pass->call.rng, r->pass->total - r->pass->first - r->n, r->d_in);
     return MOE_OK;
@@ -7551,14 +7551,14 @@ static double moei_rotary_step(const moe_module *m, size_t i) {
     const size_t pairs = moei_rotary_dims(c) / 2;
     double half = (double)pairs, base = (double)c->rotary_base;
     double step = MOEI_D(pow)(base, -(double)i / half), length = (double)c->rotary_length;
-    double factor = c->rotary_factor > MOEI_R(0.0) ? (double)c->rotary_factor : 1.0, low, high, part;
+    double factor = c->rotary_factor > 0 ? (double)c->rotary_factor : 1.0, low, high, part;
     const double turn = 6.283185307179586476925;
     switch (c->rotary_scaling) {
     case MOE_ROTARY_LINEAR: return step / factor;
     case MOE_ROTARY_FACTORS: return step / (double)m->tensors[MOE_MODULE_ROTARY_FACTORS][i];
     case MOE_ROTARY_YARN:
-        low = c->beta_fast > MOEI_R(0.0) ? (double)c->beta_fast : 32.0;
-        high = c->beta_slow > MOEI_R(0.0) ? (double)c->beta_slow : 1.0;
+        low = c->beta_fast > 0 ? (double)c->beta_fast : 32.0;
+        high = c->beta_slow > 0 ? (double)c->beta_slow : 1.0;
         low = half * MOEI_D(log)(length / (turn * low)) / MOEI_D(log)(base);
         high = half * MOEI_D(log)(length / (turn * high)) / MOEI_D(log)(base);
         if (!c->no_truncation) {
@@ -7570,8 +7570,8 @@ static double moei_rotary_step(const moe_module *m, size_t i) {
         part = ((double)i - low) / (high - low > 0.001 ? high - low : 0.001);
         break;
     case MOE_ROTARY_LLAMA3:
-        low = c->low_factor > MOEI_R(0.0) ? (double)c->low_factor : 1.0;
-        high = c->high_factor > MOEI_R(0.0) ? (double)c->high_factor : 4.0;
+        low = c->low_factor > 0 ? (double)c->low_factor : 1.0;
+        high = c->high_factor > 0 ? (double)c->high_factor : 4.0;
         part = (high - length * step / turn) / (high - low);
         break;
     default: return step;
@@ -7582,7 +7582,7 @@ static double moei_rotary_step(const moe_module *m, size_t i) {
 
 /* The factor on cosines and sines. */
 static double moei_rotary_magnitude(const moe_attention_config *c) {
-    if (c->rotary_magnitude > MOEI_R(0.0)) return (double)c->rotary_magnitude;
+    if (c->rotary_magnitude > 0) return (double)c->rotary_magnitude;
     if (c->rotary_scaling != MOE_ROTARY_YARN || !(c->rotary_factor > MOEI_R(1.0))) return 1.0;
     return 1.0 + 0.1 * MOEI_D(log)((double)c->rotary_factor);
 }
@@ -7620,7 +7620,7 @@ static moei_row_kind moei_row_kind_of(const moei_run *r, int is_query) {
     kind.norms = c->qk_norm == MOE_QK_NORM_WHOLE ? 1 : kind.heads;
     kind.eps = moei_eps_of(c->eps);
     kind.clamp = c->clamp;
-    kind.growth = c->query_growth > MOEI_R(0.0) ? (double)c->query_growth : 0.1;
+    kind.growth = c->query_growth > 0 ? (double)c->query_growth : 0.1;
     kind.floor = is_query ? (size_t)c->query_floor : 0;
     kind.gain = r->m->tensors[gain];
     kind.d_gain = r->m->gradients[gain];
@@ -7891,7 +7891,7 @@ static void moei_mixture_previous(const moei_run *r, moe_call *call) {
             r->p->previous_experts[to] = !kept ? -1 : soft ? (int32_t)j : before->choices[choice];
             r->p->previous_weights[to] =
                 kept ? before->weights[(first + t) * before->n_experts + (size_t)r->p->previous_experts[to]]
-                     : MOEI_R(0.0);
+                     : 0;
         }
     call->previous_input = r->pass->modules[at].x;
     call->previous_experts = r->p->previous_experts;
@@ -7991,7 +7991,7 @@ static moe_status moei_residual_forward(const moei_run *r) {
 
 /* s; 0 means 1. */
 static moe_real moei_scale_of(const moe_module *m) {
-    return m->scale < MOEI_R(0.0) || m->scale > MOEI_R(0.0) ? m->scale : MOEI_R(1.0);
+    return m->scale < 0 || m->scale > 0 ? m->scale : MOEI_R(1.0);
 }
 
 static moe_status moei_scale_forward(const moei_run *r) {
@@ -7999,7 +7999,7 @@ static moe_status moei_scale_forward(const moei_run *r) {
     size_t i;
     for (i = 0; i < r->n * r->d_in; i++) {
         r->p->y[i] = scale * r->p->x[i];
-        if (cap > MOEI_R(0.0)) r->p->y[i] = cap * MOEI_F(tanh)(r->p->y[i] / cap);
+        if (cap > 0) r->p->y[i] = cap * MOEI_F(tanh)(r->p->y[i] / cap);
     }
     return MOE_OK;
 }
@@ -8011,7 +8011,7 @@ static moe_status moei_scale_backward(const moei_run *r) {
     moe_real scale = moei_scale_of(r->m), cap = r->m->cap;
     size_t i;
     for (i = 0; r->dx != NULL && i < r->n * r->d_in; i++) {
-        moe_real part = cap > MOEI_R(0.0) ? r->p->y[i] / cap : MOEI_R(0.0);
+        moe_real part = cap > 0 ? r->p->y[i] / cap : 0;
         r->dx[i] += r->dy[i] * scale * (MOEI_R(1.0) - part * part);
     }
     return MOE_OK;
@@ -8194,8 +8194,8 @@ static void moei_keys_backward(const moei_run *r, const moei_room *room) {
     moei_project_backward(r, latent ? MOE_MODULE_LATENT : MOE_MODULE_KEY, c->bias ? MOE_MODULE_KEY_BIAS : 0, r->d_in,
                           s.k, r->p->x, room->d_k, r->dx);
     if (latent) return;
-    for (i = 0; i < r->n * s.v && c->clamp > MOEI_R(0.0); i++)
-        if (r->p->raw[2][i] > c->clamp || r->p->raw[2][i] < -c->clamp) room->d_v[i] = MOEI_R(0.0);
+    for (i = 0; i < r->n * s.v && c->clamp > 0; i++)
+        if (r->p->raw[2][i] > c->clamp || r->p->raw[2][i] < -c->clamp) room->d_v[i] = 0;
     moei_project_backward(r, MOE_MODULE_VALUE, c->bias ? MOE_MODULE_VALUE_BIAS : 0, r->d_in, s.v, r->p->x, room->d_v,
                           r->dx);
 }
@@ -8343,7 +8343,7 @@ static moe_status moei_module_call_check(const moe_net *net, const moe_call *cal
     if (m->kind == MOE_MODULE_POSITIONS && !moei_positions_fit(m, call, past))
         return moei_error(call->error, MOE_ERR_ARGUMENT, "module %z (positions): a sequence has more than %d tokens", i,
                           m->n_rows);
-    if (m->kind == MOE_MODULE_DROPOUT && call->training && m->rate > MOEI_R(0.0) && call->rng == NULL)
+    if (m->kind == MOE_MODULE_DROPOUT && call->training && m->rate > 0 && call->rng == NULL)
         return moei_error(call->error, MOE_ERR_ARGUMENT,
                           "module %z (dropout): call.rng is NULL, and training draws from it", i);
     return MOE_OK;
@@ -8828,13 +8828,13 @@ moe_status moe_net_observe(moe_net *net, const moe_net_pass *pass) {
 /* The next factor of all L1 losses with l1_controller = net, by the mean gap of their layers;
    unchanged if there is none or no load has been measured. */
 static void moei_net_l1(const moe_net *net, moe_real *factor) {
-    moe_real gap = MOEI_R(0.0);
+    moe_real gap = 0;
     size_t i, count = 0;
     for (i = 0; i < net->n_modules; i++) {
         const moe_layer *layer = &net->modules[i].layer;
         const moe_router_config *c = &layer->config.router;
         const moe_real *step = layer->tensors[MOE_ROUTER_STEP], *load = layer->tensors[MOE_ROUTER_LOAD];
-        if (!moei_shares_l1(&net->modules[i]) || !(load[c->n_experts] > MOEI_R(0.0))) continue;
+        if (!moei_shares_l1(&net->modules[i]) || !(load[c->n_experts] > 0)) continue;
         if (c->freeze_at > 0 && step[0] >= (moe_real)c->freeze_at) continue;
         if (count++ == 0) *factor = layer->tensors[MOE_ROUTER_L1][0];
         gap += moei_l1_gap(c, load);
@@ -8843,7 +8843,7 @@ static void moei_net_l1(const moe_net *net, moe_real *factor) {
 }
 
 moe_status moe_net_advance(moe_net *net) {
-    moe_real factor = MOEI_R(0.0);
+    moe_real factor = 0;
     moe_status status = MOE_OK;
     size_t i;
     if (net == NULL) return MOE_ERR_ARGUMENT;
@@ -8853,7 +8853,7 @@ moe_status moe_net_advance(moe_net *net) {
         moe_layer *layer = &net->modules[i].layer;
         if (!moei_routes(net, i)) continue;
         status = moe_layer_advance(layer);
-        if (status == MOE_OK && moei_shares_l1(&net->modules[i]) && factor > MOEI_R(0.0))
+        if (status == MOE_OK && moei_shares_l1(&net->modules[i]) && factor > 0)
             moei_layer_memory(layer, MOE_ROUTER_L1)[0] = factor;
     }
     return status;
@@ -8880,7 +8880,7 @@ static size_t moei_count_labeled(size_t n, const int32_t *labels) {
    be NULL) too, with 1 at best. */
 static moe_real moei_exp_others(const moe_kernels *kernels, size_t n, const moe_real *y, size_t best, moe_real *d) {
     enum { PART = 64 };
-    moe_real room[PART], sum = MOEI_R(0.0);
+    moe_real room[PART], sum = 0;
     size_t from, count;
     for (from = 0; from < n; from += count) {
         moe_real *part = d != NULL ? d + from : room;
@@ -8914,7 +8914,7 @@ static moe_real moei_cross_entropy_row(const moe_kernels *kernels, size_t n, con
 static moe_real moei_cross_entropy(const moe_kernels *kernels, size_t n, size_t classes, size_t labeled,
                                    const moe_real *y, const int32_t *labels, moe_real *dy) {
     size_t t;
-    moe_real over_n = labeled > 0 ? MOEI_R(1.0) / (moe_real)labeled : MOEI_R(0.0), sum = MOEI_R(0.0);
+    moe_real over_n = labeled > 0 ? MOEI_R(1.0) / (moe_real)labeled : 0, sum = 0;
     for (t = 0; t < n; t++, y += classes) {
         moe_real *d = dy != NULL ? dy + t * classes : NULL;
         if (labels[t] >= 0) sum += moei_cross_entropy_row(kernels, classes, y, (size_t)labels[t], over_n, d);
@@ -8930,7 +8930,7 @@ moe_real moe_cross_entropy(size_t n, size_t classes, const moe_real *y, const in
 /* These rows' part of the mean over `all` rows. */
 static moe_real moei_squared_error(size_t n, size_t width, size_t all, const moe_real *y, const moe_real *targets,
                                    moe_real *dy) {
-    moe_real over_n = all > 0 ? MOEI_R(1.0) / (moe_real)all : MOEI_R(0.0), sum = MOEI_R(0.0);
+    moe_real over_n = all > 0 ? MOEI_R(1.0) / (moe_real)all : 0, sum = 0;
     size_t i;
     for (i = 0; i < n * width; i++) {
         moe_real e = y[i] - targets[i];
@@ -8958,7 +8958,7 @@ static int moei_is_squared(int criterion) {
 static int moei_reads_experts(const moe_net *net, int criterion) {
     const moe_module *last = &net->modules[net->n_modules - 1];
     return criterion > MOE_CRITERION_SQUARED_ERROR ||
-           (last->kind == MOE_MODULE_MIXTURE && last->layer.config.router.expert_temperature > MOEI_R(0.0));
+           (last->kind == MOE_MODULE_MIXTURE && last->layer.config.router.expert_temperature > 0);
 }
 
 /* Whether the last module is a mixture that such a loss can read. */
@@ -8973,15 +8973,15 @@ static moe_status moei_mixture_fits(const moe_net *net, int criterion, moe_error
     if (last->kind != MOE_MODULE_MIXTURE)
         return moei_error(error, MOE_ERR_CONFIG, "criterion = %s: the last module must be an MoE layer", name);
     if (c->select != MOE_SELECT_DENSE || c->weight != MOE_WEIGHT_RAW || c->scale < MOEI_R(1.0) ||
-        c->scale > MOEI_R(1.0) || c->expert_scale || c->capacity_factor > MOEI_R(0.0) ||
-        c->capacity_factor_eval > MOEI_R(0.0) || c->drop_capacity > 0 || c->capacity_bound != MOE_BOUND_NONE ||
-        c->drop_rule != MOE_DROP_RULE_NONE || c->expert_dropout > MOEI_R(0.0) || moei_switches(c) || c->student ||
+        c->scale > MOEI_R(1.0) || c->expert_scale || c->capacity_factor > 0 ||
+        c->capacity_factor_eval > 0 || c->drop_capacity > 0 || c->capacity_bound != MOE_BOUND_NONE ||
+        c->drop_rule != MOE_DROP_RULE_NONE || c->expert_dropout > 0 || moei_switches(c) || c->student ||
         moei_unseen(&last->layer.config) != NULL)
         return moei_error(error, MOE_ERR_CONFIG,
                           "module %z (mixture): criterion = %s or expert_temperature needs select = dense and weight = "
                           "raw, and nothing beside it",
                           net->n_modules - 1, name);
-    if (c->expert_temperature > MOEI_R(0.0) && (c->gate != MOE_GATE_SOFTMAX || c->refine != MOE_REFINE_NONE))
+    if (c->expert_temperature > 0 && (c->gate != MOE_GATE_SOFTMAX || c->refine != MOE_REFINE_NONE))
         return moei_error(error, MOE_ERR_CONFIG,
                           "module %z (mixture): expert_temperature needs gate = softmax without refine",
                           net->n_modules - 1);
@@ -9302,7 +9302,7 @@ static moe_status moei_evaluate_part(moei_evaluating *e, const moe_data *batch, 
     moe_net_pass pass;
     moe_mixture mixture;
     moe_status status;
-    moe_real mean = MOEI_R(0.0);
+    moe_real mean = 0;
     const moe_real *answer;
     size_t t, counted = moei_counted(e->criterion, batch), width = (size_t)net->d_out;
     why.message[0] = '\0';
@@ -9472,7 +9472,7 @@ static moe_status moei_train_check(const moe_train_config *config, moe_train_con
     moei_default_real(&out->rate, out->optimizer == MOE_OPTIMIZER_SGD ? MOEI_R(0.01) : MOEI_R(0.001));
     moei_default_real(&out->final_rate, MOEI_R(1.0));
     moei_default_real(&out->momentum, MOEI_R(0.9));
-    if (out->momentum < MOEI_R(0.0)) out->momentum = MOEI_R(0.0);
+    if (out->momentum < 0) out->momentum = 0;
     moei_default_real(&out->beta1, MOEI_R(0.9));
     moei_default_real(&out->beta2, MOEI_R(0.999));
     moei_default_real(&out->epsilon, MOEI_R(1e-8));
@@ -9572,12 +9572,12 @@ static void moei_group_numbers(const moe_train_config *config, const moe_tensor 
                                moe_real *out) {
     int none = (t->flags & (unsigned)MOE_PARAM_NO_DECAY) != 0;
     out[0] = MOEI_R(1.0);
-    out[1] = none ? MOEI_R(0.0) : config->decay;
+    out[1] = none ? 0 : config->decay;
     if (group == NULL) return;
-    if (group->rate > MOEI_R(0.0)) out[0] = group->rate;
-    if (group->frozen) out[0] = MOEI_R(0.0);
-    if (group->decay > MOEI_R(0.0)) out[1] = group->decay * config->decay;
-    if (group->decay < MOEI_R(0.0)) out[1] = MOEI_R(0.0);
+    if (group->rate > 0) out[0] = group->rate;
+    if (group->frozen) out[0] = 0;
+    if (group->decay > 0) out[1] = group->decay * config->decay;
+    if (group->decay < 0) out[1] = 0;
 }
 
 /* These two numbers for every row of a tensor: of the last group that matches it. */
@@ -9792,7 +9792,7 @@ static int moei_rows_next(const moe_trainer *trainer, moei_rows *r) {
                      !(r->factors[0] > r->next[0]) && r->factors[1] == r->next[1]);
             r->first = from * width;
             r->count = (r->row - from) * width;
-            if (moei_is_trained(t) && r->factors[0] > MOEI_R(0.0) && !moei_is_frozen(trainer->net, t)) return 1;
+            if (moei_is_trained(t) && r->factors[0] > 0 && !moei_is_frozen(trainer->net, t)) return 1;
         }
     }
     return 0;
@@ -9808,10 +9808,10 @@ static moe_status moei_mixture_gradients(const moe_trainer *t, const moe_data *d
     moe_status status;
     size_t i, e;
     if (routing->n_real != data->n) return moei_error(error, MOE_ERR_ARGUMENT, "a classical mixture takes no padding");
-    for (i = 0; i < m.n && temperature > MOEI_R(0.0); i++)
+    for (i = 0; i < m.n && temperature > 0; i++)
         moe_softmax(t->net->kernels, m.experts, routing->logits + i * m.experts, temperature,
                     b->expert_p + i * m.experts);
-    if (temperature > MOEI_R(0.0)) m.expert_p = b->expert_p;
+    if (temperature > 0) m.expert_p = b->expert_p;
     status = t->net->mixture_losses->loss(t->config.criterion, &m, loss, b->d_p, b->d_outputs, error);
     for (e = 0; e < m.experts && status == MOE_OK; e++)
         for (i = 0; i < m.n; i++) b->d_weights[e * m.n + i] = b->d_p[i * m.experts + e];
@@ -9868,7 +9868,7 @@ static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, c
     if (status == MOE_OK) status = moei_add_over(t->net->transport, status, 1, &all, error);
     if (status != MOE_OK) return status;
     step->loss = (moe_real)all;
-    step->router_loss = MOEI_R(0.0);
+    step->router_loss = 0;
     for (i = 0; i < t->net->n_modules; i++) {
         const moe_routing *routing = moe_net_routing(t->net, pass, i);
         for (loss = 0; routing != NULL && loss < MOE_LOSS_COUNT; loss++) step->router_loss += routing->loss[loss];
@@ -10080,7 +10080,7 @@ static moe_status moei_trainer_add(moe_trainer *trainer, const moe_data *batch, 
 /* The second half, with the norm of the mean gradient. */
 static moe_status moei_trainer_apply(moe_trainer *trainer, moe_real norm, moe_error *error) {
     moe_real scale =
-        trainer->config.clip > MOEI_R(0.0) && norm > trainer->config.clip ? trainer->config.clip / norm : MOEI_R(1.0);
+        trainer->config.clip > 0 && norm > trainer->config.clip ? trainer->config.clip / norm : MOEI_R(1.0);
     moe_status status = moe_net_advance(trainer->net);
     if (status != MOE_OK) return moei_error(error, status, "the routers' state: %s", moe_status_text(status));
     /* the tensors change */
@@ -11749,7 +11749,7 @@ static moe_status moei_fit_report(moei_fit *f, moe_error *error) {
     moe_progress *p = &f->progress;
     moe_status status;
     double stop;
-    p->loss = f->counted > 0 ? (moe_real)(f->loss / (double)f->counted) : MOEI_R(0.0);
+    p->loss = f->counted > 0 ? (moe_real)(f->loss / (double)f->counted) : 0;
     p->router_loss = (moe_real)(f->router_loss / (double)f->seen);
     p->epoch_ended = p->step == p->steps;
     p->total_step = f->trainer.steps;
@@ -12710,7 +12710,7 @@ void moe_infer_levels(const moe_model *model, const moe_real *x, int8_t *levels)
         const moe_real level = x[i] / (moe_real)model->input_scale;
         if (level >= 127) levels[i] = 127;
         else if (level <= -127) levels[i] = -127;
-        else levels[i] = (int8_t)(level >= 0 ? level + MOEI_R(0.5) : level < 0 ? level - MOEI_R(0.5) : MOEI_R(0.0));
+        else levels[i] = (int8_t)(level >= 0 ? level + MOEI_R(0.5) : level < 0 ? level - MOEI_R(0.5) : 0);
     }
 }
 

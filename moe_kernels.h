@@ -1593,12 +1593,12 @@ MOEI_TOOL void moei_put_digits(moei_text *t, double value, int significant) {
 MOEI_TOOL void moei_put_real(moei_text *t, moe_real value) {
     int significant;
     if (!moe_is_finite(value)) {
-        if (value > MOEI_R(0.0)) moei_put(t, "inf", 3);
-        else if (value < MOEI_R(0.0)) moei_put(t, "-inf", 4);
+        if (value > 0) moei_put(t, "inf", 3);
+        else if (value < 0) moei_put(t, "-inf", 4);
         else moei_put(t, "nan", 3);
         return;
     }
-    if (!(value > MOEI_R(0.0)) && !(value < MOEI_R(0.0))) {
+    if (!(value > 0) && !(value < 0)) {
         moei_put(t, "0", 1);
         return;
     }
@@ -7236,7 +7236,7 @@ MOEI_TOOL void moei_add_error(size_t n, const moe_real *exact, const moe_real *y
 
 /* |y - exact| / |exact|; 0 where exact is 0. NaN stays. */
 MOEI_TOOL moe_real moei_error_of(const double sums[2]) {
-    return sums[1] <= 0.0 ? MOEI_R(0.0) : (moe_real)MOEI_D(sqrt)(sums[0] / sums[1]);
+    return sums[1] <= 0.0 ? 0 : (moe_real)MOEI_D(sqrt)(sums[0] / sums[1]);
 }
 
 /* ==== text, bytes and checksums of files ====================================================== */
@@ -7730,7 +7730,7 @@ MOEI_TOOL int32_t moei_sample_draw(const moei_sample *s, moe_rng *rng, moe_real 
     left = (double)(moe_rng_next(rng) >> 11) * (1.0 / 9007199254740992.0) * sum;
     /* if rounding leaves a remainder, the last possible token is taken */
     for (i = 0; i < s->n && left >= 0.0; i++) {
-        if (p[i] > MOEI_R(0.0)) token = (int32_t)i;
+        if (p[i] > 0) token = (int32_t)i;
         left -= (double)p[i];
     }
     for (i = 0; i < s->n; i++) p[i] = (moe_real)((double)p[i] / sum);
@@ -7865,19 +7865,19 @@ MOEI_TOOL void moei_attend_blocks(const moei_attend *t, size_t begin, size_t to,
 MOEI_TOOL void moei_kept_store(int type, size_t width, const moe_real *x, unsigned char *cell) {
     size_t all = moei_kept_width(width), i, j;
     for (i = 0; i < all && type != MOE_TYPE_Q8_BLOCK; i++) {
-        moe_real value = i < width ? x[i] : MOEI_R(0.0);
+        moe_real value = i < width ? x[i] : 0;
         moei_put_16(cell + 2 * i, type == MOE_TYPE_F16 ? moei_narrow(value, 5, 10) : moei_narrow(value, 8, 7));
     }
     for (i = 0; i < all && type == MOE_TYPE_Q8_BLOCK; i += 32, cell += 34) {
-        moe_real most = MOEI_R(0.0), scale, code;
+        moe_real most = 0, scale, code;
         for (j = i; j < width && j < i + 32; j++)
             if (!(MOEI_F(fabs)(x[j]) <= most)) most = MOEI_F(fabs)(x[j]);
         moei_put_16(cell, moei_narrow(most / MOEI_R(127.0), 5, 10));
         scale = moei_from_f16(moei_get_16(cell));
         for (j = 0; j < 32; j++) {
-            code = i + j < width && scale > MOEI_R(0.0) ? x[i + j] / scale : MOEI_R(0.0);
+            code = i + j < width && scale > 0 ? x[i + j] / scale : 0;
             code = code > MOEI_R(127.0) ? MOEI_R(127.0) : code > MOEI_R(-127.0) ? code : MOEI_R(-127.0);
-            cell[2 + j] = (unsigned char)(int)(code + (code < MOEI_R(0.0) ? MOEI_R(255.5) : MOEI_R(0.5)));
+            cell[2 + j] = (unsigned char)(int)(code + (code < 0 ? MOEI_R(255.5) : MOEI_R(0.5)));
         }
     }
 }
@@ -7988,19 +7988,19 @@ static void moei_scores_cap(const moei_attend *t, size_t n, moe_real *a, moe_rea
    a row. */
 static void moei_block_weights(const moei_attend *t, const moei_queries *b, moe_real *a, moe_real *slopes) {
     size_t i, j, seen, skipped, sinks = t->sinks != NULL, ld = b->span + sinks;
-    moe_real temperature = t->cap > MOEI_R(0.0) ? MOEI_R(1.0) : t->root;
+    moe_real temperature = t->cap > 0 ? MOEI_R(1.0) : t->root;
     moei_block_scores(t, b, a);
     for (i = 0; i < b->rows; i++, a += ld) {
         seen = moei_block_seen(t, b, i);
         skipped = moei_block_skipped(t, b, i);
-        if (t->cap > MOEI_R(0.0)) moei_scores_cap(t, seen, a, slopes != NULL ? slopes + i * ld : NULL);
+        if (t->cap > 0) moei_scores_cap(t, seen, a, slopes != NULL ? slopes + i * ld : NULL);
         for (j = 0; j < skipped && j < seen; j++) a[j] = -MOEI_INFINITY;
         /* with a mask there is no past: a key is a token of the call */
         for (; j < seen && t->mask != NULL; j++)
             if (!moei_attends(t, b->from + j)) a[j] = -MOEI_INFINITY;
         if (sinks && seen > 0) a[seen] = t->sinks[moei_row_head(b, i)] * temperature;
         moe_softmax(t->k, seen > 0 ? seen + sinks : 0, a, temperature, a);
-        if (sinks) a[b->span] = seen > 0 ? a[seen] : MOEI_R(0.0);
+        if (sinks) a[b->span] = seen > 0 ? a[seen] : 0;
         if (seen < b->span) memset(a + seen, 0, (b->span - seen) * sizeof(moe_real));
     }
 }
@@ -8117,7 +8117,7 @@ static void moei_row_norm(const moei_row_kind *kind, moe_real *row) {
 
 MOEI_TOOL void moei_row_clamp(moe_real most, size_t n, moe_real *row) {
     size_t i;
-    for (i = 0; i < n && most > MOEI_R(0.0); i++) row[i] = row[i] > most ? most : row[i] < -most ? -most : row[i];
+    for (i = 0; i < n && most > 0; i++) row[i] = row[i] > most ? most : row[i] < -most ? -most : row[i];
 }
 
 /* Multiplies a query by the factor of its position. */
@@ -8170,12 +8170,12 @@ MOEI_TOOL void moei_row_finish_backward(const moei_row_kind *kind, const moe_rea
         moei_row_norm_backward(kind, row, d);
     }
     moei_row_rotate(kind, rotation, MOEI_R(-1.0), d);
-    if (kind->clamp > MOEI_R(0.0)) {
+    if (kind->clamp > 0) {
         moe_real *row = kind->room + n;
         memcpy(row, raw, n * sizeof(moe_real));
         if (kind->normed == 1) moei_row_norm(kind, row);
         for (i = 0; i < n; i++)
-            if (row[i] > kind->clamp || row[i] < -kind->clamp) d[i] = MOEI_R(0.0);
+            if (row[i] > kind->clamp || row[i] < -kind->clamp) d[i] = 0;
     }
     if (kind->normed == 1) moei_row_norm_backward(kind, raw, d);
 }
@@ -8196,13 +8196,13 @@ static moe_real moei_convolve_input(const moei_convolve *v, size_t t, size_t bac
         const moe_real *part = v->parts + (t - back) * 3 * v->d + channel;
         return part[0] * part[2 * v->d];
     }
-    if (v->state == NULL || back > t + v->past) return MOEI_R(0.0);
+    if (v->state == NULL || back > t + v->past) return 0;
     return v->state[(v->length - 1 + t - back) * v->d + channel];
 }
 
 /* z */
 static moe_real moei_convolve_sum(const moei_convolve *v, size_t t, size_t channel) {
-    moe_real sum = MOEI_R(0.0);
+    moe_real sum = 0;
     size_t i;
     for (i = 0; i < v->length; i++)
         sum += v->taps[channel * v->length + i] * moei_convolve_input(v, t, v->length - 1 - i, channel);

@@ -1742,7 +1742,7 @@ static moe_status moei_field_set_n(const moe_field *field, void *config, const c
     }
     if (!moei_parse_real(value, n, &number)) return moei_field_bad(field, value, n, error);
     /* -0 is the default, too, and its text is 0 */
-    if ((moei_real_bits(number) & ~MOEI_SIGN_BIT) == 0) number = MOEI_R(0.0);
+    if ((moei_real_bits(number) & ~MOEI_SIGN_BIT) == 0) number = 0;
     if (field->kind == MOE_FIELD_REAL) {
         *moei_field_real(field, config) = number;
         return MOE_OK;
@@ -1750,7 +1750,7 @@ static moe_status moei_field_set_n(const moe_field *field, void *config, const c
     /* integers of a configuration are at most 2^24, which every real type holds exactly */
     if (number < MOEI_R(-16777216.0) || number > MOEI_R(16777216.0)) return moei_field_bad(field, value, n, error);
     if (number < (moe_real)(int)number || number > (moe_real)(int)number) return moei_field_bad(field, value, n, error);
-    if (field->kind == MOE_FIELD_FLAG && number < MOEI_R(0.0)) return moei_field_bad(field, value, n, error);
+    if (field->kind == MOE_FIELD_FLAG && number < 0) return moei_field_bad(field, value, n, error);
     if (field->kind == MOE_FIELD_FLAG && number > MOEI_R(1.0)) return moei_field_bad(field, value, n, error);
     *moei_field_int(field, config) = (int)number;
     return MOE_OK;
@@ -1937,12 +1937,12 @@ static void moei_default(int *field, int value) {
 }
 
 static void moei_default_real(moe_real *field, moe_real value) {
-    if (!(*field < MOEI_R(0.0)) && !(*field > MOEI_R(0.0))) *field = value;
+    if (!(*field < 0) && !(*field > 0)) *field = value;
 }
 
 /* Whether switch_from selects before select does. */
 MOEI_TOOL int moei_switches(const moe_router_config *c) {
-    return c->switch_at > 0 || c->switch_share > MOEI_R(0.0);
+    return c->switch_at > 0 || c->switch_share > 0;
 }
 
 /* Whether calls of this configuration may use this selection. */
@@ -1979,7 +1979,7 @@ static void moei_router_defaults(moe_router_config *c) {
 
 /* Whether anything depends on schedule_steps. */
 MOEI_TOOL int moei_has_schedule(const moe_router_config *c) {
-    return c->k_end != 0 || c->tau_schedule != MOE_TAU_NONE || c->switch_share > MOEI_R(0.0);
+    return c->k_end != 0 || c->tau_schedule != MOE_TAU_NONE || c->switch_share > 0;
 }
 
 /* Whether switch_from may select in a call: outside training expert_threshold selects from the
@@ -2225,24 +2225,24 @@ static moe_status moei_zero_clashes(const moe_router_config *c, moe_error *error
         MOEI_NEEDS(zero_average, loss_balance),
         MOEI_RULE(router_residual, 0, score, MOEI_BUT(MOE_SCORE_DSELECT), "its logits are a gate")};
     const int any = MOEI_REAL_EXPERTS(c) < c->n_experts;
-    const int by_factor = c->capacity_factor_eval > MOEI_R(0.0) && c->drop_capacity == 0 &&
+    const int by_factor = c->capacity_factor_eval > 0 && c->drop_capacity == 0 &&
                           c->select != MOE_SELECT_EXPERT_CHOICE && c->select != MOE_SELECT_EXPERT_THRESHOLD;
-    const int has_tau = c->zero_tau > MOEI_R(1.0) || (c->zero_tau > MOEI_R(0.0) && (c->zero_tau < MOEI_R(1.0) || !any));
+    const int has_tau = c->zero_tau > MOEI_R(1.0) || (c->zero_tau > 0 && (c->zero_tau < MOEI_R(1.0) || !any));
     if (c->n_zero >= c->n_experts || c->n_copy >= c->n_experts - c->n_zero ||
         c->n_constant >= c->n_experts - c->n_zero - c->n_copy)
         return moei_error(error, MOE_ERR_CONFIG,
                           "n_zero = %d, n_copy = %d, n_constant = %d: together they must be below n_experts = %d",
                           c->n_zero, c->n_copy, c->n_constant, c->n_experts);
-    if (!any && (c->weight_over == MOE_WEIGHT_OVER_REAL || c->zero_average || has_tau || c->bias_real > MOEI_R(0.0)))
+    if (!any && (c->weight_over == MOE_WEIGHT_OVER_REAL || c->zero_average || has_tau || c->bias_real > 0))
         return moei_error(error, MOE_ERR_CONFIG, "%s needs n_zero, n_copy or n_constant",
                           c->zero_average             ? "zero_average = 1"
                           : has_tau                   ? "zero_tau"
-                          : c->bias_real > MOEI_R(0.0) ? "bias_real"
+                          : c->bias_real > 0 ? "bias_real"
                                                       : "weight_over = real");
     if (c->bias_real > (moe_real)c->top_k)
         return moei_error(error, MOE_ERR_CONFIG, "bias_real = %g: must be at most top_k = %d", (double)c->bias_real,
                           c->top_k);
-    if (has_tau && !(c->loss_balance > MOEI_R(0.0)) && !by_factor)
+    if (has_tau && !(c->loss_balance > 0) && !by_factor)
         return moei_error(error, MOE_ERR_CONFIG, "zero_tau = %g needs loss_balance or capacity_factor",
                           (double)c->zero_tau);
     return moei_rules_check(c, rules, sizeof rules / sizeof rules[0], error);
@@ -2259,11 +2259,11 @@ static int moei_is_of_preset(const moe_router_config *c, const moe_field *field)
 }
 
 static void moei_field_reset(const moe_field *field, moe_router_config *c) {
-    const moe_real standard = field == moei_router_field(MOEI_FIELD_ac_mix)                 ? MOEI_R(0.0)
+    const moe_real standard = field == moei_router_field(MOEI_FIELD_ac_mix)                 ? 0
                               : field == moei_router_field(MOEI_FIELD_capacity_factor_eval) ? c->capacity_factor
                                                                                             : moei_default_of(c, field);
     /* its default was the reset value */
-    if (field == moei_router_field(MOEI_FIELD_capacity_factor)) c->capacity_factor_eval = MOEI_R(0.0);
+    if (field == moei_router_field(MOEI_FIELD_capacity_factor)) c->capacity_factor_eval = 0;
     if (field->kind == MOE_FIELD_REAL) *moei_field_real(field, c) = standard;
     else *moei_field_int(field, c) = (int)standard;
 }
@@ -2307,7 +2307,7 @@ static moe_status moei_rules_use(moe_router_config *c, const moei_rule *rules, s
 }
 
 /* Whether anything reads the logits once there is noise on them: selection, weight or a loss. */
-#define MOEI_ANY_LOSS(value, name, f, field) || c->field > MOEI_R(0.0)
+#define MOEI_ANY_LOSS(value, name, f, field) || c->field > 0
 static int moei_noise_is_read(const moe_router_config *c) {
     const uint32_t blind = MOEI_BIT(MOE_SELECT_HASH) | MOEI_BIT(MOE_SELECT_GIVEN) | MOEI_BIT(MOE_SELECT_DENSE);
     const int counts = (moei_weight_flags[c->weight] & MOEI_WEIGHT_COUNTS) != 0;
@@ -2316,7 +2316,7 @@ static int moei_noise_is_read(const moe_router_config *c) {
 
 /* Whether there is a capacity factor that is not the selection's own. */
 static int moei_factor_drops(const moe_router_config *c) {
-    return (c->capacity_factor > MOEI_R(0.0) || c->capacity_factor_eval > MOEI_R(0.0)) &&
+    return (c->capacity_factor > 0 || c->capacity_factor_eval > 0) &&
            !(moei_select_flags[c->select] & MOEI_SELECT_OWN_FACTOR);
 }
 
@@ -2367,7 +2367,7 @@ static int moei_sums_to_one(const moe_router_config *c) {
 static int moei_all_one(const moe_router_config *c) {
     return c->weight == MOE_WEIGHT_ONE && !c->expert_scale && c->renormalize == MOE_RENORMALIZE_BEFORE &&
            !moei_is_changed(c, moei_router_field(MOEI_FIELD_scale)) && !c->threshold_learned &&
-           !(c->compete_rate > MOEI_R(0.0));
+           !(c->compete_rate > 0);
 }
 
 /* Checks fields of dropping, and others whose effect depends on several fields. */
@@ -2403,9 +2403,9 @@ static moe_status moei_idle_limits(moe_router_config *c, moei_reset *reset, moe_
         {same, MOEI_FOR(switch_share, select, MOEI_BUT(c->select))},
         {MOEI_REAL_EXPERTS(c) == c->n_experts - 1,
          {MOEI_FIELD_zero_average, 0, moei_first_without(c), MOEI_BUT(1), "it is the mean of one"}},
-        {!(c->expert_dropout > MOEI_R(0.0)), MOEI_RULE(loss_stable_balance, 0, select, uneven, "all loads are equal")},
+        {!(c->expert_dropout > 0), MOEI_RULE(loss_stable_balance, 0, select, uneven, "all loads are equal")},
         {moei_all_one(c), MOEI_NOT(apply_to, weight, WEIGHT_ONE)},
-        {!(c->loss_load > MOEI_R(0.0)), MOEI_NEEDS(unbiased, loss_importance)}};
+        {!(c->loss_load > 0), MOEI_NEEDS(unbiased, loss_importance)}};
     moe_status status = MOE_OK;
     size_t i;
     for (i = 0; i < sizeof rows / sizeof rows[0] && status == MOE_OK; i++)
@@ -2499,15 +2499,15 @@ static moe_status moei_router_clashes(const moe_router_config *c, moe_error *err
     if (moei_has_selection(c, MOE_SELECT_GROUPED_EACH) && c->top_k % c->groups != 0)
         return moei_error(error, MOE_ERR_CONFIG, "top_k = %d: groups = %d must divide it for %s = grouped_each",
                           c->top_k, c->groups, c->select == MOE_SELECT_GROUPED_EACH ? "select" : "switch_from");
-    if (c->loss_selector_reach > MOEI_R(0.0) && (c->n_experts & (c->n_experts - 1)) == 0)
+    if (c->loss_selector_reach > 0 && (c->n_experts & (c->n_experts - 1)) == 0)
         return moei_error(error, MOE_ERR_CONFIG,
                           "loss_selector_reach = %g has no effect with n_experts = %d, a power of 2: every code is an "
                           "expert", (double)c->loss_selector_reach, c->n_experts);
-    if (c->threshold_sigmoid && c->threshold_learned && !(c->threshold > MOEI_R(0.0) && c->threshold < MOEI_R(1.0)))
+    if (c->threshold_sigmoid && c->threshold_learned && !(c->threshold > 0 && c->threshold < MOEI_R(1.0)))
         return moei_error(error, MOE_ERR_CONFIG,
                           "threshold = %g is incompatible with threshold_sigmoid = 1: it must be between 0 and 1",
                           (double)c->threshold);
-    if (c->affinity_sum_auto > MOEI_R(0.0) && c->affinity_sum > MOEI_R(0.0))
+    if (c->affinity_sum_auto > 0 && c->affinity_sum > 0)
         return moei_error(error, MOE_ERR_CONFIG, "affinity_sum_auto = %g is incompatible with affinity_sum = %g",
                           (double)c->affinity_sum_auto, (double)c->affinity_sum);
     if (moei_has_selection(c, MOE_SELECT_HASH) && c->table_size == 0)
@@ -2531,7 +2531,7 @@ static const char *moei_left_out(const moe_router_config *c) {
     if (!MOEI_KEPT(SELECTS, c->select)) return "select";
     if (moei_switches(c) && !MOEI_KEPT(SELECTS, c->switch_from)) return "switch_from";
     if (c->student && !MOEI_KEPT(SELECTS, MOE_SELECT_TOP_K)) return "student";
-    if (c->compete_rate > MOEI_R(0.0) && MOEI_KEPT(EXTRAS, MOE_EXTRA_TRAINING) &&
+    if (c->compete_rate > 0 && MOEI_KEPT(EXTRAS, MOE_EXTRA_TRAINING) &&
         !(MOEI_KEPT(SCORES, MOE_SCORE_COMPETITION) && MOEI_KEPT(SCORES, MOE_SCORE_NORM) &&
           MOEI_KEPT(GATES, MOE_GATE_SOFTMAX) && MOEI_KEPT(WEIGHTS, MOE_WEIGHT_SUM) &&
           MOEI_KEPT(WEIGHTS, MOE_WEIGHT_SOFTMAX)))
@@ -2599,7 +2599,7 @@ moe_status moe_router_check_training(const moe_router_config *config, moe_error 
     if (status != MOE_OK) return status;
     for (loss = 0; loss < MOE_LOSS_COUNT; loss++)
         if (loss != MOE_LOSS_PREDICTOR && (loss != MOE_LOSS_DISTILL || !c.student))
-            reached |= moei_loss_factor(&c, loss) > MOEI_R(0.0);
+            reached |= moei_loss_factor(&c, loss) > 0;
     if (c.untrained || reached) return MOE_OK;
     if (!(moei_score_flags[c.score] & MOEI_SCORE_TRAINED) && c.custom_parameters == 0) return MOE_OK;
     if (c.top_k == 1 && c.k_end < 2 && (moei_select_flags[c.select] & MOEI_SELECT_AT_MOST_K) &&
@@ -2641,7 +2641,7 @@ unsigned moe_router_traits(const moe_router_config *c) {
     if (c->student_dim > 0) traits |= MOE_TRAIT_NEEDS_TOKEN_IDS;
     if (c->selection_bias || moei_has_schedule(c) || c->freeze_at > 0 || c->switch_at > 0 || c->compete_from > 0 ||
         c->l1_controller ||
-        c->capacity_bound == MOE_BOUND_FIRST || c->capacity_rho > MOEI_R(0.0) || c->affinity_sum_auto > MOEI_R(0.0))
+        c->capacity_bound == MOE_BOUND_FIRST || c->capacity_rho > 0 || c->affinity_sum_auto > 0)
         traits |= MOE_TRAIT_STATEFUL;
     /* selections over all tokens, and capacity, depend on later tokens */
     later = (traits & MOE_TRAIT_NEEDS_BATCH) || c->custom_batch || moei_has_capacity(c) || moei_clusters_call(c);
@@ -2654,8 +2654,8 @@ unsigned moe_router_traits(const moe_router_config *c) {
         if (!c->causal || (c->refine == MOE_REFINE_ATTENTION && c->attention_heads == MOE_HEADS_MIN_ENTROPY)) later = 1;
     }
     if (c->refine == MOE_REFINE_ATTENTION) traits |= MOE_TRAIT_NEEDS_ATTENTION;
-    if (c->noise != MOE_NOISE_NONE || c->sparsemixer_sample || c->expert_dropout > MOEI_R(0.0) ||
-        (c->compete_rate > MOEI_R(0.0) && c->compete_rate < MOEI_R(1.0)))
+    if (c->noise != MOE_NOISE_NONE || c->sparsemixer_sample || c->expert_dropout > 0 ||
+        (c->compete_rate > 0 && c->compete_rate < MOEI_R(1.0)))
         traits |= MOE_TRAIT_STOCHASTIC;
     if (c->input == MOE_INPUT_JITTER || c->drop_order == MOE_DROP_RANDOM || c->drop_rule != 0)
         traits |= MOE_TRAIT_STOCHASTIC;
@@ -2693,7 +2693,7 @@ static moe_real moei_even_share(const moe_router_config *c, int real) {
 static int moei_may_drop(const moe_router_config *c, int k) {
     if (c->drop_capacity > 0) return 1;
     if (c->predictor && !moei_switches(c)) return 0; /* the factor is that of expert_choice */
-    if (moei_factor_drops(c) && c->capacity_factor_eval > MOEI_R(0.0)) {
+    if (moei_factor_drops(c) && c->capacity_factor_eval > 0) {
         const moe_real most = moei_even_share(c, c->zero_tau < MOEI_R(1.0)); /* the larger share's */
         return c->capacity_factor_eval * (moe_real)k < most * MOEI_R(0.999999);
     }
@@ -2730,7 +2730,7 @@ static moei_obstacle moei_decoding_obstacle(const moe_router_config *c) {
     if (!moei_may_drop(c, c->top_k)) return moei_blocks(NULL, NULL);
     if (c->drop_capacity > 0)
         return moei_blocks("drop_capacity", "capacity_factor_eval = n_experts / top_k instead, which drops nothing,");
-    if (moei_factor_drops(c) && (c->zero_tau > MOEI_R(1.0) || (c->zero_tau > MOEI_R(0.0) && c->zero_tau < MOEI_R(1.0))))
+    if (moei_factor_drops(c) && (c->zero_tau > MOEI_R(1.0) || (c->zero_tau > 0 && c->zero_tau < MOEI_R(1.0))))
         return moei_blocks("capacity_factor_eval", "capacity_factor_eval = (zero_tau R + Z) / (top_k min(1, "
                                                    "zero_tau)), which drops nothing,");
     return moei_blocks(moei_factor_drops(c) ? "capacity_factor_eval" : "capacity_bound",
@@ -3099,12 +3099,12 @@ static int moei_parameter_set(moe_parameter *out, int n_dims, size_t n0, size_t 
 
 /* A bias or gain: starts at one value, is not decayed. */
 static int moei_parameter_vector(moe_parameter *out, size_t n, unsigned flags, moe_real value) {
-    return moei_parameter_set(out, 1, n, 1, 1, flags | (unsigned)MOE_PARAM_NO_DECAY, value, MOEI_R(0.0));
+    return moei_parameter_set(out, 1, n, 1, 1, flags | (unsigned)MOE_PARAM_NO_DECAY, value, 0);
 }
 
 /* A matrix; its initial standard deviation preserves the magnitude of activations. */
 static int moei_parameter_matrix(moe_parameter *out, size_t rows, size_t columns, unsigned flags) {
-    return moei_parameter_set(out, 2, rows, columns, 1, flags, MOEI_R(0.0),
+    return moei_parameter_set(out, 2, rows, columns, 1, flags, 0,
                               MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)columns));
 }
 
@@ -3128,7 +3128,7 @@ static moe_real moei_threshold_start(const moe_router_config *c) {
 #define MOEI_TABLE(rows, columns, kind, value, init_std) \
     moei_parameter_set(&made, 2, rows, columns, 1, kind, value, init_std)
 #define MOEI_ARRAY(n, kind, columns) \
-    moei_parameter_set(&made, 1, n, 1, 1, kind, MOEI_R(0.0), MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)(columns)))
+    moei_parameter_set(&made, 1, n, 1, 1, kind, 0, MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)(columns)))
 #define MOEI_PARAMETER_FOUND(value, name, condition, shape) \
     if (index == (value) && (condition)) fits = (shape);
 #define MOEI_PARAMETER_NAME(value, name, condition, shape) name,
@@ -3188,7 +3188,7 @@ enum {
 /* Whether loss_distill reads the caller's teacher: a student's teacher is this router, and
    competing experts are the teacher. */
 MOEI_TOOL int moei_wants_teacher(const moe_router_config *c) {
-    return c->loss_distill > MOEI_R(0.0) && !c->student && !(c->compete_rate > MOEI_R(0.0));
+    return c->loss_distill > 0 && !c->student && !(c->compete_rate > 0);
 }
 
 /* Whether a linear router learns from this one: a student or a predictor. */
@@ -3363,7 +3363,7 @@ static void moei_arrays_layout(const moe_router_config *c, size_t n, size_t all,
     const int refine = similarity || attention, past = refine && c->causal && !training;
     const int noisy = training && c->noise != MOE_NOISE_NONE,
               balanced = training && moei_has_selection(c, MOE_SELECT_BALANCED);
-    const int teaches = MOEI_TEACHES(c) || (training && c->compete_rate > MOEI_R(0.0));
+    const int teaches = MOEI_TEACHES(c) || (training && c->compete_rate > 0);
     const int cutoffs = training && moei_has_selection(c, MOE_SELECT_EXPERT_THRESHOLD);
     const size_t columns = soft ? choices : experts, block = moei_smaller(n, MOEI_REFINE_ROWS);
     size_t block_width = 0;
@@ -3398,10 +3398,10 @@ static unsigned moei_router_parts(const moe_router_config *c) {
     moei_arrays_layout(c, 1, 1, 0, 0, &l, &r, &m);
     if (l.used > none || l.overflow) parts |= MOEI_PART_MEMORY;
     if (moei_has_schedule(c) || c->switch_at > 0 || c->freeze_at > 0 || c->l1_controller ||
-        c->capacity_bound != MOE_BOUND_NONE || c->compete_rate > MOEI_R(0.0))
+        c->capacity_bound != MOE_BOUND_NONE || c->compete_rate > 0)
         parts |= MOEI_PART_MOVES;
-    if ((moe_router_traits(c) & supplied) || moei_is_soft(c) || c->loss_locality > MOEI_R(0.0) ||
-        c->score == MOE_SCORE_CUSTOM || c->compete_rate > MOEI_R(0.0))
+    if ((moe_router_traits(c) & supplied) || moei_is_soft(c) || c->loss_locality > 0 ||
+        c->score == MOE_SCORE_CUSTOM || c->compete_rate > 0)
         parts |= MOEI_PART_SUPPLIES;
     if (moei_decoding_obstacle(c).field != NULL) parts |= MOEI_PART_NO_DECODING;
     if (moei_crosses_sequences(c)) parts |= MOEI_PART_BATCH;
@@ -3432,7 +3432,7 @@ static void moei_route_layout(const moe_router *router, size_t n, size_t all, in
                               moei_layout *l, moe_routing *r, moei_scratch *m) {
     /* field by field, because moe_route sets most others */
     r->n_real = r->n_dropped = r->capacity = r->capacity_zero = r->plan.rows = 0;
-    r->capacity_bound = r->bound_now = r->affinity_now = MOEI_R(0.0);
+    r->capacity_bound = r->bound_now = r->affinity_now = 0;
     r->capacity_clamped = 0;
     r->u = r->clean_logits = r->predicted = NULL;
     r->d_weight_in = r->d_weight_out = NULL;
@@ -3587,19 +3587,19 @@ MOEI_TOOL moe_real *moei_gradient(const moei_pass *s, int index) {
 
 /* 1/|v|, or 0 if |v| < 1e-12: such a vector has cosine 0 and passes no gradient. */
 static moe_real moei_inverse_length(const moe_kernels *k, const moe_real *v, size_t n) {
-    moe_real largest = MOEI_R(0.0), sum = moe_dot(k, n, v, v), length;
+    moe_real largest = 0, sum = moe_dot(k, n, v, v), length;
     size_t i;
     if (sum > MOEI_R(1e-20) && sum < MOEI_R(1e30)) return MOEI_R(1.0) / MOEI_F(sqrt)(sum);
     for (i = 0; i < n; i++) {
         moe_real a = MOEI_F(fabs)(v[i]);
         if (a > largest) largest = a;
     }
-    if (!(largest > MOEI_R(0.0))) return MOEI_R(0.0);
+    if (!(largest > 0)) return 0;
     /* scaled, so that squares neither underflow nor overflow */
-    sum = MOEI_R(0.0);
+    sum = 0;
     for (i = 0; i < n; i++) sum += (v[i] / largest) * (v[i] / largest);
     length = largest * MOEI_F(sqrt)(sum);
-    return length < MOEI_R(1e-12) ? MOEI_R(0.0) : MOEI_R(1.0) / length;
+    return length < MOEI_R(1e-12) ? 0 : MOEI_R(1.0) / length;
 }
 
 /* out[n,m] = in[n,k] W[m,k]^T + bias; w NULL: out has the product */
@@ -3683,12 +3683,12 @@ static moe_real *moei_scheduled_tau(moe_router_config *c) {
 }
 
 /* Past freeze_at there are no losses, and the student, if there is one, chooses. */
-#define MOEI_NO_LOSS(value, name, f, field) c->field = MOEI_R(0.0);
+#define MOEI_NO_LOSS(value, name, f, field) c->field = 0;
 static void moei_freeze(moei_pass *s) {
     moe_router_config *c = &s->effective;
     s->frozen = 1;
     MOE_LOSSES(MOEI_NO_LOSS)
-    c->loss_similarity_diff = MOEI_R(0.0);
+    c->loss_similarity_diff = 0;
     if (c->student) c->select = MOE_SELECT_TOP_K;
 }
 
@@ -3710,7 +3710,7 @@ static void moei_compete(moei_pass *s) {
 static int moei_select_now(const moe_router *router, int training) {
     const moe_router_config *c = &router->config;
     const moe_real *step = router->tensors[MOE_ROUTER_STEP];
-    const int switched = (step != NULL ? step[0] : MOEI_R(0.0)) >= moei_switch_step(c);
+    const int switched = (step != NULL ? step[0] : 0) >= moei_switch_step(c);
     return moei_switches_in(c, training) && !switched ? c->switch_from : c->select;
 }
 
@@ -3725,7 +3725,7 @@ static int moei_scheduled_k(const moe_router_config *c, moe_real step) {
 static void moei_schedule(moei_pass *s) {
     moe_router_config *c = &s->effective;
     const moe_real *state = moei_tensor(s, MOE_ROUTER_STEP), *l1 = moei_tensor(s, MOE_ROUTER_L1);
-    moe_real step = state != NULL && state[0] > MOEI_R(0.0) ? state[0] : MOEI_R(0.0), way = MOEI_R(0.0), *tau;
+    moe_real step = state != NULL && state[0] > 0 ? state[0] : 0, way = 0, *tau;
     int64_t steps, at;
     *c = s->router->config;
     s->c = c;
@@ -3738,9 +3738,9 @@ static void moei_schedule(moei_pass *s) {
     c->select = moei_select_now(s->router, s->call != NULL && s->call->training);
     if (l1 != NULL) c->loss_l1 = l1[0];
     if (c->freeze_at > 0 && step >= (moe_real)c->freeze_at) moei_freeze(s);
-    if (!(c->compete_rate > MOEI_R(0.0)) || s->call == NULL || !s->call->training) return;
+    if (!(c->compete_rate > 0) || s->call == NULL || !s->call->training) return;
     if (s->call->activation_width > 0 && !s->frozen) moei_compete(s);
-    else c->loss_distill = MOEI_R(0.0);
+    else c->loss_distill = 0;
 }
 
 /* ---- checks of a call, before anything is computed ---- */
@@ -3750,7 +3750,7 @@ static int moei_needs_rng(const moe_router_config *c, const moe_call *call) {
     return (c->input == MOE_INPUT_JITTER && call->jitter == NULL) ||
            (c->noise != MOE_NOISE_NONE && call->noise == NULL) || c->drop_rule != MOE_DROP_RULE_NONE ||
            (moei_has_selection(c, MOE_SELECT_SAMPLE) && call->given == NULL) || c->drop_order == MOE_DROP_RANDOM ||
-           (c->expert_dropout > MOEI_R(0.0) && call->given == NULL && call->dropped == NULL) ||
+           (c->expert_dropout > 0 && call->given == NULL && call->dropped == NULL) ||
            (c->sparsemixer_sample && call->given == NULL && (call->gumbel == NULL || call->uniform == NULL));
 }
 
@@ -3868,7 +3868,7 @@ static moe_status moei_supplies_check(const moe_router *router, const moe_call *
         return moei_error(call->error, MOE_ERR_ARGUMENT,
                           "call.activations or activation_width is not set: score = %s needs them",
                           moei_score_names[c->score]);
-    if (c->compete_rate > MOEI_R(0.0) && call->training && call->activation_width > 0 && call->activations == NULL)
+    if (c->compete_rate > 0 && call->training && call->activation_width > 0 && call->activations == NULL)
         return moei_missing(call, "activations", "compete_rate with activation_width");
     return MOE_OK;
 }
@@ -3917,7 +3917,7 @@ static moe_status moei_training_check(const moe_router_config *c, const moe_call
     if (c->sparsemixer_sample && call->batch != NULL && (call->gumbel != NULL || call->uniform != NULL))
         return moei_error(call->error, MOE_ERR_UNSUPPORTED, "call.%s is incompatible with call.batch",
                           call->gumbel != NULL ? "gumbel" : "uniform");
-    if (c->expert_dropout > MOEI_R(0.0) && call->batch != NULL && call->dropped != NULL)
+    if (c->expert_dropout > 0 && call->batch != NULL && call->dropped != NULL)
         return moei_error(call->error, MOE_ERR_UNSUPPORTED, "call.dropped is incompatible with call.batch");
     if (moei_wants_teacher(c) && call->n_tokens > 0 && call->teacher == NULL)
         return moei_missing(call, "teacher", "loss_distill");
@@ -3946,9 +3946,9 @@ static moe_status moei_call_check(const moe_router *router, const moe_call *call
         return moei_error(call->error, MOE_ERR_ARGUMENT,
                           "select = soft takes no call.given and at most soft_sequences = %d sequences",
                           c->soft_sequences);
-    if (c->loss_locality > MOEI_R(0.0))
+    if (c->loss_locality > 0)
         status = moei_check_indices(call, "token_machine", call->token_machine, call->n_tokens, 0, c->nodes);
-    if (c->loss_locality > MOEI_R(0.0) && status == MOE_OK)
+    if (c->loss_locality > 0 && status == MOE_OK)
         status = moei_check_indices(call, "expert_machine", call->expert_machine, (size_t)c->n_experts, 0, c->nodes);
     if (status != MOE_OK || call->n_tokens == 0) return status;
     return moei_supplies_check(router, call, moei_select_now(router, call->training));
@@ -4071,7 +4071,7 @@ static void moei_exact_weights(moe_real *m, size_t d, moe_real lambda) {
     high = lambda;              /* no weight is above 1 */
     for (step = 0; step < 200; step++) {
         beta = (low + high) / MOEI_R(2.0);
-        mean = MOEI_R(0.0);
+        mean = 0;
         for (q = 0; q < d; q++) mean += lambda / (m[q] + beta);
         if (mean > (moe_real)d) low = beta;
         else high = beta;
@@ -4081,7 +4081,7 @@ static void moei_exact_weights(moe_real *m, size_t d, moe_real lambda) {
 
 /* Mode paper: 1/(s + 1e-6), scaled to mean 1. */
 static void moei_paper_weights(moe_real *m, size_t d) {
-    moe_real sum = MOEI_R(0.0);
+    moe_real sum = 0;
     size_t q;
     for (q = 0; q < d; q++) {
         m[q] = MOEI_R(1.0) / (m[q] + MOEI_R(1e-6));
@@ -4093,7 +4093,7 @@ static void moei_paper_weights(moe_real *m, size_t d) {
 /* Mode code with mad: clamped to 10 times the mean of all, then divided by the mean over clusters.
    Clusters of fewer than two tokens enter neither mean. */
 static void moei_code_weights(const moei_pass *s, const size_t *starts) {
-    moe_real *m = s->m.clusters, mean = MOEI_R(0.0), column;
+    moe_real *m = s->m.clusters, mean = 0, column;
     size_t k, q, used = 0;
     for (k = 0; k < s->experts; k++)
         for (q = 0; q < s->d && starts[k + 1] - starts[k] > 1; q++) mean += m[k * s->d + q];
@@ -4101,7 +4101,7 @@ static void moei_code_weights(const moei_pass *s, const size_t *starts) {
     if (used == 0) return; /* every row is 1 already */
     mean /= (moe_real)(used * s->d);
     for (q = 0; q < s->d; q++) {
-        column = MOEI_R(0.0);
+        column = 0;
         for (k = 0; k < s->experts; k++) {
             if (starts[k + 1] - starts[k] < 2) continue;
             if (m[k * s->d + q] > MOEI_R(10.0) * mean) m[k * s->d + q] = MOEI_R(10.0) * mean;
@@ -4116,7 +4116,7 @@ static void moei_code_weights(const moei_pass *s, const size_t *starts) {
 static void moei_cluster_weights(const moei_pass *s, moe_real *m) {
     moe_real least = s->c->ac_spread == MOE_SPREAD_VARIANCE ? MOEI_R(0.1) : MOEI_R(1e-4);
     size_t q;
-    if (s->c->ac_lambda > MOEI_R(0.0)) moei_exact_weights(m, s->d, s->c->ac_lambda);
+    if (s->c->ac_lambda > 0) moei_exact_weights(m, s->d, s->c->ac_lambda);
     else if (s->c->ac_mode == MOE_AC_PAPER) moei_paper_weights(m, s->d);
     else
         for (q = 0; q < s->d; q++) m[q] = MOEI_R(1.0) / (m[q] + least);
@@ -4160,7 +4160,7 @@ static moe_status moei_input_clusters(const moei_pass *own, const moei_pass *s) 
         moei_cluster_dispersion(s, h, s->m.order + starts[k], count, m);
         moei_cluster_weights(s, m);
     }
-    if (s->c->ac_mode == MOE_AC_CODE && s->c->ac_spread != MOE_SPREAD_VARIANCE && !(s->c->ac_lambda > MOEI_R(0.0)))
+    if (s->c->ac_mode == MOE_AC_CODE && s->c->ac_spread != MOE_SPREAD_VARIANCE && !(s->c->ac_lambda > 0))
         moei_code_weights(s, starts);
     return MOE_OK;
 }
@@ -4339,7 +4339,7 @@ static void moei_score_cosine(moei_pass *s) {
 
 /* The norm of one activation; for linf *at is the first index of the maximum. */
 static moe_real moei_vector_norm(int order, const moe_real *v, size_t n, size_t *at) {
-    moe_real largest = MOEI_R(0.0), sum = MOEI_R(0.0);
+    moe_real largest = 0, sum = 0;
     size_t i;
     *at = 0;
     for (i = 0; i < n; i++) {
@@ -4352,8 +4352,8 @@ static moe_real moei_vector_norm(int order, const moe_real *v, size_t n, size_t 
     }
     if (!moe_is_finite(sum)) return sum;
     if (order == MOE_NORM_LINF) return largest;
-    if (order == MOE_NORM_L1 || !(largest > MOEI_R(0.0))) return sum;
-    sum = MOEI_R(0.0);
+    if (order == MOE_NORM_L1 || !(largest > 0)) return sum;
+    sum = 0;
     for (i = 0; i < n; i++) sum += (v[i] / largest) * (v[i] / largest);
     return largest * MOEI_F(sqrt)(sum);
 }
@@ -4374,7 +4374,7 @@ static void moei_score_grap(moei_pass *s) {
         moe_real share =
             s->c->grap_cosine ? moei_inverse_length(s->router->kernels, u, s->d) * over : MOEI_R(1.0) / (moe_real)block;
         for (e = 0; e < s->experts; e++) {
-            moe_real sum = MOEI_R(0.0);
+            moe_real sum = 0;
             for (q = 0; q < block; q++) sum += u[e * block + q];
             s->r->logits[t * s->experts + e] = sum * share;
         }
@@ -4404,14 +4404,14 @@ static void moei_score_competition(moei_pass *s) {
     for (e = 0; e < s->experts; e++)
         for (t = 0; t < s->n; t++) {
             const moe_real *output = s->call->activations + (e * s->n + t) * width;
-            moe_real sum = MOEI_R(0.0);
+            moe_real sum = 0;
             for (q = 0; q < width; q++) sum += moei_softplus(output[q]);
             s->r->logits[t * s->experts + e] = sum / (moe_real)width;
         }
 }
 
 static moe_real moei_smooth_step(moe_real v) {
-    if (v <= MOEI_R(-0.5)) return MOEI_R(0.0);
+    if (v <= MOEI_R(-0.5)) return 0;
     if (v >= MOEI_R(0.5)) return MOEI_R(1.0);
     return MOEI_R(0.5) + v * (MOEI_R(1.5) - MOEI_R(2.0) * v * v);
 }
@@ -4430,13 +4430,13 @@ static moe_real moei_code_product(const moe_real *step, size_t bits, size_t e, s
    with m_i = sum_e q_tie. step: the K codes of one token. */
 static void moei_selector_terms(const moei_pass *s, size_t k, size_t bits, const moe_real *step, moe_real *terms) {
     size_t i, e;
-    terms[0] = terms[1] = MOEI_R(0.0);
+    terms[0] = terms[1] = 0;
     for (i = 0; i < k; i++, step += bits) {
-        moe_real mass = MOEI_R(0.0);
+        moe_real mass = 0;
         for (e = 0; e < s->experts; e++) {
             const moe_real q = moei_code_product(step, bits, e, bits);
             mass += q;
-            if (q > MOEI_R(0.0)) terms[0] -= q * MOEI_F(log)(q);
+            if (q > 0) terms[0] -= q * MOEI_F(log)(q);
         }
         terms[1] += MOEI_R(1.0) / (mass > MOEI_R(1e-6) ? mass : MOEI_R(1e-6));
     }
@@ -4455,7 +4455,7 @@ static void moei_score_dselect(moei_pass *s) {
             moei_selector_terms(s, k, bits, s->m.hidden_act + t * k * bits, s->m.selectors + 2 * t);
         moe_softmax(s->router->kernels, k, s->m.hidden + all + t * k, MOEI_R(1.0), mix + t * k);
         for (e = 0; e < s->experts; e++) {
-            moe_real sum = MOEI_R(0.0);
+            moe_real sum = 0;
             for (i = 0; i < k; i++)
                 sum += mix[t * k + i] * moei_code_product(s->m.hidden_act + (t * k + i) * bits, bits, e, bits);
             s->r->logits[t * s->experts + e] = sum;
@@ -4515,13 +4515,13 @@ static void moei_score_cosine_backward(moei_pass *s) {
     size_t width = moei_vector_width(s), t, e;
     const moe_real *v = moei_cosine_tokens(s), *w = moei_tensor(s, MOE_ROUTER_WEIGHT);
     const moe_real *a = s->m.lengths, *b = s->m.lengths + s->n;
-    moe_real tau = moei_tau(s), d_tau = MOEI_R(0.0);
+    moe_real tau = moei_tau(s), d_tau = 0;
     moe_real *d_v = s->c->cosine_dim > 0 ? s->m.d_hidden : s->m.d_input;
     moe_real *d_w = moei_gradient(s, MOE_ROUTER_WEIGHT);
     const moe_real *clean = moei_score_logits(s);
     if (s->c->cosine_dim > 0) memset(d_v, 0, s->n * width * sizeof(moe_real));
     for (t = 0; t < s->n; t++) {
-        moe_real along = MOEI_R(0.0);
+        moe_real along = 0;
         for (e = 0; e < s->experts; e++) {
             moe_real *dz = s->m.d_logits + t * s->experts + e, dz_z = *dz * clean[t * s->experts + e];
             if (d_w != NULL) moe_axpy(k, width, -(dz_z * b[e] * b[e]), w + e * width, d_w + e * width);
@@ -4543,13 +4543,13 @@ static void moei_score_cosine_backward(moei_pass *s) {
 static void moei_score_norm_slope(int order, const moe_real *v, size_t n, moe_real dz, moe_real *d_v) {
     size_t i, at;
     moe_real norm = moei_vector_norm(order, v, n, &at);
-    if (!(norm > MOEI_R(0.0))) return;
+    if (!(norm > 0)) return;
     if (order == MOE_NORM_L2)
         for (i = 0; i < n; i++) d_v[i] += dz * (v[i] / norm);
     else if (order == MOE_NORM_L1)
-        for (i = 0; i < n; i++) d_v[i] += v[i] > MOEI_R(0.0) ? dz : v[i] < MOEI_R(0.0) ? -dz : MOEI_R(0.0);
+        for (i = 0; i < n; i++) d_v[i] += v[i] > 0 ? dz : v[i] < 0 ? -dz : 0;
     else
-        d_v[at] += v[at] > MOEI_R(0.0) ? dz : -dz;
+        d_v[at] += v[at] > 0 ? dz : -dz;
 }
 
 static void moei_score_norm_backward(moei_pass *s) {
@@ -4573,8 +4573,8 @@ static void moei_score_grap_backward(moei_pass *s) {
         const moe_real *u = s->r->u + t * s->d, *dz = s->m.d_logits + t * s->experts;
         const moe_real *z = moei_score_logits(s) + t * s->experts;
         moe_real *du = s->m.d_input + t * s->d,
-                 inverse = s->c->grap_cosine ? moei_inverse_length(s->router->kernels, u, s->d) : MOEI_R(0.0);
-        moe_real along = MOEI_R(0.0);
+                 inverse = s->c->grap_cosine ? moei_inverse_length(s->router->kernels, u, s->d) : 0;
+        moe_real along = 0;
         moe_real share = s->c->grap_cosine ? inverse * over : MOEI_R(1.0) / (moe_real)block;
         for (e = 0; e < s->experts; e++) {
             along += dz[e] * z[e];
@@ -4630,8 +4630,8 @@ typedef struct moei_selector_slope {
 } moei_selector_slope;
 
 static moei_selector_slope moei_selector_slope_of(const moei_pass *s, size_t t, const moe_real *step, size_t bits) {
-    moei_selector_slope slope = {MOEI_R(0.0), MOEI_R(0.0)};
-    moe_real mass = MOEI_R(0.0);
+    moei_selector_slope slope = {0, 0};
+    moe_real mass = 0;
     size_t e;
     if (s->m.selectors == NULL || !moei_is_real(s->call, t)) return slope;
     for (e = 0; e < s->experts; e++) mass += moei_code_product(step, bits, e, bits);
@@ -4644,7 +4644,7 @@ static void moei_score_dselect_backward(moei_pass *s) {
     const moe_kernels *kernels = s->router->kernels;
     size_t k = (size_t)s->router->config.top_k, bits = moei_code_bits(s->experts);
     size_t all = s->n * k * bits, t, e, i, j;
-    for (i = 0; i < all + s->n * k; i++) s->m.d_hidden[i] = MOEI_R(0.0);
+    for (i = 0; i < all + s->n * k; i++) s->m.d_hidden[i] = 0;
     for (t = 0; t < s->n; t++) {
         const moe_real *mix = s->m.hidden_act + all + t * k, *dz = s->m.d_logits + t * s->experts;
         for (i = 0; i < k; i++) {
@@ -4652,16 +4652,16 @@ static void moei_score_dselect_backward(moei_pass *s) {
             /* d softmax */
             moe_real *d_code = s->m.d_hidden + (t * k + i) * bits, *d_mix = s->m.query + t * k + i;
             const moei_selector_slope slope = moei_selector_slope_of(s, t, step, bits);
-            for (e = 0, *d_mix = MOEI_R(0.0); e < s->experts; e++) {
+            for (e = 0, *d_mix = 0; e < s->experts; e++) {
                 const moe_real q = moei_code_product(step, bits, e, bits);
                 moe_real dq = dz[e] * mix[i] - slope.reach;
                 *d_mix += dz[e] * q;
-                if (q > MOEI_R(0.0)) dq -= slope.entropy * (MOEI_F(log)(q) + MOEI_R(1.0));
+                if (q > 0) dq -= slope.entropy * (MOEI_F(log)(q) + MOEI_R(1.0));
                 for (j = 0; j < bits; j++) d_code[j] += (e >> j & 1u ? dq : -dq) * moei_code_product(step, bits, e, j);
             }
             for (j = 0; j < bits; j++)
                 d_code[j] *=
-                    MOEI_F(fabs)(code[j]) < MOEI_R(0.5) ? MOEI_R(1.5) - MOEI_R(6.0) * code[j] * code[j] : MOEI_R(0.0);
+                    MOEI_F(fabs)(code[j]) < MOEI_R(0.5) ? MOEI_R(1.5) - MOEI_R(6.0) * code[j] * code[j] : 0;
         }
         moe_softmax_backward(k, mix, s->m.query + t * k, MOEI_R(1.0), s->m.d_hidden + all + t * k);
     }
@@ -4702,7 +4702,7 @@ static moe_real moei_noise_scale(const moei_pass *s, size_t i) {
 static moe_real moei_draw_gumbel(moe_rng *rng) {
     moe_real u;
     do u = moe_rng_uniform(rng);
-    while (!(u > MOEI_R(0.0)));
+    while (!(u > 0));
     return -MOEI_F(log)(-MOEI_F(log)(u));
 }
 
@@ -4729,7 +4729,7 @@ static void moei_route_noise(moei_pass *s) {
     memcpy(s->m.clean_logits, s->r->logits, cells * sizeof(moe_real));
     for (i = 0; i < cells; i++) {
         moe_real n = s->call->noise != NULL ? s->call->noise[i] : moei_noise_draw(s);
-        if (!moei_is_real(s->call, i / s->experts)) n = MOEI_R(0.0);
+        if (!moei_is_real(s->call, i / s->experts)) n = 0;
         s->m.noise_value[i] = n;
         s->r->logits[i] +=
             s->call->noise != NULL && s->c->noise != MOE_NOISE_NOISY_TOPK ? n : n * moei_noise_scale(s, i);
@@ -4772,7 +4772,7 @@ static void moei_route_residual_backward(moei_pass *s) {
     size_t run, length;
     for (run = 0; call->d_clean_logits != NULL && (length = moei_real_run(s, &run, s->n)) > 0; run += length)
         moe_axpy(s->router->kernels, length * e, MOEI_R(1.0), call->d_clean_logits + run * e, s->m.d_logits + run * e);
-    if (s->c->logit_cap > MOEI_R(0.0)) moei_route_cap_backward(s);
+    if (s->c->logit_cap > 0) moei_route_cap_backward(s);
     if (!s->c->router_residual || call->previous_logits == NULL) return;
     for (run = 0; (length = moei_real_run(s, &run, s->n)) > 0; run += length)
         moei_affine_backward(s->router->kernels, length, e, e, call->previous_logits + run * e,
@@ -4789,8 +4789,8 @@ static void moei_route_noise_backward(moei_pass *s) {
         moe_real d = s->m.d_logits[i];
         s->m.d_logits[i] += s->m.d_clean[i];
         s->m.d_noise[i] = (s->m.d_noise[i] + d * s->m.noise_value[i]) *
-                          (s->c->noise == MOE_NOISE_NOISY_TOPK ? moe_sigmoid(s->m.noise_raw[i]) : MOEI_R(0.0));
-        if (!moei_is_real(s->call, i / s->experts)) s->m.d_noise[i] = MOEI_R(0.0);
+                          (s->c->noise == MOE_NOISE_NOISY_TOPK ? moe_sigmoid(s->m.noise_raw[i]) : 0);
+        if (!moei_is_real(s->call, i / s->experts)) s->m.d_noise[i] = 0;
     }
     if (s->c->noise == MOE_NOISE_NOISY_TOPK)
         moei_affine_backward(s->router->kernels, s->n, s->experts, s->d, s->r->u,
@@ -4840,10 +4840,10 @@ static moe_status moei_route_score(moei_pass *s) {
     moei_scores[s->c->score].forward(s);
     if (s->status != MOE_OK) return s->status;
     if (MOEI_KEPT(EXTRAS, MOE_EXTRA_TRAINING) && s->call->training &&
-        (s->c->router_residual || s->c->logit_cap > MOEI_R(0.0)))
+        (s->c->router_residual || s->c->logit_cap > 0))
         memcpy(s->m.scored_logits, s->r->logits, s->n * s->experts * sizeof(moe_real));
     if (s->c->router_residual) moei_route_residual(s);
-    if (s->c->logit_cap > MOEI_R(0.0)) moei_route_cap(s);
+    if (s->c->logit_cap > 0) moei_route_cap(s);
     if (MOEI_IS_NOISY(s)) moei_route_noise(s);
     s->r->clean_logits = MOEI_IS_NOISY(s) ? s->m.clean_logits : s->r->logits;
     status = moei_expect_finite(s, s->r->logits, s->experts, "a logit");
@@ -4872,7 +4872,7 @@ static void moei_gate_sqrt_softplus(const moei_pass *s, size_t rows, const moe_r
 
 static void moei_gate_relu(const moei_pass *s, size_t rows, const moe_real *z, moe_real *r) {
     size_t i;
-    for (i = 0; i < rows * s->experts; i++) r[i] = z[i] > MOEI_R(0.0) ? z[i] : MOEI_R(0.0);
+    for (i = 0; i < rows * s->experts; i++) r[i] = z[i] > 0 ? z[i] : 0;
 }
 
 static void moei_gate_identity(const moei_pass *s, size_t rows, const moe_real *z, moe_real *r) {
@@ -4898,7 +4898,7 @@ static void moei_gate_sqrt_softplus_backward(const moei_pass *s, const moe_real 
                                              const moe_real *dr, moe_real *dz) {
     size_t e;
     for (e = 0; e < s->experts; e++)
-        if (r[e] > MOEI_R(0.0)) dz[e] += dr[e] * moe_sigmoid(z[e]) / (MOEI_R(2.0) * r[e]);
+        if (r[e] > 0) dz[e] += dr[e] * moe_sigmoid(z[e]) / (MOEI_R(2.0) * r[e]);
 }
 
 static void moei_gate_relu_backward(const moei_pass *s, const moe_real *z, const moe_real *r, const moe_real *dr,
@@ -4906,7 +4906,7 @@ static void moei_gate_relu_backward(const moei_pass *s, const moe_real *z, const
     size_t e;
     (void)r;
     for (e = 0; e < s->experts; e++)
-        if (z[e] > MOEI_R(0.0)) dz[e] += dr[e];
+        if (z[e] > 0) dz[e] += dr[e];
 }
 
 static void moei_gate_identity_backward(const moei_pass *s, const moe_real *z, const moe_real *r, const moe_real *dr,
@@ -4980,7 +4980,7 @@ static moe_real moei_attention_entropy(const moei_pass *s, size_t h, size_t i, s
     const moe_real *row = moei_attention_row(s, h, i, from);
     size_t seen = (s->c->causal ? i + 1 : to) - from, j;
     if (s->call->mask == NULL) return moei_row_entropy(s->router->kernels, seen, row);
-    for (j = 0; j < seen; j++) s->m.column[j] = moei_refine_is_real(s, from + j) ? row[j] : MOEI_R(0.0);
+    for (j = 0; j < seen; j++) s->m.column[j] = moei_refine_is_real(s, from + j) ? row[j] : 0;
     return moei_row_entropy(s->router->kernels, seen, s->m.column);
 }
 
@@ -4998,7 +4998,7 @@ static void moei_refine_heads(const moei_pass *s, size_t from, size_t to, size_t
     }
     if (s->c->attention_heads != MOE_HEADS_MIN_ENTROPY) return;
     for (h = 0; h < heads; h++) {
-        moe_real sum = MOEI_R(0.0);
+        moe_real sum = 0;
         for (t = from; t < to; t++)
             if (moei_refine_is_real(s, t)) sum += moei_attention_entropy(s, h, t, from, to);
         if (sum < best) {
@@ -5065,7 +5065,7 @@ static void moei_refine_key_terms(const moei_pass *s, size_t head, size_t from, 
     for (t = from; t < to && s->m.key_terms != NULL; t++) {
         const moe_real *o = s->call->attention_outputs + (head * s->span + t) * s->d;
         s->m.key_terms[head * s->span + t] =
-            moei_refine_is_real(s, t) ? moe_dot(s->router->kernels, s->d, o, o) / MOEI_R(2.0) : MOEI_R(0.0);
+            moei_refine_is_real(s, t) ? moe_dot(s->router->kernels, s->d, o, o) / MOEI_R(2.0) : 0;
     }
 }
 
@@ -5104,7 +5104,7 @@ static moe_real moei_refine_row(const moei_pass *s, size_t i, size_t from, size_
     const moe_kernels *k = s->router->kernels;
     size_t seen = s->c->causal ? i + 1 - from : span, h, j;
     moe_real scale = moei_refine_scale(s), max = -MOEI_INFINITY, top;
-    moe_real sum = MOEI_R(0.0);
+    moe_real sum = 0;
     for (h = first; h < end; h++) {
         moe_real *a = row + (h - first) * span;
         moei_refine_hide(s, i, from, seen, a);
@@ -5118,7 +5118,7 @@ static moe_real moei_refine_row(const moei_pass *s, size_t i, size_t from, size_
     for (h = first; h < end; h++) {
         moe_real *a = row + (h - first) * span;
         sum += moei_exp_sum(k, seen, max, a);
-        for (j = seen; j < span; j++) a[j] = MOEI_R(0.0);
+        for (j = seen; j < span; j++) a[j] = 0;
     }
     return sum;
 }
@@ -5131,7 +5131,7 @@ static void moei_refine_block(const moei_pass *s, size_t at, size_t rows, size_t
     for (h = first; h < end; h++)
         moei_refine_products(s, at, rows, from, span, moei_refine_keys(s, h), s->m.block + (h - first) * span, width);
     for (i = 0; i < rows; i++) {
-        sums[i] = MOEI_R(0.0);
+        sums[i] = 0;
         if (moei_refine_is_real(s, at + i))
             sums[i] = moei_refine_row(s, at + i, from, span, first, end, s->m.block + i * width);
         else memset(s->m.block + i * width, 0, width * sizeof(moe_real));
@@ -5153,7 +5153,7 @@ static void moei_refine_sequence(const moei_pass *s, size_t from, size_t to) {
                        s->m.block + (h - first) * span, (end - first) * span, s->all_gate + from * experts, experts, p,
                        experts, h > first);
         for (i = 0; i < rows; i++, p += experts) {
-            if (sums[i] <= MOEI_R(0.0)) memcpy(p, s->all_gate + (at + i) * experts, experts * sizeof(moe_real));
+            if (sums[i] <= 0) memcpy(p, s->all_gate + (at + i) * experts, experts * sizeof(moe_real));
             else
                 for (e = 0; e < experts; e++) p[e] /= sums[i]; /* NaN is kept and found later */
         }
@@ -5202,7 +5202,7 @@ static void moei_refine_block_backward(const moei_pass *s, size_t rows, size_t w
         /* only reduces rounding: in a row that is nearly one-hot dS nearly cancels */
         for (j = 0; j < width; j++) d_row[j] -= most;
         along = moe_dot(s->router->kernels, width, row, d_row) / sums[i];
-        for (j = 0; j < width; j++) d_row[j] = row[j] > MOEI_R(0.0) ? row[j] * (d_row[j] - along) : MOEI_R(0.0);
+        for (j = 0; j < width; j++) d_row[j] = row[j] > 0 ? row[j] * (d_row[j] - along) : 0;
     }
 }
 
@@ -5244,7 +5244,7 @@ static void moei_refine_sequence_backward(const moei_pass *s, size_t from, size_
         width = (end - first) * span;
         moei_refine_block(s, at, rows, from, span, first, end, sums);
         for (i = 0; i < rows; i++) {
-            if (sums[i] > MOEI_R(0.0))
+            if (sums[i] > 0)
                 for (e = 0; e < experts; e++) d_p[i * experts + e] /= sums[i];
             else moe_axpy(k, experts, MOEI_R(1.0), d_p + i * experts, s->m.d_gate + (at + i) * experts);
         }
@@ -5314,7 +5314,7 @@ static void moei_route_refine_backward(moei_pass *s) {
 
 /* Whether expert_dropout works in this call: else `excluded` is not set. */
 #define MOEI_EXCLUDES(s) \
-    (MOEI_KEPT(EXTRAS, MOE_EXTRA_TRAINING) && (s)->call->training && (s)->c->expert_dropout > MOEI_R(0.0))
+    (MOEI_KEPT(EXTRAS, MOE_EXTRA_TRAINING) && (s)->call->training && (s)->c->expert_dropout > 0)
 
 /* expert_dropout: marks what cannot be selected; not in a replay. */
 static void moei_exclude(const moei_pass *s) {
@@ -5451,7 +5451,7 @@ static void moei_biased(const moei_pass *s, size_t t, moe_real *out) {
     const moe_real *bias = moei_tensor(s, MOE_ROUTER_SELECTION_BIAS);
     size_t e;
     for (e = 0; e < s->experts; e++)
-        out[e] = s->r->probabilities[t * s->experts + e] + (bias != NULL ? bias[e] : MOEI_R(0.0));
+        out[e] = s->r->probabilities[t * s->experts + e] + (bias != NULL ? bias[e] : 0);
 }
 
 /* Marks the K largest of a row of scores. */
@@ -5487,7 +5487,7 @@ static moe_status moei_select_given(moei_pass *s) {
 static moe_real moei_group_value(const moei_pass *s, const moe_real *score, size_t size) {
     int32_t best[2];
     size_t found = moei_top_k(s, size, score, s->c->group_score == MOE_GROUP_TOP2_SUM ? 2 : 1, best), i;
-    moe_real sum = found > 0 ? MOEI_R(0.0) : -MOEI_INFINITY;
+    moe_real sum = found > 0 ? 0 : -MOEI_INFINITY;
     for (i = 0; i < found; i++) sum += score[best[i]];
     return sum;
 }
@@ -5531,7 +5531,7 @@ static moe_status moei_select_top_p(moei_pass *s) {
     for (t = 0; t < s->n; t++) {
         const moe_real *p = s->r->probabilities + t * s->experts;
         int32_t *index = s->r->choices + t * s->r->max_choices;
-        moe_real sum = MOEI_R(0.0);
+        moe_real sum = 0;
         size_t found;
         if (!moei_is_real(s->call, t)) continue;
         found = moei_top_k(s, s->experts, p, s->experts, index);
@@ -5546,7 +5546,7 @@ static moe_status moei_select_top_p(moei_pass *s) {
 /* theta; 0 for positive, which has no fallback. */
 static moe_real moei_threshold(const moei_pass *s, size_t e) {
     const moe_real *learned = moei_tensor(s, MOE_ROUTER_THRESHOLD);
-    if (s->c->select == MOE_SELECT_POSITIVE) return MOEI_R(0.0);
+    if (s->c->select == MOE_SELECT_POSITIVE) return 0;
     if (learned == NULL) return s->c->threshold;
     return s->c->threshold_sigmoid ? moe_sigmoid(learned[e]) : learned[e];
 }
@@ -5574,7 +5574,7 @@ static moe_status moei_select_threshold(moei_pass *s) {
 
 /* round(factor n / E), n the number of real tokens, at least 1, at most n. */
 static size_t moei_expert_choice_capacity(const moei_pass *s, size_t n) {
-    const moe_real factor = s->c->capacity_factor > MOEI_R(0.0) ? s->c->capacity_factor : MOEI_R(1.0);
+    const moe_real factor = s->c->capacity_factor > 0 ? s->c->capacity_factor : MOEI_R(1.0);
     moe_real even = factor * (moe_real)n / (moe_real)s->experts + MOEI_R(0.5);
     size_t capacity = even >= (moe_real)n ? n : (size_t)even;
     return capacity < 1 ? 1 : capacity;
@@ -5621,7 +5621,7 @@ static moe_status moei_select_expert_choice(moei_pass *s) {
     size_t i, from, to;
     if (s->call->decoding) /* only with a predictor */
         for (i = 0; i < s->n * s->experts; i++)
-            s->r->selected[i] = moei_is_real(s->call, i / s->experts) && s->m.student_logits[i] > MOEI_R(0.0);
+            s->r->selected[i] = moei_is_real(s->call, i / s->experts) && s->m.student_logits[i] > 0;
     else if (sequences == 0) moei_choose_tokens(s, score, 0, s->n);
     for (i = 0; i < sequences && !s->call->decoding; i++) {
         moei_sequence(s->call, i, &from, &to);
@@ -5632,7 +5632,7 @@ static moe_status moei_select_expert_choice(moei_pass *s) {
 
 /* The cutoff of a mean a after u updates, whose weights sum to 1 - rho^u. */
 MOEI_TOOL moe_real moei_cutoff(const moe_router_config *c, moe_real a, moe_real updates) {
-    if (!(updates > MOEI_R(0.0))) return a;
+    if (!(updates > 0)) return a;
     return (moe_real)((double)a / (1.0 - MOEI_D(pow)((double)c->threshold_rho, (double)updates)));
 }
 
@@ -5651,7 +5651,7 @@ static moe_status moei_select_expert_threshold(moei_pass *s) {
 static void moei_route_cutoffs(const moei_pass *s) {
     moe_real *cutoff = s->m.cutoffs;
     size_t capacity = moei_expert_choice_capacity(s, s->r->n_real), first, columns, c, n, found;
-    moei_fill(cutoff, s->experts + 1, MOEI_R(0.0));
+    moei_fill(cutoff, s->experts + 1, 0);
     if (s->r->n_real == 0) return;
     cutoff[s->experts] = MOEI_R(1.0);
     for (first = 0; first < s->experts; first += columns) {
@@ -5668,28 +5668,28 @@ static void moei_route_cutoffs(const moei_pass *s) {
 /* max(delta, 0) of token number i in the order of affinity. */
 static moe_real moei_affinity(const moei_pass *s, size_t i) {
     const moe_real delta = s->m.column[s->m.order[i]];
-    return delta > MOEI_R(0.0) ? delta : MOEI_R(0.0);
+    return delta > 0 ? delta : 0;
 }
 
 /* affinity_sum_auto times the mean over experts of the summed affinity of their tokens. */
 static moe_real moei_affinity_rule(const moei_pass *s) {
-    moe_real sum = MOEI_R(0.0);
+    moe_real sum = 0;
     size_t t;
     for (t = 0; t < s->n; t++) {
         const moe_real *z = s->r->logits + t * s->experts;
-        const moe_real largest = moei_is_real(s->call, t) ? z[moei_max_index(s->experts, z)] : MOEI_R(0.0);
-        if (largest > MOEI_R(0.0)) sum += largest;
+        const moe_real largest = moei_is_real(s->call, t) ? z[moei_max_index(s->experts, z)] : 0;
+        if (largest > 0) sum += largest;
     }
     return s->c->affinity_sum_auto * sum / (moe_real)s->experts;
 }
 
 /* How many of an expert's tokens, sorted by affinity, it keeps. */
 static size_t moei_affinity_keep(const moei_pass *s, size_t found) {
-    const moe_real fixed = s->r->affinity_now > MOEI_R(0.0) ? s->r->affinity_now : s->c->affinity_sum;
-    moe_real total = MOEI_R(0.0), sum = MOEI_R(0.0), wanted;
+    const moe_real fixed = s->r->affinity_now > 0 ? s->r->affinity_now : s->c->affinity_sum;
+    moe_real total = 0, sum = 0, wanted;
     size_t keep = 0, least = (size_t)s->c->capacity_min;
     for (keep = 0; keep < found; keep++) total += moei_affinity(s, keep);
-    wanted = fixed > MOEI_R(0.0) ? fixed : s->c->affinity_mass * total;
+    wanted = fixed > 0 ? fixed : s->c->affinity_mass * total;
     for (keep = 0; keep < found && sum < wanted; keep++) sum += moei_affinity(s, keep);
     if (keep < least) keep = least;
     if (s->c->capacity > 0 && keep > (size_t)s->c->capacity) keep = (size_t)s->c->capacity;
@@ -5726,7 +5726,7 @@ static moe_status moei_select_hash(moei_pass *s) {
         if (status != MOE_OK) return status;
         for (i = 0; i < k; i++) {
             moe_real e = table[(size_t)s->call->token_ids[t] * k + i];
-            if (!(e >= MOEI_R(0.0)) || !(e < (moe_real)s->experts) || e > (moe_real)(size_t)e ||
+            if (!(e >= 0) || !(e < (moe_real)s->experts) || e > (moe_real)(size_t)e ||
                 s->r->selected[t * s->experts + (size_t)e])
                 return moei_error(s->call->error, MOE_ERR_ARGUMENT,
                                   "router.table: %g for token id %d is not an expert, or a duplicate", (double)e,
@@ -5749,12 +5749,12 @@ static moe_status moei_select_by_logits(moei_pass *s) {
 /* One half of Sinkhorn's iteration, d0 = (1/N) / (Q d1) and d1 = (1/E) / (Q^T d0); returns the mean
    change of d1. */
 static moe_real moei_sinkhorn_step(moei_pass *s, const moe_real *q, moe_real *d0, moe_real *d1, moe_real *next) {
-    moe_real change = MOEI_R(0.0), sum;
+    moe_real change = 0, sum;
     size_t t, e;
-    for (e = 0; e < s->experts; e++) next[e] = MOEI_R(0.0);
+    for (e = 0; e < s->experts; e++) next[e] = 0;
     for (t = 0; t < s->n; t++) {
         if (!moei_is_real(s->call, t)) continue;
-        sum = MOEI_R(0.0);
+        sum = 0;
         for (e = 0; e < s->experts; e++) sum += q[t * s->experts + e] * d1[e];
         d0[t] = moei_ratio(MOEI_R(1.0) / (moe_real)s->r->n_real, sum);
         for (e = 0; e < s->experts; e++) next[e] += q[t * s->experts + e] * d0[t];
@@ -5770,8 +5770,8 @@ static moe_real moei_sinkhorn_step(moei_pass *s, const moe_real *q, moe_real *d0
 /* q d0 d1, reordered if the product is NaN because two factors overflow in opposite directions. */
 static moe_real moei_sinkhorn_share(moe_real q, moe_real d0, moe_real d1) {
     const moe_real share = q * d0 * d1;
-    const int is_large = q > MOEI_R(0.0) && d0 > MOEI_R(0.0) && d1 > MOEI_R(0.0);
-    return moe_is_finite(share) ? share : is_large ? MOEI_INFINITY : MOEI_R(0.0);
+    const int is_large = q > 0 && d0 > 0 && d1 > 0;
+    return moe_is_finite(share) ? share : is_large ? MOEI_INFINITY : 0;
 }
 
 static moe_status moei_select_sinkhorn(moei_pass *s) {
@@ -5801,17 +5801,17 @@ static moe_status moei_select_sinkhorn(moei_pass *s) {
 /* One draw from p among the experts not taken. */
 static void moei_sample_expert(moe_rng *rng, size_t experts, const moe_real *p, unsigned char *taken) {
     /* drawn even if no expert is left, so that later tokens keep their draws */
-    moe_real left = MOEI_R(0.0), draw = moe_rng_uniform(rng);
+    moe_real left = 0, draw = moe_rng_uniform(rng);
     size_t last = experts, e;
     for (e = 0; e < experts; e++)
-        if (!taken[e] && p[e] > MOEI_R(0.0)) {
+        if (!taken[e] && p[e] > 0) {
             left += p[e];
             last = e;
         }
     if (last == experts) return;
     draw *= left;
     for (e = 0; e < last; e++) {
-        if (taken[e] || !(p[e] > MOEI_R(0.0))) continue;
+        if (taken[e] || !(p[e] > 0)) continue;
         if (draw < p[e]) break;
         draw -= p[e];
     }
@@ -6202,7 +6202,7 @@ static void moei_weight_raw(const moei_token *k, moe_real *w) {
 /* (sum p^P)^(1/P); P = 1, as always in the weight sum, is the plain sum, so that gates with
    negative values keep their signs. */
 static moe_real moei_p_norm(const moei_token *k) {
-    moe_real sum = MOEI_R(0.0), power = k->c->weight_p;
+    moe_real sum = 0, power = k->c->weight_p;
     const int plain = !MOEI_KEPT(WEIGHTS, MOE_WEIGHT_P_NORM) || (!(power < MOEI_R(1.0)) && !(power > MOEI_R(1.0)));
     size_t i;
     for (i = 0; i < k->n; i++) {
@@ -6231,7 +6231,7 @@ static void moei_weight_one(const moei_token *k, moe_real *w) {
 /* The softmax of choice number pick over its candidates is exp(z - top) times this. A forced choice
    may be far below top. */
 static moe_real moei_sparsemixer_share(const moei_token *k, size_t pick, moe_real *best, moe_real *top) {
-    moe_real sum = MOEI_R(0.0);
+    moe_real sum = 0;
     size_t e;
     int32_t at;
     *top = moei_sparsemixer_best(k->experts, k->z, k->choice, pick, &at);
@@ -6278,9 +6278,9 @@ static void moei_weight_p_norm_backward(const moei_token *k, const moe_real *w, 
     for (i = 0; i < k->n; i++) {
         moe_real slope = MOEI_R(1.0);
         if (power > MOEI_R(1.0) || power < MOEI_R(1.0)) {
-            slope = w[i] < MOEI_R(0.0) || w[i] > MOEI_R(0.0) ? MOEI_F(pow)(MOEI_F(fabs)(w[i]), power - MOEI_R(1.0))
-                                                             : MOEI_R(0.0);
-            if (w[i] < MOEI_R(0.0)) slope = -slope;
+            slope = w[i] < 0 || w[i] > 0 ? MOEI_F(pow)(MOEI_F(fabs)(w[i]), power - MOEI_R(1.0))
+                                                             : 0;
+            if (w[i] < 0) slope = -slope;
         }
         dp[k->choice[i]] += moei_slope(dw[i] - dot * slope, norm);
     }
@@ -6445,7 +6445,7 @@ static void moei_route_weight_backward(moei_pass *s) {
             dw[i] *= factor[e];
         }
         if (k.sampled) moei_reorder(s, t, choice, k.choice, dw);
-        for (i = 0; i < k.n; i++) d_p[k.choice[i]] = MOEI_R(0.0);
+        for (i = 0; i < k.n; i++) d_p[k.choice[i]] = 0;
         if (s->c->weight_over == MOE_WEIGHT_OVER_ALL)
             moei_weights[s->c->weight].backward(&k, base, dw, s->m.d_logits + t * s->experts, d_p);
         else moei_weight_over_backward(s, &k, base, dw, s->m.d_logits + t * s->experts, d_p);
@@ -6464,7 +6464,7 @@ static void moei_route_weight_backward(moei_pass *s) {
 static moe_real moei_largest_cosine(const moei_pass *s, size_t width) {
     const moe_real *v = s->c->score == MOE_SCORE_COSINE ? moei_cosine_tokens(s) : s->r->u,
                    *w = moei_tensor(s, MOE_ROUTER_WEIGHT);
-    moe_real largest = MOEI_R(0.0), *product = s->r->weights;
+    moe_real largest = 0, *product = s->r->weights;
     /* unused until there are weights */
     moe_real over_block = MOEI_F(sqrt)((moe_real)s->experts / (moe_real)s->d);
     size_t t, e, q, block = s->d / s->experts;
@@ -6477,7 +6477,7 @@ static moe_real moei_largest_cosine(const moei_pass *s, size_t width) {
                 cosine = product[t * s->experts + e] * moei_inverse_length(s->router->kernels, w + e * width, width) *
                          inverse;
             else { /* grap: a gating vector is 1 on its block of features */
-                cosine = MOEI_R(0.0);
+                cosine = 0;
                 for (q = 0; q < block; q++) cosine += v[t * width + e * block + q] * inverse * over_block;
             }
             if (MOEI_F(fabs)(cosine) > largest) largest = MOEI_F(fabs)(cosine);
@@ -6489,13 +6489,13 @@ static moe_real moei_largest_cosine(const moei_pass *s, size_t width) {
 /* C_min of earlier calls; 0 if there were none. */
 static moe_real moei_bound_before(const moei_pass *s) {
     const moe_real *state = moei_tensor(s, MOE_ROUTER_CAPACITY);
-    return state != NULL ? state[0] : MOEI_R(0.0);
+    return state != NULL ? state[0] : 0;
 }
 
 /* Whether this call computes C_min. */
 static int moei_computes_bound(const moei_pass *s) {
     if (!MOEI_KEPT(EXTRAS, MOE_EXTRA_CAPACITY) || s->c->capacity_bound == MOE_BOUND_NONE) return 0;
-    return s->c->capacity_bound == MOE_BOUND_EVERY || !(moei_bound_before(s) > MOEI_R(0.0));
+    return s->c->capacity_bound == MOE_BOUND_EVERY || !(moei_bound_before(s) > 0);
 }
 
 /* C_min = exp(d delta^2 / (2 - delta^2)) / E of this call, computed in logarithms so that it cannot
@@ -6536,7 +6536,7 @@ static size_t moei_capacity(const moei_pass *s, moe_real factor, int real) {
     size_t most = s->r->n_real;
     if (capacity == 0) {
         if (s->c->select == MOE_SELECT_EXPERT_CHOICE) return 0;
-        if (s->c->select == MOE_SELECT_AFFINITY && !(factor > MOEI_R(0.0))) return 0;
+        if (s->c->select == MOE_SELECT_AFFINITY && !(factor > 0)) return 0;
         even = MOEI_F(ceil)(factor * (moe_real)s->c->top_k * (moe_real)most / moei_even_share(s->c, real));
         capacity = even >= (moe_real)most ? most : (size_t)even;
         if (capacity < least) capacity = least;
@@ -6625,7 +6625,7 @@ static void moei_drop_by_score(moei_pass *s) {
 
 /* Sum of a token's surviving weights, by which renormalize = after divides. */
 static moe_real moei_surviving(const moei_pass *s, size_t t) {
-    moe_real sum = MOEI_R(0.0);
+    moe_real sum = 0;
     size_t i;
     for (i = 0; i < (size_t)s->r->n_choices[t]; i++)
         if (s->r->kept[t * s->r->max_choices + i]) sum += s->r->choice_weights[t * s->r->max_choices + i];
@@ -6727,7 +6727,7 @@ static void moei_route_plan_backward(moei_pass *s) {
             s->m.d_final[(size_t)r->plan.assignments[i].token * s->experts + e] =
                 s->c->apply_to == MOE_APPLY_INPUT ? r->d_weight_in[i] : r->d_weight_out[i];
     for (t = 0; t < s->n; t++) {
-        moe_real scale = s->c->scale, along = MOEI_R(0.0);
+        moe_real scale = s->c->scale, along = 0;
         if (s->c->renormalize == MOE_RENORMALIZE_AFTER) {
             scale = moei_slope(scale, moei_surviving(s, t));
             for (e = 0; e < s->experts; e++) /* w' = s w / sum w: dw = s / sum (d - sum d w' / s) */
@@ -6774,7 +6774,7 @@ static void moei_soft_dispatch(const moei_pass *s, size_t from, size_t to) {
         for (t = from; t < to; t++) {
             int real = moei_is_real(s->call, t);
             for (i = 0; i < columns; i++)
-                s->r->gate[t * total + first + i] = real ? moei_transposed(s, i)[count] : MOEI_R(0.0);
+                s->r->gate[t * total + first + i] = real ? moei_transposed(s, i)[count] : 0;
             count += (size_t)real;
         }
     }
@@ -6798,7 +6798,7 @@ static void moei_soft_plan(moei_pass *s) {
             for (t = from; t < to; t++) {
                 const moe_real *d = s->r->gate + t * total + e * slots,
                                *c = s->r->probabilities + t * total + e * slots;
-                moe_real sum = MOEI_R(0.0);
+                moe_real sum = 0;
                 if (!moei_is_real(s->call, t)) continue;
                 for (slot = 0; slot < slots; slot++) {
                     moe_assignment *to_slot = first + slot * real;
@@ -6821,7 +6821,7 @@ static moe_status moei_route_soft(moei_pass *s) {
     size_t total = moei_slot_total(s->c), i, t, from, to;
     moei_soft_logits(s);
     for (i = 0; i < s->n * s->experts; i++) {
-        s->r->weights[i] = MOEI_R(0.0);
+        s->r->weights[i] = 0;
         s->r->selected[i] = moei_is_real(s->call, i / s->experts) != 0;
     }
     memset(s->r->counts, 0, 2 * s->experts * sizeof(size_t)); /* and first_counts, which follow */
@@ -6857,7 +6857,7 @@ static void moei_soft_plan_backward(moei_pass *s) {
     for (i = 0; i < moei_sequence_count(s->call); i++) {
         moei_sequence(s->call, i, &from, &to);
         for (slot = 0; slot < total; slot++) {
-            moe_real along = MOEI_R(0.0);
+            moe_real along = 0;
             for (t = from; t < to; t++) along += r->gate[t * total + slot] * s->m.d_gate[t * total + slot];
             for (t = from; t < to; t++)
                 s->m.d_logits[t * total + slot] += r->gate[t * total + slot] * (s->m.d_gate[t * total + slot] - along);
@@ -6900,7 +6900,7 @@ static void moei_route_soft_backward(moei_pass *s) {
 
 /* The sum of a row if the balance loss must normalize it, else 1; 0: the row is skipped. */
 static moe_real moei_row_mass(const moei_pass *s, const moe_real *p) {
-    moe_real sum = MOEI_R(0.0);
+    moe_real sum = 0;
     size_t e;
     if (moei_gate_flags[s->c->gate] & MOEI_GATE_SUMS_TO_ONE) return MOEI_R(1.0);
     for (e = 0; e < s->experts; e++) sum += p[e];
@@ -6910,7 +6910,7 @@ static moe_real moei_row_mass(const moei_pass *s, const moe_real *p) {
 /* f_e of the experts without matrices: their mean with zero_average; then times tau. */
 static void moei_balance_zero(const moe_router_config *c, moe_real *f) {
     const int real = MOEI_REAL_EXPERTS(c), zero = c->n_experts - real;
-    moe_real sum = MOEI_R(0.0);
+    moe_real sum = 0;
     int e;
     for (e = real; e < c->n_experts; e++) sum += f[e];
     for (e = real; e < c->n_experts; e++) f[e] = (c->zero_average ? sum / (moe_real)zero : f[e]) * c->zero_tau;
@@ -6919,8 +6919,8 @@ static void moei_balance_zero(const moe_router_config *c, moe_real *f) {
 /* f_e of the tokens [from, to) into f; returns how many of them are real. */
 static size_t moei_balance_shares(const moei_pass *s, size_t from, size_t to, moe_real *f) {
     size_t t, e, i, real = 0;
-    moe_real total = MOEI_R(0.0);
-    for (e = 0; e < s->experts; e++) f[e] = MOEI_R(0.0);
+    moe_real total = 0;
+    for (e = 0; e < s->experts; e++) f[e] = 0;
     for (t = from; t < to; t++) {
         size_t n = (size_t)s->r->n_choices[t];
         if (!moei_is_real(s->call, t)) continue;
@@ -6938,14 +6938,14 @@ static size_t moei_balance_shares(const moei_pass *s, size_t from, size_t to, mo
 /* The balance loss of the tokens [from, to), without its factor; adds factor times its gradient to
    d_p (NULL: not wanted). */
 static moe_real moei_balance_part(const moei_pass *s, size_t from, size_t to, moe_real factor, moe_real *d_p) {
-    moe_real *f = s->m.row, sum = MOEI_R(0.0), scale;
+    moe_real *f = s->m.row, sum = 0, scale;
     const int normalized = (moei_gate_flags[s->c->gate] & MOEI_GATE_SUMS_TO_ONE) != 0;
     size_t t, e, real = moei_balance_shares(s, from, to, f);
-    if (real == 0) return MOEI_R(0.0);
+    if (real == 0) return 0;
     scale = (moe_real)s->experts / (moe_real)real;
     for (t = from; t < to; t++) {
         const moe_real *p = s->r->probabilities + t * s->experts;
-        moe_real mass, inner = MOEI_R(0.0);
+        moe_real mass, inner = 0;
         if (!moei_is_real(s->call, t)) continue;
         mass = moei_row_mass(s, p);
         for (e = 0; e < s->experts; e++) inner += f[e] * p[e];
@@ -6953,13 +6953,13 @@ static moe_real moei_balance_part(const moei_pass *s, size_t from, size_t to, mo
         sum += inner;
         if (d_p == NULL) continue;
         for (e = 0; e < s->experts; e++) /* d(p_e / sum p) */
-            d_p[t * s->experts + e] += factor * scale * moei_slope(f[e] - (normalized ? MOEI_R(0.0) : inner), mass);
+            d_p[t * s->experts + e] += factor * scale * moei_slope(f[e] - (normalized ? 0 : inner), mass);
     }
     return scale * sum;
 }
 
 static moe_real moei_loss_balance(moei_pass *s, moe_real factor, int backward) {
-    moe_real *d_p = backward ? s->m.d_probabilities : NULL, sum = MOEI_R(0.0);
+    moe_real *d_p = backward ? s->m.d_probabilities : NULL, sum = 0;
     size_t i, from, to, parts = 0, n = moei_sequence_count(s->call), t;
     if (s->c->balance_scope == MOE_SCOPE_BATCH) return factor * moei_balance_part(s, 0, s->n, factor, d_p);
     for (i = 0; i < n; i++) { /* skips sequences of padding only */
@@ -6967,7 +6967,7 @@ static moe_real moei_loss_balance(moei_pass *s, moe_real factor, int backward) {
         for (t = from; t < to && !moei_is_real(s->call, t);) t++;
         parts += t < to;
     }
-    if (parts == 0) return MOEI_R(0.0);
+    if (parts == 0) return 0;
     for (i = 0; i < n; i++) {
         moei_sequence(s->call, i, &from, &to);
         sum += moei_balance_part(s, from, to, factor / (moe_real)parts, d_p);
@@ -6976,7 +6976,7 @@ static moe_real moei_loss_balance(moei_pass *s, moe_real factor, int backward) {
 }
 
 static moe_real moei_loss_z(moei_pass *s, moe_real factor, int backward) {
-    moe_real sum = MOEI_R(0.0), over_n = MOEI_R(1.0) / (moe_real)s->r->n_real;
+    moe_real sum = 0, over_n = MOEI_R(1.0) / (moe_real)s->r->n_real;
     size_t t, e;
     for (t = 0; t < s->n; t++) {
         const moe_real *z = s->r->logits + t * s->experts;
@@ -7012,8 +7012,8 @@ static moe_real *moei_importance_row(const moei_pass *s, size_t t, moe_real *val
    subtracts the smallest, so that deviations are exactly 0 at balance and the mean keeps its digits
    when one sum exceeds all others. */
 static moe_real moei_squared_variation(const moei_pass *s, moe_real factor, moe_real *sums) {
-    moe_real base = sums[0], mean = MOEI_R(0.0);
-    moe_real variance = MOEI_R(0.0), count = (moe_real)s->experts;
+    moe_real base = sums[0], mean = 0;
+    moe_real variance = 0, count = (moe_real)s->experts;
     moe_real freedom = s->c->unbiased ? count - MOEI_R(1.0) : count;
     size_t e;
     for (e = 1; e < s->experts; e++)
@@ -7040,8 +7040,8 @@ static moe_real moei_loss_importance(moei_pass *s, moe_real factor, int backward
     moe_real *sums = s->m.row, *values = sums + s->experts;
     moe_real *target = NULL, value;
     size_t t, e;
-    if (s->experts < 2) return MOEI_R(0.0);
-    for (e = 0; e < s->experts; e++) sums[e] = MOEI_R(0.0);
+    if (s->experts < 2) return 0;
+    for (e = 0; e < s->experts; e++) sums[e] = 0;
     for (t = 0; t < s->n; t++) {
         if (!moei_is_real(s->call, t)) continue;
         target = moei_importance_row(s, t, values);
@@ -7056,13 +7056,13 @@ static moe_real moei_loss_importance(moei_pass *s, moe_real factor, int backward
 
 /* gamma mean_t H(p_t); 0 ln 0 = 0 with derivative 0. */
 static moe_real moei_loss_entropy(moei_pass *s, moe_real factor, int backward) {
-    moe_real sum = MOEI_R(0.0), over_n = MOEI_R(1.0) / (moe_real)s->r->n_real;
+    moe_real sum = 0, over_n = MOEI_R(1.0) / (moe_real)s->r->n_real;
     size_t t, e;
     for (t = 0; t < s->n; t++) {
         if (!moei_is_real(s->call, t)) continue;
         for (e = 0; e < s->experts; e++) {
             moe_real p = s->r->probabilities[t * s->experts + e], log_p;
-            if (!(p > MOEI_R(0.0))) continue;
+            if (!(p > 0)) continue;
             log_p = MOEI_F(log)(p);
             sum -= p * log_p;
             if (backward) s->m.d_probabilities[t * s->experts + e] -= factor * over_n * (log_p + MOEI_R(1.0));
@@ -7074,16 +7074,16 @@ static moe_real moei_loss_entropy(moei_pass *s, moe_real factor, int backward) {
 /* -gamma H(mean_t p_t). */
 static moe_real moei_loss_usage_entropy(moei_pass *s, moe_real factor, int backward) {
     moe_real *mean = s->m.row, over_n = MOEI_R(1.0) / (moe_real)s->r->n_real;
-    moe_real sum = MOEI_R(0.0);
+    moe_real sum = 0;
     size_t t, e;
-    for (e = 0; e < s->experts; e++) mean[e] = MOEI_R(0.0);
+    for (e = 0; e < s->experts; e++) mean[e] = 0;
     for (t = 0; t < s->n; t++)
         if (moei_is_real(s->call, t))
             moe_axpy(s->router->kernels, s->experts, over_n, s->r->probabilities + t * s->experts, mean);
     for (e = 0; e < s->experts; e++) {
-        moe_real log_m = mean[e] > MOEI_R(0.0) ? MOEI_F(log)(mean[e]) : MOEI_R(0.0);
+        moe_real log_m = mean[e] > 0 ? MOEI_F(log)(mean[e]) : 0;
         sum += mean[e] * log_m;
-        mean[e] = mean[e] > MOEI_R(0.0) ? factor * over_n * (log_m + MOEI_R(1.0)) : MOEI_R(0.0);
+        mean[e] = mean[e] > 0 ? factor * over_n * (log_m + MOEI_R(1.0)) : 0;
     }
     for (t = 0; t < s->n && backward; t++)
         if (moei_is_real(s->call, t))
@@ -7092,7 +7092,7 @@ static moe_real moei_loss_usage_entropy(moei_pass *s, moe_real factor, int backw
 }
 
 static moe_real moei_distance(const moe_real *a, const moe_real *b, size_t n) {
-    moe_real sum = MOEI_R(0.0);
+    moe_real sum = 0;
     size_t i;
     for (i = 0; i < n; i++) sum += (a[i] - b[i]) * (a[i] - b[i]);
     return MOEI_F(sqrt)(sum);
@@ -7103,17 +7103,17 @@ static moe_real moei_distance(const moe_real *a, const moe_real *b, size_t n) {
 static moe_real moei_loss_similarity(moei_pass *s, moe_real factor, int backward) {
     const moe_real *x = s->m.batch_x != NULL ? s->m.batch_x : s->call->x;
     size_t t, o, e, count = s->experts;
-    moe_real pairs = (moe_real)s->r->n_real * ((moe_real)s->r->n_real - MOEI_R(1.0)), value = MOEI_R(0.0);
+    moe_real pairs = (moe_real)s->r->n_real * ((moe_real)s->r->n_real - MOEI_R(1.0)), value = 0;
     moe_real same = s->c->loss_similarity_same / (moe_real)count;
     moe_real diff =
-        count > 1 ? s->c->loss_similarity_diff / ((moe_real)count * ((moe_real)count - MOEI_R(1.0))) : MOEI_R(0.0);
+        count > 1 ? s->c->loss_similarity_diff / ((moe_real)count * ((moe_real)count - MOEI_R(1.0))) : 0;
     (void)factor;
-    if (s->r->n_real < 2) return MOEI_R(0.0);
+    if (s->r->n_real < 2) return 0;
     for (t = 0; t < s->n; t++)
         for (o = 0; o < s->n; o++) {
             const moe_real *p = s->r->probabilities + t * count, *other = s->r->probabilities + o * count;
-            moe_real distance, global = MOEI_R(0.0), mass = MOEI_R(0.0);
-            moe_real other_mass = MOEI_R(0.0);
+            moe_real distance, global = 0, mass = 0;
+            moe_real other_mass = 0;
             if (t == o || !moei_is_real(s->call, t) || !moei_is_real(s->call, o)) continue;
             distance = s->call->distances != NULL ? s->call->distances[t * s->n + o]
                                                   : moei_distance(x + t * s->d, x + o * s->d, s->d);
@@ -7144,7 +7144,7 @@ static size_t moei_expert_machine(const moei_pass *s, size_t e) {
 /* mu sum_o pi_o KL(q_o || l_o): l_o is 1 - eps at machine o and eps / (M - 1) at each other
    machine. */
 static moe_real moei_loss_locality(moei_pass *s, moe_real factor, int backward) {
-    moe_real *q = s->m.row, value = MOEI_R(0.0);
+    moe_real *q = s->m.row, value = 0;
     moe_real eps = MOEI_R(0.01);
     size_t machines = (size_t)s->c->nodes, local, j, t, e;
     for (local = 0; local < machines; local++) {
@@ -7159,8 +7159,8 @@ static moe_real moei_loss_locality(moei_pass *s, moe_real factor, int backward) 
         for (j = 0; j < machines; j++) { /* q becomes the slope ln(q/l) + 1 */
             moe_real wanted = j == local ? MOEI_R(1.0) - eps : eps / (moe_real)(machines - 1), log_ratio;
             q[j] /= (moe_real)count;
-            if (!(q[j] > MOEI_R(0.0))) {
-                q[j] = MOEI_R(0.0);
+            if (!(q[j] > 0)) {
+                q[j] = 0;
                 continue;
             }
             log_ratio = MOEI_F(log)(q[j] / wanted);
@@ -7179,7 +7179,7 @@ static moe_real moei_loss_locality(moei_pass *s, moe_real factor, int backward) 
 /* lambda E / (K N^2) sum_e n_e sum_t p_te. */
 static moe_real moei_loss_l1(moei_pass *s, moe_real factor, int backward) {
     moe_real scale = (moe_real)s->experts / ((moe_real)s->c->top_k * (moe_real)s->r->n_real * (moe_real)s->r->n_real),
-             sum = MOEI_R(0.0);
+             sum = 0;
     size_t t, e;
     for (t = 0; t < s->n; t++)
         for (e = 0; e < s->experts; e++) {
@@ -7200,11 +7200,11 @@ static size_t moei_rival(const moei_pass *s, const int32_t *best, size_t e) {
 
 /* w CV^2 of load_e = sum_t Phi((clean z_te - the rival's noisy logit) / noise scale). */
 static moe_real moei_loss_load(moei_pass *s, moe_real factor, int backward) {
-    moe_real *load = s->m.row, value = MOEI_R(0.0);
+    moe_real *load = s->m.row, value = 0;
     size_t t, e, count = s->experts, k = (size_t)s->c->top_k;
     int round;
-    if (k >= count || !MOEI_IS_NOISY(s)) return MOEI_R(0.0);
-    for (e = 0; e < count; e++) load[e] = MOEI_R(0.0);
+    if (k >= count || !MOEI_IS_NOISY(s)) return 0;
+    for (e = 0; e < count; e++) load[e] = 0;
     /* first the loads, then, with dL/dload in load, the gradients */
     for (round = 0; round <= backward; round++) {
         for (t = 0; t < s->n; t++) {
@@ -7260,7 +7260,7 @@ static moe_real moei_loss_orthogonal(moei_pass *s, moe_real factor, int backward
 /* w sqrt(sum over e != e' of cos(W_e, W_e')^2). */
 static moe_real moei_loss_diversity(moei_pass *s, moe_real factor, int backward) {
     const moe_real norm = MOEI_F(sqrt)(moei_loss_orthogonal(s, MOEI_R(1.0), 0));
-    if (backward && norm > MOEI_R(0.0)) (void)moei_loss_orthogonal(s, factor / (MOEI_R(2.0) * norm), 1);
+    if (backward && norm > 0) (void)moei_loss_orthogonal(s, factor / (MOEI_R(2.0) * norm), 1);
     return factor * norm;
 }
 
@@ -7268,12 +7268,12 @@ static moe_real moei_loss_diversity(moei_pass *s, moe_real factor, int backward)
 static moe_real moei_loss_simplicity(moei_pass *s, moe_real factor, int backward) {
     const moe_kernels *k = s->router->kernels;
     const moe_real *w = moei_tensor(s, MOE_ROUTER_WEIGHT);
-    moe_real *d_w = moei_trained_weight(s, backward), sum = MOEI_R(0.0);
+    moe_real *d_w = moei_trained_weight(s, backward), sum = 0;
     const size_t width = moei_vector_width(s);
     size_t e;
     for (e = 0; e < s->experts; e++) {
         const moe_real inverse = moei_inverse_length(k, w + e * width, width);
-        if (!(inverse > MOEI_R(0.0))) continue;
+        if (!(inverse > 0)) continue;
         sum += MOEI_R(1.0) / inverse;
         if (d_w != NULL) moe_axpy(k, width, factor / (moe_real)s->experts * inverse, w + e * width, d_w + e * width);
     }
@@ -7286,14 +7286,14 @@ static moe_real moei_loss_simplicity(moei_pass *s, moe_real factor, int backward
 static moe_real moei_distill(const moei_pass *s, const moe_real *v, const moe_real *teacher, moe_real *q, moe_real *p,
                              moe_real slope, moe_real *d_v) {
     size_t e, best = 0, count = s->experts;
-    moe_real lse = moe_log_sum_exp(count, v), value = MOEI_R(0.0);
+    moe_real lse = moe_log_sum_exp(count, v), value = 0;
     int mse = s->c->distill == MOE_DISTILL_MSE;
     moe_softmax(s->router->kernels, count, v, MOEI_R(1.0), q);
     moe_softmax(s->router->kernels, count, teacher, MOEI_R(1.0), p);
     for (e = 1; e < count; e++)
         if (teacher[e] > teacher[best]) best = e;
     for (e = 0; e < count; e++) {
-        if (s->c->distill == MOE_DISTILL_CE_HARD) p[e] = e == best ? MOEI_R(1.0) : MOEI_R(0.0);
+        if (s->c->distill == MOE_DISTILL_CE_HARD) p[e] = e == best ? MOEI_R(1.0) : 0;
         value += mse ? (q[e] - p[e]) * (q[e] - p[e]) / (moe_real)count : p[e] * (lse - v[e]);
         /* d/dq, or directly d/dv */
         p[e] = mse ? MOEI_R(2.0) / (moe_real)count * (q[e] - p[e]) : q[e] - p[e];
@@ -7310,7 +7310,7 @@ static moe_real moei_distill(const moei_pass *s, const moe_real *v, const moe_re
 static moe_real moei_loss_distill(moei_pass *s, moe_real factor, int backward) {
     const moe_real *v = s->c->student ? s->m.student_logits : s->r->logits,
                    *teacher = s->c->student ? s->r->logits : s->call->teacher;
-    moe_real *d_v = s->c->student ? s->m.d_student : s->m.d_logits, sum = MOEI_R(0.0);
+    moe_real *d_v = s->c->student ? s->m.d_student : s->m.d_logits, sum = 0;
     moe_real share = factor / (moe_real)s->r->n_real;
     size_t t;
     for (t = 0; t < s->n; t++) {
@@ -7324,7 +7324,7 @@ static moe_real moei_loss_distill(moei_pass *s, moe_real factor, int backward) {
 
 /* alpha sum_e (n_e - nbar) / nbar sum over the tokens of e of sigmoid(z_te). */
 static moe_real moei_loss_stable_balance(moei_pass *s, moe_real factor, int backward) {
-    moe_real mean = MOEI_R(0.0), sum = MOEI_R(0.0);
+    moe_real mean = 0, sum = 0;
     size_t t, i, e;
     for (e = 0; e < s->experts; e++) mean += (moe_real)s->r->counts[e];
     mean /= (moe_real)s->experts;
@@ -7342,7 +7342,7 @@ static moe_real moei_loss_stable_balance(moei_pass *s, moe_real factor, int back
 /* factor mean_t of a term of moei_selector_terms; the backward pass of the score adds the
    gradient. */
 static moe_real moei_selector_loss(const moei_pass *s, moe_real factor, size_t term) {
-    moe_real sum = MOEI_R(0.0);
+    moe_real sum = 0;
     size_t t;
     for (t = 0; t < s->n; t++)
         if (moei_is_real(s->call, t)) sum += s->m.selectors[2 * t + term];
@@ -7362,7 +7362,7 @@ static moe_real moei_loss_selector_reach(moei_pass *s, moe_real factor, int back
 /* Per pair: ln(1 + e^v), less v if it was chosen. */
 static moe_real moei_loss_predictor(moei_pass *s, moe_real factor, int backward) {
     const moe_real share = factor / (moe_real)s->r->n_real;
-    moe_real sum = MOEI_R(0.0);
+    moe_real sum = 0;
     size_t t, e, i, cell;
     for (t = 0; t < s->n; t++) {
         for (e = 0; e < s->experts && moei_is_real(s->call, t); e++) {
@@ -7388,7 +7388,7 @@ static void moei_route_losses(moei_pass *s, int backward) {
     int loss;
     for (loss = 0; loss < MOE_LOSS_COUNT; loss++) {
         factor = moei_loss_factor(s->c, loss);
-        value = factor > MOEI_R(0.0) && s->r->n_real > 0 ? moei_losses[loss](s, factor, backward) : MOEI_R(0.0);
+        value = factor > 0 && s->r->n_real > 0 ? moei_losses[loss](s, factor, backward) : 0;
         if (!backward) s->r->loss[loss] = value;
     }
 }
@@ -7400,7 +7400,7 @@ static void moei_route_losses(moei_pass *s, int backward) {
 static void moei_route_nothing(const moei_pass *s) {
     moe_routing *r = s->r;
     memset(r->plan.offsets, 0, (3 * r->n_experts + 1) * sizeof(size_t)); /* and both counts, which follow */
-    if (s->m.cutoffs != NULL) moei_fill(s->m.cutoffs, s->experts + 1, MOEI_R(0.0));
+    if (s->m.cutoffs != NULL) moei_fill(s->m.cutoffs, s->experts + 1, 0);
 }
 
 /* Fills in a pass, except its private arrays. */
@@ -7438,9 +7438,9 @@ static moe_status moei_route_tokens(moei_pass *s, const moei_pass *batch, moe_re
 static moe_status moei_route_assignments(moei_pass *s, moei_pass *own, moe_real delta) {
     moe_status status;
     if (MOEI_KEPT(EXTRAS, MOE_EXTRA_CAPACITY) && s->c->capacity_bound != MOE_BOUND_NONE) moei_route_bound(s, delta);
-    if (s->c->affinity_sum_auto > MOEI_R(0.0)) {
+    if (s->c->affinity_sum_auto > 0) {
         const moe_real *first = moei_tensor(s, MOE_ROUTER_AFFINITY_SUM);
-        s->r->affinity_now = first != NULL && first[0] > MOEI_R(0.0) ? first[0] : moei_affinity_rule(s);
+        s->r->affinity_now = first != NULL && first[0] > 0 ? first[0] : moei_affinity_rule(s);
     }
     status = moei_route_select(s);
     if (status != MOE_OK) return status;
@@ -7458,7 +7458,7 @@ static moe_status moei_route_assignments(moei_pass *s, moei_pass *own, moe_real 
 }
 
 static moe_status moei_route_stages(moei_pass *s) {
-    moe_real delta = MOEI_R(0.0);
+    moe_real delta = 0;
     moe_status status;
     if (moei_is_soft(s->c)) {
         (void)moei_route_input(s, s);
@@ -7609,7 +7609,7 @@ static moe_status moei_route_globally(const moei_pass *own_call, moe_status stat
     moei_pass batch, *s = &batch;
     moe_routing own_r;
     moei_pass own;
-    moe_real delta = MOEI_R(0.0);
+    moe_real delta = 0;
     status = moei_gather_call(call, status, own_call->r->max_choices, &own_call->m);
     if (status != MOE_OK) return status;
     all = moei_batch_call(call, &own_call->m);
@@ -7809,7 +7809,7 @@ static void moei_observe_clusters(const moei_pass *s, moe_real *table) {
     const moe_real *h = moei_cluster_tokens(s);
     size_t k, q, t, count;
     for (k = 0; k < s->experts; k++) {
-        moei_fill(m, s->d, MOEI_R(0.0));
+        moei_fill(m, s->d, 0);
         count = 0;
         for (t = 0; t < s->n; t++) {
             if (!moei_is_real(s->call, t) ||
@@ -7820,7 +7820,7 @@ static void moei_observe_clusters(const moei_pass *s, moe_real *table) {
         }
         if (count < 2) continue;
         moei_cluster_dispersion(s, h, s->m.order, count, m);
-        if (s->c->ac_lambda > MOEI_R(0.0)) moei_exact_weights(m, s->d, s->c->ac_lambda);
+        if (s->c->ac_lambda > 0) moei_exact_weights(m, s->d, s->c->ac_lambda);
         else moei_paper_weights(m, s->d);
         for (q = 0; q < s->d; q++) table[k * s->d + q] = rho * table[k * s->d + q] + (MOEI_R(1.0) - rho) * m[q];
     }
@@ -7859,7 +7859,7 @@ moe_status moe_router_observe(const moe_router *router, const moe_call *call, co
         for (e = 0; e < s.experts; e++) state[MOE_ROUTER_CUTOFF_SUM][e] += s.m.cutoffs[e];
         state[MOE_ROUTER_CUTOFF_COUNT][0] += s.m.cutoffs[s.experts];
     }
-    if (state[MOE_ROUTER_CAPACITY] != NULL && r.bound_now > MOEI_R(0.0) && !s.frozen)
+    if (state[MOE_ROUTER_CAPACITY] != NULL && r.bound_now > 0 && !s.frozen)
         state[MOE_ROUTER_CAPACITY][0] = r.bound_now;
     if (state[MOE_ROUTER_AFFINITY_SUM] != NULL) state[MOE_ROUTER_AFFINITY_SUM][0] = r.affinity_now;
     return MOE_OK;
@@ -7868,7 +7868,7 @@ moe_status moe_router_observe(const moe_router *router, const moe_call *call, co
 /* D_e of bias_rule. t = share S / parts is not computed, because it could be rounded: gap is parts
    (t - n_e). */
 static double moei_bias_change(const moe_router_config *c, const moe_real *load, double sum, int e) {
-    const int has_real = c->bias_real > MOEI_R(0.0);
+    const int has_real = c->bias_real > 0;
     const double share = has_real ? (double)c->bias_real : 1.0, rate = (double)c->bias_rate;
     const double parts = has_real ? (double)c->top_k * (double)MOEI_REAL_EXPERTS(c) : (double)c->n_experts;
     const double gap = share * sum - (double)load[e] * parts;
@@ -7879,7 +7879,7 @@ static double moei_bias_change(const moe_router_config *c, const moe_real *load,
 }
 
 static void moei_advance_bias(const moe_router_config *c, const moe_real *load, moe_real *bias, moe_real *momentum) {
-    const int moving = c->bias_real > MOEI_R(0.0) ? MOEI_REAL_EXPERTS(c) : c->n_experts;
+    const int moving = c->bias_real > 0 ? MOEI_REAL_EXPERTS(c) : c->n_experts;
     double sum = 0.0, mean = 0.0;
     int e;
     for (e = 0; e < c->n_experts; e++) sum += (double)load[e];
@@ -7899,14 +7899,14 @@ static void moei_advance_cutoffs(const moe_router_config *c, int frozen, moe_rea
     moe_real *sum = state[MOE_ROUTER_CUTOFF_SUM], *count = state[MOE_ROUTER_CUTOFF_COUNT];
     moe_real *cutoff = state[MOE_ROUTER_CUTOFF], *updates = state[MOE_ROUTER_CUTOFF_UPDATES];
     int e;
-    if (sum == NULL || !(count[0] > MOEI_R(0.0))) return;
+    if (sum == NULL || !(count[0] > 0)) return;
     for (e = 0; e < c->n_experts; e++) {
         if (!frozen)
             cutoff[e] = c->threshold_rho * cutoff[e] + (MOEI_R(1.0) - c->threshold_rho) * (sum[e] / count[0]);
-        sum[e] = MOEI_R(0.0);
+        sum[e] = 0;
     }
     if (!frozen && updates[0] < MOEI_R(16777216.0)) updates[0] += MOEI_R(1.0);
-    count[0] = MOEI_R(0.0);
+    count[0] = 0;
 }
 
 /* The share of token-expert pairs that are not assigned, less what it should be: 1 - K/E. The calls
@@ -7922,7 +7922,7 @@ MOEI_TOOL moe_real moei_l1_gap(const moe_router_config *c, const moe_real *load)
 
 /* The factor grows while the gap is below 0. */
 MOEI_TOOL void moei_advance_l1(moe_real gap, moe_real *factor) {
-    const moe_real next = gap < MOEI_R(0.0) ? *factor * MOEI_R(1.2) : *factor / MOEI_R(1.2);
+    const moe_real next = gap < 0 ? *factor * MOEI_R(1.2) : *factor / MOEI_R(1.2);
     if (next > MOEI_R(1e-30) && next < MOEI_R(1e30)) *factor = next;
 }
 
@@ -7935,14 +7935,14 @@ moe_status moe_router_advance(const moe_router *router, moe_real *const *state) 
     step = state[MOE_ROUTER_STEP];
     load = state[MOE_ROUTER_LOAD];
     frozen = c->freeze_at > 0 && step[0] >= (moe_real)c->freeze_at;
-    if (load != NULL && load[c->n_experts] > MOEI_R(0.0)) {
-        if (c->bias_rate > MOEI_R(0.0) && !frozen) {
+    if (load != NULL && load[c->n_experts] > 0) {
+        if (c->bias_rate > 0 && !frozen) {
             moe_router_config now = *c;
             if (step != NULL && step[0] > 0) now.top_k = moei_scheduled_k(c, step[0]);
             moei_advance_bias(&now, load, state[MOE_ROUTER_SELECTION_BIAS], state[MOE_ROUTER_BIAS_MOMENTUM]);
         }
         if (c->l1_controller && !frozen) moei_advance_l1(moei_l1_gap(c, load), state[MOE_ROUTER_L1]);
-        for (e = 0; e <= c->n_experts; e++) load[e] = MOEI_R(0.0);
+        for (e = 0; e <= c->n_experts; e++) load[e] = 0;
     }
     moei_advance_cutoffs(c, frozen, state);
     if (step != NULL && step[0] < MOEI_R(16777216.0)) step[0] += MOEI_R(1.0);
@@ -8129,8 +8129,8 @@ static void moei_metrics_add_predicted(moe_metrics *m, const moe_routing *r, siz
     const moe_real *v = r->predicted + t * m->n_experts;
     const int32_t *choices = r->choices + t * r->max_choices;
     size_t i;
-    for (i = 0; i < m->n_experts; i++) m->n_agreed += v[i] > MOEI_R(0.0) ? 0.0 : 1.0;
-    for (i = 0; i < (size_t)r->n_choices[t]; i++) m->n_agreed += v[choices[i]] > MOEI_R(0.0) ? 1.0 : -1.0;
+    for (i = 0; i < m->n_experts; i++) m->n_agreed += v[i] > 0 ? 0.0 : 1.0;
+    for (i = 0; i < (size_t)r->n_choices[t]; i++) m->n_agreed += v[choices[i]] > 0 ? 1.0 : -1.0;
     m->n_predicted += (double)m->n_experts;
 }
 

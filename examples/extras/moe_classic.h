@@ -394,7 +394,7 @@ static moei_blend moei_blend_of(const moe_mixture *m, size_t t, const moe_real *
     b.p = p != NULL ? p : &alone;
     b.experts = p != NULL ? m->experts : 1;
     b.stride = m->n * m->width;
-    b.scale = m->temperature > MOEI_R(0.0) ? 1.0 / (double)m->temperature : 1.0;
+    b.scale = m->temperature > 0 ? 1.0 / (double)m->temperature : 1.0;
     return b;
 }
 
@@ -439,7 +439,7 @@ static double moei_mix_loss(const moei_mix *mix, const moe_mixture *m, size_t t,
     size_t i;
     if (mix->rule == MOEI_MIX_BLEND) return moei_blend_measured(mix, m, t, p, 0).loss;
     for (i = 0; i < m->experts; i++) {
-        if (!(p[i] > MOEI_R(0.0))) continue;
+        if (!(p[i] > 0)) continue;
         loss = moei_blend_measured(mix, m, t, NULL, i).loss;
         if (mix->rule == MOEI_MIX_MEAN) sum += (double)p[i] * loss;
         else moei_lse_add(&log_sum, log((double)p[i]) - mix->sharpness * loss);
@@ -477,7 +477,7 @@ static moe_status moei_gates_check(const char *name, const moe_real *p, size_t n
     size_t i;
     moe_status status = moei_reals_check(name, p, n, experts, error);
     for (i = 0; status == MOE_OK && i < n * experts; i++)
-        if (p[i] < MOEI_R(0.0))
+        if (p[i] < 0)
             return moei_error(error, MOE_ERR_ARGUMENT, "%s[%z][%z] = %g: must not be below 0", name, i / experts,
                               i % experts, (double)p[i]);
     return status;
@@ -495,8 +495,8 @@ static moe_status moei_mixture_check(int criterion, const moe_mixture *m, const 
     if (m == NULL || result == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "mixture and result must not be NULL");
     if (m->experts == 0 || m->width == 0)
         return moei_error(error, MOE_ERR_ARGUMENT, "experts = %z, width = %z: must be 1 or more", m->experts, m->width);
-    if (!moe_is_finite(m->temperature) || m->temperature < MOEI_R(0.0) || m->temperature > high ||
-        (m->temperature > MOEI_R(0.0) && m->temperature < low))
+    if (!moe_is_finite(m->temperature) || m->temperature < 0 || m->temperature > high ||
+        (m->temperature > 0 && m->temperature < low))
         return moei_error(error, MOE_ERR_ARGUMENT, "temperature = %g: must be %g to %g", (double)m->temperature,
                           (double)low, (double)high);
     if (m->n == 0) return MOE_OK;
@@ -557,7 +557,7 @@ static size_t moei_mixture_choice(size_t n, const moe_real *p, moe_rng *rng) {
     for (i = 0; i < n; i++) left += (double)p[i];
     left *= (double)moe_rng_uniform(rng);
     for (i = 0; i < n && left >= 0.0; i++) {
-        if (p[i] > MOEI_R(0.0)) chosen = i;
+        if (p[i] > 0) chosen = i;
         left -= (double)p[i];
     }
     return chosen;
@@ -587,7 +587,7 @@ moe_status moe_mixture_answer(int criterion, const moe_mixture *mixture, moe_rng
     for (t = 0; t < m->n; t++, answer += m->width) {
         const moe_real *p = m->p + t * m->experts;
         moei_blend b = moei_blend_of(m, t, chosen ? NULL : p, chosen ? moei_mixture_choice(m->experts, p, rng) : 0);
-        for (j = 0; j < m->width; j++) answer[j] = sum ? MOEI_R(0.0) : moei_cut(moei_blend_at(&b, j));
+        for (j = 0; j < m->width; j++) answer[j] = sum ? 0 : moei_cut(moei_blend_at(&b, j));
         for (i = 0; sum && i < m->experts; i++) moei_mixture_add(m, t, i, p[i], answer);
     }
     return MOE_OK;
@@ -669,7 +669,7 @@ static void moei_hme_start(moe_hme *hme, uint64_t seed) {
     for (; p < hme->experts; p++) *p = 2.0 * over_root * (double)moe_rng_normal(&rng);
     for (; p < hme->variances; p++) *p = 0.1 * over_root * (double)moe_rng_normal(&rng);
     for (; p < hme->parameters + hme->n_parameters; p++)
-        *p = hme->config.variance > MOEI_R(0.0) ? (double)hme->config.variance : 1.0;
+        *p = hme->config.variance > 0 ? (double)hme->config.variance : 1.0;
 }
 
 moe_status moe_hme_create(moe_hme *hme, const moe_hme_config *config, uint64_t seed, const moe_allocator *allocator,
@@ -781,7 +781,7 @@ static int moei_hme_answer(const moe_hme *hme, const moe_real *x, moe_real *y) {
     double total = 0.0, z, g, o;
     int softmax = hme->config.family == MOE_HME_SOFTMAX, good = 1;
     size_t e, k;
-    for (k = 0; k < hme->width; k++) y[k] = MOEI_R(0.0);
+    for (k = 0; k < hme->width; k++) y[k] = 0;
     for (e = 0; e < hme->all; e++) {
         const double *gate = hme->gates + e * hme->row, *w = hme->experts + e * hme->width * hme->row;
         if (e % hme->in_group == 0) inner = moei_hme_total(hme, hme->in_group, gate, x);
@@ -1010,7 +1010,7 @@ static moei_sums moei_hme_part_improve(moe_hme *hme, const moei_hme_part *m, con
 
 static void moei_hme_part_variance(moe_hme *hme, const moei_hme_part *m, double variance) {
     double least = (double)hme->config.min_variance;
-    if (m->variance != NULL && !(hme->config.variance > MOEI_R(0.0)))
+    if (m->variance != NULL && !(hme->config.variance > 0))
         *m->variance = variance > least ? variance : least;
 }
 
@@ -1124,7 +1124,7 @@ static moe_status moei_modular_check(const moe_trainer *trainer, moe_error *erro
         const moe_router_config *c = &net->modules[i].layer.config.router;
         int one = c->select == MOE_SELECT_SAMPLE && c->top_k == 1 && c->k_end <= 1;
         if (net->modules[i].kind != MOE_MODULE_MIXTURE) continue;
-        if (!one || c->student || !(c->loss_distill > MOEI_R(0.0)))
+        if (!one || c->student || !(c->loss_distill > 0))
             return moei_error(error, MOE_ERR_CONFIG,
                               "module %z (mixture): a modular network needs select = sample, top_k = 1 and "
                               "loss_distill without student",
@@ -1205,7 +1205,7 @@ static moe_status moei_modular_expect(moe_modular *m, const moe_data *batch, int
     size_t n = batch->n, t, i;
     int draw, known = 1;
     moe_status status;
-    for (i = 0; i < m->n_teacher; i++) m->teacher[i] = MOEI_R(0.0); /* this loss is ignored here */
+    for (i = 0; i < m->n_teacher; i++) m->teacher[i] = 0; /* this loss is ignored here */
     for (i = 0; i < n * m->n_mixtures; i++) known &= choices[i] >= 0;
     if (!known && draws < 1) return MOE_ERR_ARGUMENT;
     for (t = 0; t < n; t++) m->best[t] = -MOEI_HUGE;
@@ -1231,7 +1231,7 @@ static void moei_modular_teach(moe_modular *m, size_t n, const int32_t *choices)
     const moe_net *net = m->trainer->net;
     moe_real *teacher = m->teacher;
     size_t i, t;
-    for (i = 0; i < m->n_teacher; i++) teacher[i] = MOEI_R(0.0);
+    for (i = 0; i < m->n_teacher; i++) teacher[i] = 0;
     for (i = 0; i < net->n_modules; i++) {
         size_t experts = (size_t)net->modules[i].layer.config.router.n_experts;
         if (net->modules[i].kind != MOE_MODULE_MIXTURE) continue;
@@ -1287,12 +1287,12 @@ moe_status moe_modular_step(moe_modular *modular, const moe_data *batch, int dra
    (p_j (l_j - sum p l) + p_j - q_j) / 2, that by b_j the same with p and q exchanged. */
 moe_real moe_consistency_loss(size_t n, size_t classes, const moe_real *a, const moe_real *b, moe_real *da,
                               moe_real *db) {
-    moe_real share = n > 0 ? MOEI_R(0.5) / (moe_real)n : MOEI_R(0.0), sum = MOEI_R(0.0);
+    moe_real share = n > 0 ? MOEI_R(0.5) / (moe_real)n : 0, sum = 0;
     size_t t, j;
     for (t = 0; t < n; t++) {
         const moe_real *va = a + t * classes, *vb = b + t * classes;
         moe_real lse_a = moe_log_sum_exp(classes, va), lse_b = moe_log_sum_exp(classes, vb);
-        moe_real p_l = MOEI_R(0.0), q_l = MOEI_R(0.0);
+        moe_real p_l = 0, q_l = 0;
         for (j = 0; j < classes; j++) {
             moe_real l = (va[j] - lse_a) - (vb[j] - lse_b);
             p_l += MOEI_F(exp)(va[j] - lse_a) * l;

@@ -1374,7 +1374,7 @@ static uint32_t moei_points(moei_maker *m, int act, int rest, double alpha, uint
         moe_real x = (moe_real)(((double)i * 1024 - 32768) * m->vectors[in].scale * alpha), y;
         if (act == MOEI_SOFTPLUS) y = moei_softplus(x);
         else moe_activate(NULL, act, 1, &x, &y);
-        if (rest && x > MOEI_R(0.0)) y -= x;
+        if (rest && x > 0) y -= x;
         moei_put_16_le(points + 2 * i, moei_nearest((double)y / alpha / (scale > 0 ? scale : 1) * fine, 32767));
     }
     out = moei_vector_new(m, m->vectors[in].width, limit, scale, range);
@@ -1953,7 +1953,7 @@ static moe_status moei_ir_put_scales(moei_ir_planner *s, double unit) {
 static moe_status moei_check_table(const moe_real *table, size_t count, size_t k, int n_experts, moe_error *error) {
     size_t i, other;
     for (i = 0; i < count; i++) {
-        int good = table[i] >= MOEI_R(0.0) && table[i] < (moe_real)n_experts &&
+        int good = table[i] >= 0 && table[i] < (moe_real)n_experts &&
                    moei_ir_is(table[i], floor((double)table[i]));
         for (other = i - i % k; other < i && good; other++) good = !moei_ir_is(table[i], (double)table[other]);
         if (!good)
@@ -2058,8 +2058,8 @@ static int moei_ir_signs_mix(const moei_ir_planner *s) {
     for (e = 0; e < (size_t)c->n_experts && c->threshold_learned && !c->threshold_sigmoid &&
                 s->tensors[MOE_ROUTER_THRESHOLD] != NULL;
          e++)
-        if (s->tensors[MOE_ROUTER_THRESHOLD][e] < MOEI_R(0.0)) return 1;
-    return !c->threshold_learned && c->threshold < MOEI_R(0.0);
+        if (s->tensors[MOE_ROUTER_THRESHOLD][e] < 0) return 1;
+    return !c->threshold_learned && c->threshold < 0;
 }
 
 static void moei_ir_plan_room(moei_ir_planner *s) {
@@ -2113,7 +2113,7 @@ static moe_status moei_int_router_plan_make(const moe_router_config *config, con
     if (status != MOE_OK) return status;
     if (tensors == NULL || plan == NULL)
         return moei_error(error, MOE_ERR_ARGUMENT, "tensors and plan must not be NULL");
-    if (!moe_is_finite(logit_most) || logit_most < MOEI_R(0.0))
+    if (!moe_is_finite(logit_most) || logit_most < 0)
         return moei_error(error, MOE_ERR_ARGUMENT, "logit_most = %g: must be finite and not negative",
                           (double)logit_most);
     memset(&router, 0, sizeof router);
@@ -2280,7 +2280,7 @@ static uint32_t moei_logits_product(moei_maker *m, moei_scoring *s, const moe_re
     const moei_matrix x = moei_matrix_of(w, bias, 1, n, k);
     const int follows = s->now.router_residual && moei_array_length(m->made.mixtures) > 0;
     if (m->status != MOE_OK) return 0;
-    if (follows || s->now.logit_cap > MOEI_R(0.0)) return moei_logits_more(m, s, &x, in, follows);
+    if (follows || s->now.logit_cap > 0) return moei_logits_more(m, s, &x, in, follows);
     moei_mixture_plan(m, s, moei_matrix_max_scale(m, &x, moei_input_scale(m, in)) * moei_product_unit(m, in) / 0.49);
     return moei_product(m, &x, in, MOEI_WIDE, 0, s->range->z.most, m->status == MOE_OK ? (double)s->plan.z_scale : 1);
 }
@@ -2367,15 +2367,15 @@ static uint32_t moei_router_input(moei_maker *m, const moei_scoring *s, int limi
 static void moei_predictor_rows(const moei_scoring *s, const moe_real *w, const moe_real *gain, moe_real *to) {
     const size_t n = (size_t)s->now.n_experts, d = (size_t)s->now.d_model;
     const moe_real *from = s->layer->tensors[MOE_ROUTER_PREDICTOR];
-    moe_real most = MOEI_R(0.0), own;
+    moe_real most = 0, own;
     size_t e, q;
     for (q = 0; q < n * d; q++) most = MOEI_F(fabs)(w[q]) > most ? MOEI_F(fabs)(w[q]) : most;
     for (e = 0; e < n; e++) {
-        for (q = 0, own = MOEI_R(0.0); q < d; q++) {
+        for (q = 0, own = 0; q < d; q++) {
             to[e * d + q] = from[e * d + q] * (gain != NULL ? gain[q] : MOEI_R(1.0));
             own = MOEI_F(fabs)(to[e * d + q]) > own ? MOEI_F(fabs)(to[e * d + q]) : own;
         }
-        for (q = 0; q < d && own > MOEI_R(0.0) && most > MOEI_R(0.0); q++) to[e * d + q] *= most / own;
+        for (q = 0; q < d && own > 0 && most > 0; q++) to[e * d + q] *= most / own;
     }
 }
 
@@ -2391,7 +2391,7 @@ static uint32_t moei_logits_linear(moei_maker *m, moei_scoring *s) {
     size_t i;
     for (i = 0; i < n * d && w != NULL; i++) w[i] = weight[i] * (gain != NULL ? gain[i % d] : MOEI_R(1.0));
     if (rows > n && w != NULL) moei_predictor_rows(s, w, gain, w + n * d);
-    for (i = 0; i < rows && biases != NULL; i++) biases[i] = bias != NULL && i < n ? bias[i] : MOEI_R(0.0);
+    for (i = 0; i < rows && biases != NULL; i++) biases[i] = bias != NULL && i < n ? bias[i] : 0;
     z = moei_logits_product(m, s, w, bias != NULL ? biases : NULL, rows, d, u);
     moei_router_matrix_free(m, w, rows, d);
     moei_router_matrix_free(m, biases, rows, 1);
@@ -2660,12 +2660,12 @@ static const struct moei_score_maker *moei_score_maker_of(int score) {
 }
 
 /* Whether a finite setting is not 0. */
-static int moei_is_set(moe_real value) { return value < MOEI_R(0.0) || value > MOEI_R(0.0); }
+static int moei_is_set(moe_real value) { return value < 0 || value > 0; }
 
 /* Whether the score reads a vector to which the limit or offset of a shaped gate has been
    applied. */
 static int moei_scores_shaped(const moe_layer_config *c) {
-    const int node = moei_scored_activation(c), limited = c->swiglu_limit > MOEI_R(0.0);
+    const int node = moei_scored_activation(c), limited = c->swiglu_limit > 0;
     return (node == MOE_NODE_GATE && limited) || (node == MOE_NODE_UP && (limited || moei_is_set(c->swiglu_offset)));
 }
 
@@ -2678,14 +2678,14 @@ static void moei_mixture_supported(moei_maker *m, const moe_layer_config *c, int
         MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: score = %s %s", i, moei_score_names[r->score], hint);
     if (moei_scores_shaped(c))
         MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: %s with norm_node = %s %s", i,
-                          c->swiglu_limit > MOEI_R(0.0) ? "swiglu_limit" : "swiglu_offset",
+                          c->swiglu_limit > 0 ? "swiglu_limit" : "swiglu_offset",
                           moei_node_names[r->norm_node], hint);
     if (c->d_latent > 0 && c->add_input)
         MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: add_input = 1 with d_latent = %d %s", i, c->d_latent,
                           hint);
     if (r->refine != MOE_REFINE_NONE)
         MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: refine = %s %s", i, moei_refine_names[r->refine], hint);
-    if (moei_scored_activation(c) >= 0 && (r->logit_cap > MOEI_R(0.0) || r->router_residual))
+    if (moei_scored_activation(c) >= 0 && (r->logit_cap > 0 || r->router_residual))
         MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: %s with score = %s %s", i,
                           r->router_residual ? "router_residual = 1" : "logit_cap", moei_score_names[r->score], hint);
     if (r->apply_to == MOE_APPLY_INPUT && moei_scored_activation(c) >= 0)
@@ -3665,7 +3665,7 @@ static const char *moei_list_router_obstacle(const moe_router_config *c, int fro
     if (c->input == MOE_INPUT_ADAPTIVE_CLUSTERING) return "input";
     if (c->refine != MOE_REFINE_NONE) return "refine";
     if (c->student && frozen) return "student";
-    if (c->logit_cap > MOEI_R(0.0)) return "logit_cap";
+    if (c->logit_cap > 0) return "logit_cap";
     if (c->router_residual) return "router_residual";
     if (c->n_zero + c->n_copy + c->n_constant > 0) return "experts without matrices";
     return moei_list_weight_obstacle(c);
@@ -3726,7 +3726,7 @@ static const char *moei_list_obstacle(const moe_net *net, size_t length) {
 #if !MOE_REAL_IS_DOUBLE && !defined(MOE_NO_QUANT)
 /* Constants of the model; values NULL: zeros. */
 static uint32_t moei_list_constants(moei_maker *m, moe_buffer *to, const moe_real *values, size_t count) {
-    const moe_real zero = MOEI_R(0.0);
+    const moe_real zero = 0;
     const uint32_t at = (uint32_t)to->size;
     if (values != NULL) (void)moei_constants(m, to, values, count * sizeof *values);
     for (; values == NULL && count > 0 && m->status == MOE_OK; count--)
@@ -4621,7 +4621,7 @@ static size_t moei_reference_curve(MOEI_REFERENCE_ARGUMENTS) {
         moe_real x = (moe_real)(v[j] * note->alpha), y;
         if (note->act == MOEI_SOFTPLUS) y = moei_softplus(x);
         else moe_activate(NULL, note->act, 1, &x, &y);
-        if (note->rest && x > MOEI_R(0.0)) y -= x;
+        if (note->rest && x > 0) y -= x;
         p->wanted[j] = (double)y / note->alpha;
     }
     return op->shape.n;
@@ -5798,7 +5798,7 @@ static void moei_keep_router(uint32_t *masks, const moe_router_config *c) {
     if (hidden) moei_keep(masks, MOEI_KEPT_ACTS, c->router_act);
     if (c->gate == MOE_GATE_SIGMOID) moei_keep(masks, MOEI_KEPT_ACTS, MOE_ACT_SIGMOID);
     if (changes) moei_keep(masks, MOEI_KEPT_EXTRAS, MOE_EXTRA_SCHEDULE);
-    if (c->capacity_factor > MOEI_R(0.0) || c->capacity_factor_eval > MOEI_R(0.0) || c->drop_capacity > 0 ||
+    if (c->capacity_factor > 0 || c->capacity_factor_eval > 0 || c->drop_capacity > 0 ||
         c->capacity_bound != MOE_BOUND_NONE || c->drop_rule != MOE_DROP_RULE_NONE)
         moei_keep(masks, MOEI_KEPT_EXTRAS, MOE_EXTRA_CAPACITY);
 }

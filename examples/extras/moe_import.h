@@ -3588,7 +3588,7 @@ static moe_status moei_settings_make(moei_importer *r) {
     moe_status status = moe_layer_preset(r->preset != NULL ? r->preset->name : r->family->preset, c, r->error);
     if (status != MOE_OK) return status;
     c->router.n_experts = c->n_shared = 0;
-    c->router.bias_rate = c->router.loss_balance = c->router.loss_z = MOEI_R(0.0); /* only training uses them */
+    c->router.bias_rate = c->router.loss_balance = c->router.loss_z = 0; /* only training uses them */
     if (r->by_type)
         status = moe_fields_apply(moei_layer_fields, c,
                                   r->kind == MOEI_IMPORT_GGUF ? r->family->gguf_defaults : r->family->defaults,
@@ -4372,7 +4372,7 @@ static void moei_model_widths(const moei_importer *r, moei_model *m) {
         return;
     }
     if (m->value == 0) m->value = folder ? m->key : each;
-    if (m->n_rot == 0) m->n_rot = folder && m->rotated_part > MOEI_R(0.0) ? (int)(m->rotated_part * (moe_real)m->key)
+    if (m->n_rot == 0) m->n_rot = folder && m->rotated_part > 0 ? (int)(m->rotated_part * (moe_real)m->key)
                                                                           : m->key;
 }
 
@@ -4380,7 +4380,7 @@ static void moei_model_widths(const moei_importer *r, moei_model *m) {
 static moe_status moei_model_required(const moei_importer *r, const moei_model *m) {
     const int folder = moei_model_is_folder(r);
     const char *lacks = NULL;
-    if (!(m->eps > MOEI_R(0.0))) lacks = folder ? "rms_norm_eps" : "attention.layer_norm_rms_epsilon";
+    if (!(m->eps > 0)) lacks = folder ? "rms_norm_eps" : "attention.layer_norm_rms_epsilon";
     if (m->d_model == 0) lacks = folder ? "hidden_size" : "embedding_length";
     if (m->blocks == 0) lacks = folder ? "num_hidden_layers" : "block_count";
     if (lacks == NULL) return MOE_OK;
@@ -4581,7 +4581,7 @@ static moe_status moei_model_block_span(const moei_importer *r, const moei_model
 
 static moe_real moei_ln(moe_real x) { return (moe_real)MOEI_D(log)((double)x); }
 
-static int moei_is_zero(moe_real x) { return !(x < MOEI_R(0.0)) && !(x > MOEI_R(0.0)); }
+static int moei_is_zero(moe_real x) { return !(x < 0) && !(x > 0); }
 
 /* 1 + 0.1 s ln factor, as in YaRN's paper and DeepSeek's program. */
 static moe_real moei_yarn_magnitude(moe_real factor, moe_real s) {
@@ -4601,7 +4601,7 @@ static moe_status moei_folder_rotary(const moei_importer *r, const moei_model *m
     c->rotary_factor = m->factor;
     if (moei_strcmp(type, "linear") == 0) c->rotary_scaling = MOE_ROTARY_LINEAR;
     else if (moei_strcmp(type, "dynamic") == 0) { /* without alpha, angles do not change up to context */
-        if (m->alpha > MOEI_R(0.0) && m->key > 2)
+        if (m->alpha > 0 && m->key > 2)
             c->rotary_base *= (moe_real)MOEI_D(pow)((double)m->alpha, (double)m->key / ((double)m->key - 2.0));
     } else if (moei_strcmp(type, "llama3") == 0) {
         c->rotary_scaling = MOE_ROTARY_LLAMA3;
@@ -4624,7 +4624,7 @@ static moe_status moei_folder_rotary(const moei_importer *r, const moei_model *m
             c->scale *= all * all;
     } else if (moei_strcmp(type, "longrope") == 0 || moei_strcmp(type, "su") == 0) {
         c->rotary_scaling = MOE_ROTARY_FACTORS;
-        c->rotary_factor = MOEI_R(0.0);
+        c->rotary_factor = 0;
         c->rotary_magnitude = m->is_long ? m->long_mscale : m->short_mscale;
         moei_default_real(&c->rotary_magnitude, m->attention_factor);
         if (longer > 1.0)
@@ -4657,7 +4657,7 @@ static moe_status moei_gguf_rotary(const moei_importer *r, const moei_model *m, 
         c->rotary_scaling = MOE_ROTARY_YARN;
         c->rotary_length = m->original;
         if ((m->traits & MOEI_ARCH_GROK) != 0) {
-            c->beta_fast = m->beta_fast > MOEI_R(0.0) ? m->beta_fast : MOEI_R(8.0);
+            c->beta_fast = m->beta_fast > 0 ? m->beta_fast : MOEI_R(8.0);
             c->beta_slow = m->beta_slow;
         }
         if (c->kv_lora == 0 || moei_is_zero(m->log_multiplier))
@@ -4666,7 +4666,7 @@ static moe_status moei_gguf_rotary(const moei_importer *r, const moei_model *m, 
         c->rotary_scaling = MOE_ROTARY_LINEAR;
     /* deepseek2: the magnitude also multiplies the scores, with linear scaling too */
     if (c->kv_lora > 0) {
-        const moe_real more = none ? MOEI_R(0.0) : moei_ln(m->factor);
+        const moe_real more = none ? 0 : moei_ln(m->factor);
         moe_real s = c->rotary_magnitude;
         moei_default_real(&s, MOEI_R(1.0));
         if (!yarn) s *= MOEI_R(1.0) + MOEI_R(0.1) * more;
@@ -4678,7 +4678,7 @@ static moe_status moei_gguf_rotary(const moei_importer *r, const moei_model *m, 
 
 static moe_real moei_model_block_scale(const moei_model *m) {
     const moe_real width = (moe_real)((m->traits & MOEI_ARCH_ROT_SCALE) != 0 ? m->n_rot : m->key);
-    moe_real scale = MOEI_R(0.0);
+    moe_real scale = 0;
     if ((m->traits & MOEI_ARCH_MULTIPLIERS) != 0) scale = m->attention_scale;
     if ((m->traits & MOEI_ARCH_GROK) != 0) {
         scale = m->output_scale;
@@ -4710,22 +4710,22 @@ static moe_status moei_model_block_attention(const moei_importer *r, const moei_
         c->qk_norm = (m->traits & MOEI_ARCH_WHOLE_NORM) != 0 ? MOE_QK_NORM_WHOLE : MOE_QK_NORM_HEAD;
     if (b->qk_plain) c->qk_norm = MOE_QK_NORM_PLAIN;
     c->norm_after = c->qk_norm != MOE_QK_NORM_NONE && (b->qk_plain || (m->traits & MOEI_ARCH_NORM_AFTER) != 0);
-    if ((m->traits & MOEI_ARCH_GROK) != 0) c->cap = m->score_cap > MOEI_R(0.0) ? m->score_cap : MOEI_R(30.0);
+    if ((m->traits & MOEI_ARCH_GROK) != 0) c->cap = m->score_cap > 0 ? m->score_cap : MOEI_R(30.0);
     if ((m->traits & MOEI_ARCH_CLAMP) != 0) c->clamp = m->clamp;
     if (b->tuned) {
         const int folder = moei_model_is_folder(r);
         c->query_floor = folder && m->tuning_floor > 0 ? m->tuning_floor : 8192;
-        c->query_growth = folder && m->tuning > MOEI_R(0.0) ? m->tuning : MOEI_R(0.1);
+        c->query_growth = folder && m->tuning > 0 ? m->tuning : MOEI_R(0.1);
     }
     if (!b->rotates) return MOE_OK;
     c->rotary = 1;
-    c->rotary_base = b->window > 0 && m->base_window > MOEI_R(0.0) ? m->base_window : m->base;
+    c->rotary_base = b->window > 0 && m->base_window > 0 ? m->base_window : m->base;
     c->rotary_dims = m->n_rot;
     c->rotary_neighbours = (m->traits & MOEI_ARCH_NEIGHBOURS) != 0 &&
                            (!moei_model_is_folder(r) || moei_model_flag(r, "rope_interleave", 1));
     status = moei_model_is_folder(r) ? moei_folder_rotary(r, m, c) : moei_gguf_rotary(r, m, c);
     if (c->rotary_scaling == MOE_ROTARY_PLAIN || c->rotary_scaling == MOE_ROTARY_FACTORS)
-        c->rotary_factor = MOEI_R(0.0);
+        c->rotary_factor = 0;
     return status;
 }
 
@@ -5220,7 +5220,7 @@ static moe_status moei_build_factors(moei_build *b, moe_module *module) {
         const size_t element = at > 0 ? moei_import_json_element(&b->r->config, at, i) : 0;
         moei_json j = moei_import_json_at(&b->r->config, element, NULL);
         const moei_span word = element > 0 ? moei_config_word(&j) : moei_span_of("", 0);
-        if (!moei_parse_real((const char *)word.p, moei_span_length(word), &values[i]) || !(values[i] > MOEI_R(0.0)))
+        if (!moei_parse_real((const char *)word.p, moei_span_length(word), &values[i]) || !(values[i] > 0))
             return moei_error(b->r->error, MOE_ERR_CONFIG,
                               "config.json: rope_scaling: long_factor and short_factor must have %z positive numbers",
                               n);
@@ -5406,32 +5406,32 @@ static moe_status moei_build_block(moei_build *b, int number) {
     moe_status status = moei_model_block_read(b->r, &b->m, number, &b->block);
     if (status != MOE_OK) return status;
     beside = (b->m.traits & MOEI_ARCH_GROK) != 0 && b->block.mixture.d_shared > 0;
-    by = (b->m.traits & MOEI_ARCH_MULTIPLIERS) != 0 ? b->m.residual_scale : MOEI_R(0.0);
+    by = (b->m.traits & MOEI_ARCH_MULTIPLIERS) != 0 ? b->m.residual_scale : 0;
     status = moei_build_norm(b, at[MOEI_PLACE_FIRST], at[MOEI_PLACE_FIRST_BIAS]);
     if (status == MOE_OK) status = b->block.is_convolution ? moei_build_convolution(b) : moei_build_attention(b);
     if (status == MOE_OK && at[MOEI_PLACE_POST_FIRST] != NULL) {
         span++;
         status = moei_build_norm(b, at[MOEI_PLACE_POST_FIRST], NULL);
     }
-    if (status == MOE_OK) status = moei_build_scale(b, by, MOEI_R(0.0), &span);
+    if (status == MOE_OK) status = moei_build_scale(b, by, 0, &span);
     if (status == MOE_OK) status = moei_build_residual(b, span);
     if (status != MOE_OK) return status;
     span = 2;
     status = moei_build_norm(b, at[MOEI_PLACE_SECOND], at[MOEI_PLACE_SECOND_BIAS]);
     if (status == MOE_OK) status = b->block.is_moe ? moei_build_mixture(b) : moei_build_dense(b);
-    if (status == MOE_OK && beside) status = moei_build_scale(b, MOEI_R(0.7071067811865476), MOEI_R(0.0), &span);
+    if (status == MOE_OK && beside) status = moei_build_scale(b, MOEI_R(0.7071067811865476), 0, &span);
     if (status == MOE_OK && at[MOEI_PLACE_POST_SECOND] != NULL) {
         span++;
         status = moei_build_norm(b, at[MOEI_PLACE_POST_SECOND], NULL);
     }
-    if (status == MOE_OK) status = moei_build_scale(b, by, MOEI_R(0.0), &span);
+    if (status == MOE_OK) status = moei_build_scale(b, by, 0, &span);
     return status == MOE_OK ? moei_build_residual(b, span) : status;
 }
 
 /* One pass over all modules. */
 static moe_status moei_build_walk(moei_build *b) {
     const int grok = (b->m.traits & MOEI_ARCH_GROK) != 0, scaled = grok || (b->m.traits & MOEI_ARCH_MULTIPLIERS) != 0;
-    moe_real in = scaled ? b->m.embedding_scale : MOEI_R(0.0), out = scaled ? b->m.logit_scale : MOEI_R(0.0);
+    moe_real in = scaled ? b->m.embedding_scale : 0, out = scaled ? b->m.logit_scale : 0;
     int block, span = 0;
     moe_status status;
     if (grok) {
@@ -5440,12 +5440,12 @@ static moe_status moei_build_walk(moei_build *b) {
     } else if (!moei_is_zero(out)) out = MOEI_R(1.0) / out;
     b->cursor = 0;
     status = moei_build_embedding(b);
-    if (status == MOE_OK) status = moei_build_scale(b, in, MOEI_R(0.0), &span);
+    if (status == MOE_OK) status = moei_build_scale(b, in, 0, &span);
     for (block = 0; block < b->m.blocks && status == MOE_OK; block++) status = moei_build_block(b, block);
     if (status == MOE_OK)
         status = moei_build_norm(b, b->m.places[MOEI_PLACE_NORM], b->m.places[MOEI_PLACE_NORM_BIAS]);
     if (status == MOE_OK) status = moei_build_head(b);
-    return status == MOE_OK ? moei_build_scale(b, out, grok ? b->m.logit_cap : MOEI_R(0.0), &span) : status;
+    return status == MOE_OK ? moei_build_scale(b, out, grok ? b->m.logit_cap : 0, &span) : status;
 }
 
 /* Checks the total size of the files against options.memory. */

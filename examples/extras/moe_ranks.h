@@ -852,7 +852,7 @@ static moe_layer moei_local_layer(const moe_layer *layer) {
     local.config.router.top_k = 1;
     local.config.router.apply_to = MOE_APPLY_OUTPUT;
     local.config.router.score = MOE_SCORE_LINEAR;
-    local.config.router.compete_rate = MOEI_R(0.0);
+    local.config.router.compete_rate = 0;
     local.config.transport = NULL;
     local.config.n_shared = 0;
     return local;
@@ -1414,7 +1414,7 @@ static moe_router moei_ranks_router(const moe_layer *layer, const moe_layer_pass
     moe_router router;
 #ifndef MOE_NO_TRAIN
     size_t total = p->ranks->batch.total;
-    moe_real share = total > 0 ? (moe_real)p->call.n_tokens / (moe_real)total : MOEI_R(0.0), factor;
+    moe_real share = total > 0 ? (moe_real)p->call.n_tokens / (moe_real)total : 0, factor;
     int loss;
     moei_layer_router(layer, &router);
     if (!layer->config.transport->local_routing) return router;

@@ -190,7 +190,7 @@ static int moei_hidden_of(const moe_layer *layer, int kind, moei_hidden *h) {
         if (steps[i].to == h->node) made = &steps[i];
     if (made->op == MOEI_STEP_GATED) {
         from = made->second;
-        if (run.limit < MOEI_INFINITY || run.offset < MOEI_R(0.0) || run.offset > MOEI_R(0.0)) return 0;
+        if (run.limit < MOEI_INFINITY || run.offset < 0 || run.offset > 0) return 0;
     } else {
         from = made->from;
         if (run.act != MOE_ACT_RELU && run.act != MOE_ACT_IDENTITY) return 0;
@@ -304,7 +304,7 @@ static void moei_smooth_extremes(const moe_real *w, size_t rows, size_t n, moe_r
         for (j = 0; j < n; j++) {
             const moe_real a = MOEI_F(fabs)(w[i * n + j]);
             if (a > most[j]) most[j] = a;
-            if (a > MOEI_R(0.0) && a < least[j]) least[j] = a;
+            if (a > 0 && a < least[j]) least[j] = a;
         }
 }
 
@@ -326,14 +326,14 @@ static int moei_smooth_fits(moe_real least, moe_real most, int k) {
 static int moei_smooth_exponent(const moei_smoothing *s, const moei_channels *c, size_t j, moe_real most_x) {
     double wanted;
     int k, i;
-    if (!(most_x > MOEI_R(0.0) && s->most_w[j] > MOEI_R(0.0))) return 0;
+    if (!(most_x > 0 && s->most_w[j] > 0)) return 0;
     wanted = s->alpha * moei_smooth_log2(most_x) - (1.0 - s->alpha) * moei_smooth_log2(s->most_w[j]);
     wanted = floor(wanted + 0.5);
     if (!(fabs(wanted) <= (double)MOEI_SMOOTH_EXPONENT)) return 0; /* a weight may be infinite */
     k = (int)wanted;
     if (!moei_smooth_fits(s->least_w[j], s->most_w[j], k)) return 0;
     for (i = 0; i < c->n_sources; i++) {
-        moe_real least = MOEI_INFINITY, most = MOEI_R(0.0);
+        moe_real least = MOEI_INFINITY, most = 0;
         moei_smooth_extremes(c->source[i] + j * c->width[i], c->width[i], 1, &least, &most);
         if (!moei_smooth_fits(least, most, -k)) return 0;
     }
@@ -346,7 +346,7 @@ static void moei_smooth_channels(moei_smoothing *s, const moei_channels *c, cons
     int i;
     for (j = 0; j < c->n; j++) {
         s->least_w[j] = MOEI_INFINITY;
-        s->most_w[j] = MOEI_R(0.0);
+        s->most_w[j] = 0;
     }
     for (i = 0; i < c->n_readers; i++) moei_smooth_extremes(c->reader[i], c->rows[i], c->n, s->least_w, s->most_w);
     for (j = 0; j < c->n; j++) {
@@ -526,7 +526,7 @@ static moe_status moei_smooth_check(const moe_net *net, const moe_data *data, co
     moe_status status;
     if (net == NULL || data == NULL)
         return moei_error(error, MOE_ERR_ARGUMENT, "%s must not be NULL", net == NULL ? "net" : "data");
-    if (config != NULL && !(config->alpha >= MOEI_R(0.0) && config->alpha <= MOEI_R(1.0)))
+    if (config != NULL && !(config->alpha >= 0 && config->alpha <= MOEI_R(1.0)))
         return moei_error(error, MOE_ERR_CONFIG, "alpha = %g: must be above 0 and at most 1, or 0 for 0.5",
                           (double)config->alpha);
     status = moei_smooth_state(net, error);
@@ -547,7 +547,7 @@ moe_status moe_smooth(moe_net *net, const moe_data *data, const moe_smooth_confi
     if (status != MOE_OK) return status;
     memset(&s, 0, sizeof s);
     s.net = net;
-    s.alpha = config != NULL && config->alpha > MOEI_R(0.0) ? (double)config->alpha : 0.5;
+    s.alpha = config != NULL && config->alpha > 0 ? (double)config->alpha : 0.5;
     moei_smooth_pass(&s, NULL);
     numbers = s.n_most + 3 * s.widest; /* no overflow: at most four per row of a matrix or norm in memory */
     if (numbers > 0) {

@@ -166,7 +166,7 @@ static void moei_upcycle_expert(const moei_expert_run *run, const moe_layer *den
         if (bias != NULL) memcpy(bias, dense->tensors[step->bias], out * sizeof(moe_real));
         if (drawn > 0 && moei_is_hidden(step->to)) moei_upcycle_units(w, units, in, in, 1, drawn, chooser, &rng);
         if (drawn > 0 && moei_is_hidden(step->from)) moei_upcycle_units(w, units, 1, out, in, drawn, chooser, &rng);
-        for (i = 0; i < out * in && noise > MOEI_R(0.0); i++) w[i] += noise * moe_rng_normal(&rng);
+        for (i = 0; i < out * in && noise > 0; i++) w[i] += noise * moe_rng_normal(&rng);
     }
 }
 
@@ -215,15 +215,15 @@ moe_status moe_layer_upcycle(moe_layer *layer, const moe_layer *dense, moe_real 
     size_t first, experts, drawn;
     if (layer == NULL || dense == NULL)
         return moei_error(error, MOE_ERR_ARGUMENT, "%s must not be NULL", layer == NULL ? "layer" : "dense");
-    if (!(upcycle_share >= MOEI_R(0.0) && upcycle_share <= MOEI_R(1.0)))
+    if (!(upcycle_share >= 0 && upcycle_share <= MOEI_R(1.0)))
         return moei_error(error, MOE_ERR_ARGUMENT, "upcycle_share = %g: must be 0 to 1", (double)upcycle_share);
-    if (!(upcycle_noise >= MOEI_R(0.0) && upcycle_noise <= MOEI_R(1e6)))
+    if (!(upcycle_noise >= 0 && upcycle_noise <= MOEI_R(1e6)))
         return moei_error(error, MOE_ERR_ARGUMENT, "upcycle_noise = %g: must be 0 to 1e6", (double)upcycle_noise);
     status = moei_upcycle_settings(&layer->config, &dense->config, error);
     if (status == MOE_OK) status = moei_upcycle_tensors(layer, dense, error);
     if (status != MOE_OK) return status;
     run = moei_expert_run_begin(layer, layer->config.expert, 0);
-    if (upcycle_share > MOEI_R(0.0) && run.kind->n_stages == 1)
+    if (upcycle_share > 0 && run.kind->n_stages == 1)
         return moei_error(error, MOE_ERR_CONFIG, "upcycle_share = %g: expert = %s has no hidden units",
                           (double)upcycle_share, moei_expert_names[layer->config.expert]);
     experts = moei_own_experts(&layer->config, &first);

@@ -343,7 +343,7 @@ static void test_digits(void) {
               text);
     }
     t.length = 0;
-    moei_put_real(&t, MOEI_R(0.0));
+    moei_put_real(&t, 0);
     CHECK(t.length == 1 && text[0] == '0', "zero");
 }
 
