@@ -3384,6 +3384,26 @@ static void test_batch_of_one(void) {
     }
 }
 
+/* C is that of the factor as it is written, whatever the nearest float is. */
+static void test_capacity_of_decimals(void) {
+    static const int tenths[] = {3, 6, 7, 9, 11, 12, 13, 14, 24};
+    char settings[60];
+    size_t row, n;
+    for (row = 0; row < sizeof tenths / sizeof tenths[0]; row++)
+        for (n = 1; n <= 100; n++) {
+            const size_t exact = ((size_t)tenths[row] * 4 * n + 39) / 40; /* K = E = 4 */
+            moe_router_config c;
+            bench b;
+            sprintf(settings, "top_k=4 capacity_factor=%d.%d", tenths[row] / 10, tenths[row] % 10);
+            c = config_of(settings);
+            if (!CHECK(bench_start(&b, &c, NULL, n, 0.5), settings)) return;
+            bench_route(&b);
+            CHECKF(b.status == MOE_OK && b.routing.capacity == (exact < n ? exact : n), "%s, N %d: C %d, not %d", settings,
+                   (int)n, (int)b.routing.capacity, (int)exact);
+            bench_end(&b);
+        }
+}
+
 /* capacity_factor is expert_threshold's own, also where that selects only before switch_at, and no
    limit of the other selection while that selects. */
 static void test_capacity_of_the_step(void) {
@@ -3609,6 +3629,7 @@ int main(int argc, char **argv) {
     CASE(test_soft_scale_of_zero());
     CASE(test_batch_of_one());
     CASE(test_capacity_of_the_step());
+    CASE(test_capacity_of_decimals());
     CASE(test_clusters_of_negative_weights());
     CASE(test_capacity_factor());
     CASE(test_sinkhorn());
