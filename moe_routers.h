@@ -3733,7 +3733,7 @@ static void moei_schedule(moei_pass *s) {
     steps = c->schedule_steps;
     at = step < (moe_real)c->schedule_steps ? (int64_t)step : steps;
     if (steps > 0) way = (moe_real)at / (moe_real)steps;
-    c->top_k = moei_scheduled_k(c, step);
+    if (c->k_end > 0) c->top_k = moei_scheduled_k(c, step);
     if (c->tau_schedule != MOE_TAU_NONE) *tau = *tau * (MOEI_R(1.0) - way) + c->tau_end * way;
     c->select = moei_select_now(s->router, s->call != NULL && s->call->training);
     if (l1 != NULL) c->loss_l1 = l1[0];
@@ -6640,8 +6640,10 @@ static moe_real moei_surviving(const moei_pass *s, size_t t) {
 static int moei_route_capacity(moei_pass *s) {
     int finite = 1;
     moe_routing *r = s->r;
-    const int drops = moei_factor_drops(&s->router->config) && moei_factor_drops(s->c); /* at this step */
-    const moe_real factor = !drops ? 0 : s->call->training ? s->c->capacity_factor : s->c->capacity_factor_eval;
+    const moe_real given = s->call->training ? s->c->capacity_factor : s->c->capacity_factor_eval;
+    /* of the selection in force, and of the configured one */
+    const int drops = given > 0 && moei_factor_drops(s->c) && moei_factor_drops(&s->router->config);
+    const moe_real factor = drops ? given : 0;
     const int limits = factor > 0 || s->c->drop_capacity > 0 || s->c->capacity_bound != MOE_BOUND_NONE;
     size_t choices = r->max_choices, dropped = 0, t, i;
     memset(r->kept, 1, s->n * r->max_choices);

@@ -197,6 +197,7 @@ static void compare(const moe_net *net, const moe_model *m) {
     begin(&b, net, m);
     memset(&call, 0, sizeof call);
     call.n_tokens = 1;
+    call.decoding = 1; /* predictors decide */
     for (t = 0; t < TOKENS; t++) {
         const int32_t id = (int32_t)(t * 7 % VOCABULARY);
         const void *input = net->d_in > 0 ? (const void *)x : (const void *)&id;

@@ -3398,8 +3398,8 @@ static void test_capacity_of_decimals(void) {
             c = config_of(settings);
             if (!CHECK(bench_start(&b, &c, NULL, n, 0.5), settings)) return;
             bench_route(&b);
-            CHECKF(b.status == MOE_OK && b.routing.capacity == (exact < n ? exact : n), "%s, N %d: C %d, not %d", settings,
-                   (int)n, (int)b.routing.capacity, (int)exact);
+            CHECKF(b.status == MOE_OK && b.routing.capacity == (exact < n ? exact : n), "%s, N %d: C %d, not %d",
+                   settings, (int)n, (int)b.routing.capacity, (int)exact);
             bench_end(&b);
         }
 }
