@@ -6539,7 +6539,7 @@ static size_t moei_capacity(const moei_pass *s, moe_real factor, int real) {
         if (s->c->select == MOE_SELECT_AFFINITY && !(factor > 0)) return 0;
         even = factor * (moe_real)s->c->top_k * (moe_real)most / moei_even_share(s->c, real);
         /* a factor of 1.2 is above 1.2 in float, and a product of 30 must not become 31 */
-        if (!MOE_REAL_IS_DOUBLE) even -= even * MOEI_R(2e-7);
+        if (!MOE_REAL_IS_DOUBLE && even < MOEI_R(1e6)) even -= even * MOEI_R(2e-7);
         even = MOEI_F(ceil)(even);
         capacity = even >= (moe_real)most ? most : (size_t)even;
         if (capacity < least) capacity = least;
