@@ -1230,12 +1230,15 @@ typedef struct moe_routing {
 struct moe_router;
 
 /* Stages of the caller's own, for score = custom and select = custom; they work with every other
-   stage, loss and metric. Set them in moe_router.custom, which is layer.router.custom in a layer
-   and net.modules[i].layer.router.custom in a network, before the first call. A file holds no
-   functions: set them again after moe_layer_load or moe_net_load. A call without a function that it
-   needs is MOE_ERR_ARGUMENT, and the error names the field (and the module). A call ends with any
-   status other than MOE_OK that a function returns. Unless custom_batch = 1, row t of a result must
-   depend on row t of the inputs alone.
+   stage, loss and metric, except a few that moe_router_check refuses by name: those that read
+   gating vectors or need a score or selection of the library. Set them in moe_router.custom, which
+   is layer.router.custom in a layer and net.modules[i].layer.router.custom in a network, before the
+   first call. A file holds no functions: set them again after moe_layer_load or moe_net_load. A
+   call without a function that it needs is MOE_ERR_ARGUMENT, and the error names the field (and the
+   module). A call ends with any status other than MOE_OK that a function returns. Unless
+   custom_batch = 1, row t of a result must depend on row t of the inputs alone. With global routing
+   (moe_batch) select gets the tokens of all processes (and call->x is NULL), but score only those
+   of its own process: if it reads other tokens, results are not those of one call of all tokens.
    A score with trained parameters sets custom_parameters = n in the configuration. The router then
    has the parameter "router.custom" [n], which layers and networks treat like any other: they
    allocate it, start it normal with standard deviation 1/sqrt(d), count, train, decay and save it.

@@ -159,7 +159,8 @@
      ranks. The workspace has room for all rows that may be sent to the local experts, R n min(K,
      local experts), and with global routing for R n decisions: on many ranks use local routing and
      few tokens per call. loss_locality does not read the transport: set call.token_machine (the
-     machine of this rank's tokens), expert_machine and config.router.nodes.
+     machine of this rank's tokens), expert_machine and config.router.nodes. A custom score gets the
+     tokens of its rank only: if it reads other tokens, results are not those of one process.
 
    >>glossary
      rank               a process, 0..R-1 as in MPI
