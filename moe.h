@@ -1751,9 +1751,10 @@ typedef struct moe_choice {
 } moe_choice;
 
 /* The experts chosen in MoE layer number `mixture` (from 0) in the last call with this scratch
-   memory: up to room choices in order of choice, and their number in *count; in zeroed memory 0. A
-   weight beyond int32 is +-INT32_MAX. MOE_ERR_NOT_FOUND: no such MoE layer; MOE_ERR_ARGUMENT: NULL;
-   MOE_ERR_UNSUPPORTED: a model of another version. */
+   memory: up to room choices in order of choice, and their number in *count; in zeroed memory 0.
+   After a failed call they are those of an earlier one or none, in memory that was zeroed at first.
+   A weight beyond int32 is +-INT32_MAX. MOE_ERR_NOT_FOUND: no such MoE layer; MOE_ERR_ARGUMENT:
+   NULL; MOE_ERR_UNSUPPORTED: a model of another version. */
 MOE_API moe_status moe_infer_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices,
                                      size_t room, size_t *count);
 
@@ -11991,16 +11992,15 @@ MOEI_TOOL moe_status moei_float_infer(const moe_net *net, size_t length, const v
 
 /* The pass of MoE layer number `mixture` in the last call of moei_float_infer with this scratch
    memory, or NULL if there is no such layer; its layer is NULL in zeroed memory, before a call. */
-MOEI_TOOL const struct moe_module_pass *moei_float_pass(const moe_net *net, size_t length, size_t mixture,
-                                                        void *scratch) {
+MOEI_TOOL struct moe_module_pass *moei_float_pass(const moe_net *net, size_t length, size_t mixture, void *scratch) {
     moei_layout l = moei_layout_begin(scratch), of_work;
     moei_float_room room;
-    const struct moe_module_pass *modules;
+    struct moe_module_pass *modules;
     size_t i;
     if (moei_float_layout(net, length, &l, &room) != MOE_OK) return NULL;
     /* a pass begins with its modules, see moei_net_layout */
     of_work = moei_layout_begin(room.work);
-    modules = (const struct moe_module_pass *)moei_take(&of_work, net->n_modules, sizeof *modules);
+    modules = (struct moe_module_pass *)moei_take(&of_work, net->n_modules, sizeof *modules);
     for (i = 0; i < net->n_modules; i++)
         if (moei_routes(net, i) && mixture-- == 0) return &modules[i];
     return NULL;
@@ -12726,8 +12726,15 @@ static moe_choice moei_float_choice(int32_t expert, moe_real weight) {
 
 moe_status moei_float_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output,
                                 void *scratch) {
+    struct moe_module_pass *pass;
+    size_t i = 0;
+    const moe_status status =
+        moei_float_infer(model->net, model->length, input, (moe_real *)output, scratch, model->scratch_size);
     (void)loader;
-    return moei_float_infer(model->net, model->length, input, (moe_real *)output, scratch, model->scratch_size);
+    if (status == MOE_OK || status == MOE_ERR_SPACE) return status;
+    /* no choices: those of layers that the call did not reach are not there */
+    while ((pass = moei_float_pass(model->net, model->length, i++, scratch)) != NULL) pass->layer = NULL;
+    return status;
 }
 
 moe_status moei_float_model_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices,

@@ -1049,6 +1049,7 @@ static moe_status moei_check_moe_layer(const moei_check *c, const moe_net *view,
     moe_layer made;
     moe_layer_config config = m->layer.config, router;
     moe_status status;
+    int i;
     config.kernels = MOE_KERNELS_C;
     MOEI_CHECK_NEED(config.transport == NULL, "transport", "must be NULL in a model");
     MOEI_CHECK_NEED(config.router.d_model == m->d_in && config.d_out == m->d_out, "d_model",
@@ -1061,7 +1062,11 @@ static moe_status moei_check_moe_layer(const moei_check *c, const moe_net *view,
     router.router = m->layer.router.config;
     MOEI_CHECK_NEED(memcmp(&made.config, &config, sizeof config) == 0, "config", "defaults are not filled in");
     MOEI_CHECK_NEED(memcmp(&router, &config, sizeof config) == 0, "router", "not that of the configuration");
-    MOEI_CHECK_NEED(made.present == m->layer.present, "present", "not the parameters of the configuration");
+    MOEI_CHECK_NEED(made.present == m->layer.present && made.router.present == m->layer.router.present, "present",
+                    "not the parameters of the configuration");
+    MOEI_CHECK_NEED(made.router.parts == m->layer.router.parts, "parts", "not those of the configuration");
+    for (i = 0; i < MOE_LAYER_PARAMETER_COUNT; i++)
+        MOEI_CHECK_NEED(m->layer.external[i] == NULL, "external", "must be NULL in a model");
     MOEI_CHECK_NEED(m->kind != MOE_MODULE_MIXTURE || (config.router.select != MOE_SELECT_CUSTOM &&
                                                       config.router.score != MOE_SCORE_CUSTOM &&
                                                       config.router.select != MOE_SELECT_GIVEN),

@@ -379,6 +379,7 @@ typedef struct moei_vector {
     int branch;                   /* in which narrow and sums were made */
     int keeps_16;                 /* 1: products read all 16 bits */
     uint32_t first_use, last_use; /* times of the clock */
+    int kept;                     /* 1: its memory is its own, behind that of the others */
     uint32_t offset;              /* in scratch, in int16 */
 } moei_vector;
 
@@ -2993,6 +2994,22 @@ static size_t moei_sum_width(const moe_layer *layer) {
     return (size_t)moei_activation_width(&layer->config, layer->config.expert, MOE_NODE_OUTPUT);
 }
 
+/* Whether a layer looks up token ids in a table, which may have fewer rows than there are ids. */
+static int moei_has_hash(const moe_net *net) {
+    size_t i;
+    for (i = 0; i < net->n_modules; i++)
+        if (net->modules[i].kind == MOE_MODULE_MIXTURE && net->modules[i].layer.config.router.select == MOE_SELECT_HASH)
+            return 1;
+    return 0;
+}
+
+/* Choices remain until the next call that reaches their layer. fails: an earlier layer may end a
+   call, so no other vector may have their memory. */
+static void moei_keep_choices(moei_maker *m, uint32_t choices, int fails) {
+    m->vectors[choices].last_use = UINT32_MAX;
+    m->vectors[choices].kept = fails && moei_array_length(m->made.mixtures) > 0;
+}
+
 /* Adds the router and its vectors. They are live from the start of the layer: with some scores the
    operations of experts come first, but run again later. */
 static void moei_mixture_router(moei_maker *m, moei_scoring *s, moei_int_mixture *mixture) {
@@ -3002,9 +3019,9 @@ static void moei_mixture_router(moei_maker *m, moei_scoring *s, moei_int_mixture
     mixture->sum = moei_vector_int32(m, moei_sum_width(s->layer));
     mixture->choices = moei_vector_new(m, 1 + 2 * (size_t)mixture->router.most, MOEI_WIDE, 1, 0);
     if (m->status != MOE_OK) return;
-    m->vectors[mixture->choices].last_use = UINT32_MAX;
     m->vectors[mixture->p].first_use = m->vectors[mixture->sum].first_use = m->vectors[mixture->choices].first_use =
         s->begun;
+    moei_keep_choices(m, mixture->choices, m->config->loader || moei_has_hash(m->net));
 }
 
 /* Appends the operations of one expert. With a score that reads experts the router is planned here,
@@ -3550,13 +3567,14 @@ static uint32_t moei_module_make(moei_maker *m, const moe_module *module, const 
 /* The int16 elements of a vector, a multiple of 4. */
 static size_t moei_vector_room(const moei_vector *v) { return (v->width + 3) / 4 * (v->is_int32 ? 8 : 4); }
 
-/* Gives vector i the lowest offset at which no other vector is live at the same time. */
+/* Gives vector i the lowest offset at which no other vector is live at the same time, and kept ones
+   what follows. */
 static void moei_vector_assign(moei_maker *m, size_t i, size_t *most) {
     moei_vector *v = &m->vectors[i];
-    size_t at = 0, j;
-    for (j = 0; j < i; j++) {
+    size_t at = v->kept ? *most : 0, j;
+    for (j = 0; j < i && !v->kept; j++) {
         const moei_vector *w = &m->vectors[j];
-        if (w->first_use > v->last_use || v->first_use > w->last_use) continue;
+        if (w->kept || w->first_use > v->last_use || v->first_use > w->last_use) continue;
         if (w->offset < at + moei_vector_room(v) && at < w->offset + moei_vector_room(w)) {
             at = w->offset + moei_vector_room(w);
             j = (size_t)-1;
@@ -3585,7 +3603,10 @@ static void moei_maker_finish(moei_maker *m) {
     moe_model *model = &m->made.model;
     const size_t n_main = moei_array_length(m->main_ops);
     size_t i, most = 0;
-    for (i = 0; i < moei_array_length(m->vectors) && m->status == MOE_OK; i++) moei_vector_assign(m, i, &most);
+    int kept;
+    for (kept = 0; kept <= 1; kept++)
+        for (i = 0; i < moei_array_length(m->vectors) && m->status == MOE_OK; i++)
+            if (m->vectors[i].kept == kept) moei_vector_assign(m, i, &most);
     if (m->status != MOE_OK) return;
     moei_ops_resolve(m, m->main_ops);
     moei_ops_resolve(m, m->inner_ops);
@@ -3951,7 +3972,7 @@ static void moei_list_router_ops(moei_maker *m, moei_list_router *r, uint32_t u)
     x->router.most = (uint16_t)most;
     x->router.bias = x->router.thresholds = x->router.scales = x->router.table = MOEI_INT_NONE;
     x->choices = moei_vector_new(m, (most + 2) / 2 * 2 + 2 * most, MOEI_WIDE, 1, 0);
-    if (m->status == MOE_OK) m->vectors[x->choices].last_use = UINT32_MAX;
+    if (m->status == MOE_OK) moei_keep_choices(m, x->choices, 1); /* logits may be infinite */
     x->score = moei_ops_count(m);
     z = moei_list_logits(m, r, u);
     p = moei_list_gate(m, r, z);

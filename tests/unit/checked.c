@@ -1100,6 +1100,7 @@ static void test_float_modules(void) {
 static void test_float_layers(void) {
     floating f;
     static moe_transport transport;
+    static moe_external external;
     moe_layer *l = &f.modules[1].layer;
     moe_module *m = f.modules;
     if (!made_begin(&f.m, 0, MOE_WEIGHTS_FLOAT, 0)) return;
@@ -1115,6 +1116,9 @@ static void test_float_layers(void) {
     REFUSED(MOE_ERR_FORMAT, l->config.router.router_bias = 1);
     REFUSED(MOE_ERR_FORMAT, l->router.config.n_experts = 1);
     REFUSED(MOE_ERR_FORMAT, l->present ^= 1);
+    REFUSED(MOE_ERR_FORMAT, l->router.present ^= 1);
+    REFUSED(MOE_ERR_FORMAT, l->router.parts ^= 1);
+    REFUSED(MOE_ERR_FORMAT, l->external[MOE_ROUTER_WEIGHT] = &external);
     REFUSED(MOE_ERR_FORMAT, l->is_packed = 1);
     REFUSED(MOE_ERR_FORMAT, l->config.transport = &transport);
     REFUSED(MOE_ERR_FORMAT, l->tensors[MOE_ROUTER_WEIGHT] = NULL);

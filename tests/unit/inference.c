@@ -2467,6 +2467,106 @@ static void test_choices_before(void) {
     }
 }
 
+/* Three MoE layers, of which the second can fail: in floats its logits are large, and its table has
+   fewer ids than the embedding. */
+static int late_net(moe_net *net, int kind) {
+    const int ids = kind == 4;
+    moe_layer_config c, hash;
+    moe_tensor w;
+    moe_error error;
+    size_t i;
+    memset(&c, 0, sizeof c);
+    c.router.n_experts = 8;
+    c.router.top_k = 2;
+    c.d_ff = 4;
+    hash = c;
+    hash.router.select = MOE_SELECT_HASH;
+    hash.router.table_size = 5;
+    (void)moe_net_init(net, ids ? 0 : 16, MOE_KERNELS_C, NULL);
+    if (ids) (void)moe_net_embedding(net, 9, 16);
+    (void)moe_net_mixture(net, &c);
+    (void)moe_net_linear(net, 64);
+    (void)moe_net_activation(net, MOE_ACT_RELU);
+    (void)moe_net_linear(net, 16);
+    (void)moe_net_mixture(net, ids ? &hash : &c);
+    (void)moe_net_mixture(net, &c);
+    if (!CHECK_SAYS(moe_net_build(net, 0, 5, &error), MOE_OK, "a net of three MoE layers", error)) return 0;
+    for (i = 0; kind < 2 && CHECK_STATUS(moe_net_find(net, "4.router.weight", &w), MOE_OK) && i < w.count; i++)
+        w.data[i] *= (moe_real)1e25;
+    return 1;
+}
+
+/* All three layers have choices, or none. */
+static void late_choices(const moe_model *model, const void *room) {
+    size_t layer, i;
+    for (layer = 0; layer < 3; layer++) {
+        moe_choice choices[8];
+        size_t count = 77;
+        CHECK_STATUS(moe_infer_choices(model, layer, room, choices, 8, &count), MOE_OK, "choices");
+        if (!CHECKF(count == 0 || count == 2, "layer %d has %d choices", (int)layer, (int)count)) continue;
+        for (i = 0; i < count; i++) CHECK(choices[i].expert >= 0 && choices[i].expert < 8, "experts that there are");
+    }
+}
+
+/* The layers that a failed call has not reached have the choices of an earlier call or none. kind 0
+   and 1: float models of both kinds, 2 and 3: experts in a file, 4: ids without a row. */
+static void test_choices_after(int kind) {
+    moe_model_config config;
+    moe_built_model built;
+    moe_data data;
+    moe_error error;
+    moe_net net;
+    moe_rng rng;
+    moe_loader loader;
+    shelf books = {0};
+    union {
+        moe_real x[16];
+        int8_t levels[16];
+        int32_t id;
+    } in;
+    moe_real out[16], *x;
+    int32_t ids[24];
+    void *room;
+    size_t i, q;
+    if (!late_net(&net, kind)) return;
+    moe_rng_seed(&rng, 3);
+    x = normals_of(&rng, 24 * 16, 1);
+    for (i = 0; i < 24; i++) ids[i] = (int32_t)(i % 5);
+    memset(&config, 0, sizeof config);
+    memset(&data, 0, sizeof data);
+    data.n = 24;
+    if (kind == 4) data.token_ids = ids;
+    else data.x = x;
+    config.weights = kind < 2 ? MOE_WEIGHTS_FLOAT : kind == 3 ? MOE_WEIGHTS_INT4 : MOE_WEIGHTS_INT8;
+    config.same_bits = kind == 1;
+    config.loader = kind == 2 || kind == 3;
+    config.calibration = &data;
+    if (!CHECK_SAYS(moe_model_create(&built, &net, &config, &error), MOE_OK, "a model", error)) return;
+    loader.ctx = &books;
+    loader.fetch = shelf_fetch;
+    books.bytes = built.experts.data;
+    books.size = built.experts.size;
+    room = grab(built.model.scratch_size, 1);
+    for (i = 0; i < 14; i++) { /* a call fetches six times */
+        const int fails = config.loader ? i % 7 < 6 : i % 2 == 0;
+        moe_status status;
+        memset(&in, 0, sizeof in);
+        for (q = 0; q < 16 && kind < 2; q++) in.x[q] = (moe_real)q - 8;
+        for (q = 0; q < 16 && (kind == 2 || kind == 3); q++) in.levels[q] = (int8_t)(127 - 17 * (int)q);
+        if (kind < 2 && fails) in.x[2] = i % 4 == 0 ? (moe_real)HUGE_VAL : (moe_real)1e10;
+        if (kind == 4) in.id = fails ? 7 : 3;
+        books.fetched = 0;
+        books.fail_at = config.loader && fails ? i % 7 + 1 : 0;
+        status = moe_infer(&built.model, config.loader ? &loader : NULL, &in, out, room, built.model.scratch_size);
+        CHECKF((status != MOE_OK) == fails, "call %d is %d", (int)i, (int)status);
+        late_choices(&built.model, room);
+    }
+    free(room);
+    free(x);
+    moe_model_free(&built);
+    moe_net_free(&net);
+}
+
 /* A network of one mixture that adds the input's rest, its weights times scale. */
 static int scaled_net(moe_net *net, moe_real scale) {
     moe_layer_config c;
@@ -3037,7 +3137,7 @@ static void test_tables(void) {
 }
 
 int main(int argc, char **argv) {
-    int operation;
+    int operation, kind;
     quick = argc > 1 && strcmp(argv[1], "quick") == 0;
     verbose = argc > 1 && strcmp(argv[1], "verbose") == 0;
     if (argc > 2 && strcmp(argv[1], "write") == 0) {
@@ -3076,6 +3176,7 @@ int main(int argc, char **argv) {
     CASE(test_moved());
     CASE(test_poor_calibration());
     CASE(test_choices_before());
+    for (kind = MOE_REAL_IS_DOUBLE ? 2 : 0; kind < 5; kind++) CASE(test_choices_after(kind));
     CASE(test_scales());
     CASE(test_numbers_without_scale());
     CASE(test_small_norms());
