@@ -1067,9 +1067,8 @@ static moe_status moei_check_moe_layer(const moei_check *c, const moe_net *view,
     MOEI_CHECK_NEED(made.router.parts == m->layer.router.parts, "parts", "not those of the configuration");
     for (i = 0; i < MOE_LAYER_PARAMETER_COUNT; i++)
         MOEI_CHECK_NEED(m->layer.external[i] == NULL, "external", "must be NULL in a model");
-    MOEI_CHECK_NEED(m->kind != MOE_MODULE_MIXTURE || (config.router.select != MOE_SELECT_CUSTOM &&
-                                                      config.router.score != MOE_SCORE_CUSTOM &&
-                                                      config.router.select != MOE_SELECT_GIVEN),
+    MOEI_CHECK_NEED(config.router.select != MOE_SELECT_CUSTOM && config.router.score != MOE_SCORE_CUSTOM &&
+                        config.router.select != MOE_SELECT_GIVEN,
                     "router", "a model cannot use functions or choices of the caller");
     return MOE_OK;
 }

@@ -1126,6 +1126,8 @@ static void test_float_layers(void) {
             l->router.config.input = l->config.router.input = MOE_INPUT_ADAPTIVE_CLUSTERING;
             l->router.config.ac_mode = l->config.router.ac_mode = MOE_AC_RUNNING);
     REFUSED(MOE_ERR_FORMAT, l->router.config.select = l->config.router.select = MOE_SELECT_GIVEN);
+    REFUSED(MOE_ERR_FORMAT, m[1].kind = MOE_MODULE_FEED_FORWARD;
+            l->router.config.select = l->config.router.select = MOE_SELECT_GIVEN);
     made_end(&f.m);
 }
 

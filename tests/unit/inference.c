@@ -2469,8 +2469,8 @@ static void test_choices_before(void) {
 
 /* Three MoE layers, of which the second can fail: in floats its logits are large, and its table has
    fewer ids than the embedding. */
-static int late_net(moe_net *net, int kind) {
-    const int ids = kind == 4;
+static int late_net(moe_net *net, int form) {
+    const int ids = form == 4;
     moe_layer_config c, hash;
     moe_tensor w;
     moe_error error;
@@ -2491,7 +2491,7 @@ static int late_net(moe_net *net, int kind) {
     (void)moe_net_mixture(net, ids ? &hash : &c);
     (void)moe_net_mixture(net, &c);
     if (!CHECK_SAYS(moe_net_build(net, 0, 5, &error), MOE_OK, "a net of three MoE layers", error)) return 0;
-    for (i = 0; kind < 2 && CHECK_STATUS(moe_net_find(net, "4.router.weight", &w), MOE_OK) && i < w.count; i++)
+    for (i = 0; form < 2 && CHECK_STATUS(moe_net_find(net, "4.router.weight", &w), MOE_OK) && i < w.count; i++)
         w.data[i] *= (moe_real)1e25;
     return 1;
 }
@@ -2508,9 +2508,9 @@ static void late_choices(const moe_model *model, const void *room) {
     }
 }
 
-/* The layers that a failed call has not reached have the choices of an earlier call or none. kind 0
+/* The layers that a failed call has not reached have the choices of an earlier call or none. form 0
    and 1: float models of both kinds, 2 and 3: experts in a file, 4: ids without a row. */
-static void test_choices_after(int kind) {
+static void test_choices_after(int form) {
     moe_model_config config;
     moe_built_model built;
     moe_data data;
@@ -2528,18 +2528,18 @@ static void test_choices_after(int kind) {
     int32_t ids[24];
     void *room;
     size_t i, q;
-    if (!late_net(&net, kind)) return;
+    if (!late_net(&net, form)) return;
     moe_rng_seed(&rng, 3);
     x = normals_of(&rng, 24 * 16, 1);
     for (i = 0; i < 24; i++) ids[i] = (int32_t)(i % 5);
     memset(&config, 0, sizeof config);
     memset(&data, 0, sizeof data);
     data.n = 24;
-    if (kind == 4) data.token_ids = ids;
+    if (form == 4) data.token_ids = ids;
     else data.x = x;
-    config.weights = kind < 2 ? MOE_WEIGHTS_FLOAT : kind == 3 ? MOE_WEIGHTS_INT4 : MOE_WEIGHTS_INT8;
-    config.same_bits = kind == 1;
-    config.loader = kind == 2 || kind == 3;
+    config.weights = form < 2 ? MOE_WEIGHTS_FLOAT : form == 3 ? MOE_WEIGHTS_INT4 : MOE_WEIGHTS_INT8;
+    config.same_bits = form == 1;
+    config.loader = form == 2 || form == 3;
     config.calibration = &data;
     if (!CHECK_SAYS(moe_model_create(&built, &net, &config, &error), MOE_OK, "a model", error)) return;
     loader.ctx = &books;
@@ -2551,10 +2551,10 @@ static void test_choices_after(int kind) {
         const int fails = config.loader ? i % 7 < 6 : i % 2 == 0;
         moe_status status;
         memset(&in, 0, sizeof in);
-        for (q = 0; q < 16 && kind < 2; q++) in.x[q] = (moe_real)q - 8;
-        for (q = 0; q < 16 && (kind == 2 || kind == 3); q++) in.levels[q] = (int8_t)(127 - 17 * (int)q);
-        if (kind < 2 && fails) in.x[2] = i % 4 == 0 ? (moe_real)HUGE_VAL : (moe_real)1e10;
-        if (kind == 4) in.id = fails ? 7 : 3;
+        for (q = 0; q < 16 && form < 2; q++) in.x[q] = (moe_real)q - 8;
+        for (q = 0; q < 16 && (form == 2 || form == 3); q++) in.levels[q] = (int8_t)(127 - 17 * (int)q);
+        if (form < 2 && fails) in.x[2] = i % 4 == 0 ? (moe_real)HUGE_VAL : (moe_real)1e10;
+        if (form == 4) in.id = fails ? 7 : 3;
         books.fetched = 0;
         books.fail_at = config.loader && fails ? i % 7 + 1 : 0;
         status = moe_infer(&built.model, config.loader ? &loader : NULL, &in, out, room, built.model.scratch_size);
@@ -3137,7 +3137,7 @@ static void test_tables(void) {
 }
 
 int main(int argc, char **argv) {
-    int operation, kind;
+    int operation, form;
     quick = argc > 1 && strcmp(argv[1], "quick") == 0;
     verbose = argc > 1 && strcmp(argv[1], "verbose") == 0;
     if (argc > 2 && strcmp(argv[1], "write") == 0) {
@@ -3176,7 +3176,7 @@ int main(int argc, char **argv) {
     CASE(test_moved());
     CASE(test_poor_calibration());
     CASE(test_choices_before());
-    for (kind = MOE_REAL_IS_DOUBLE ? 2 : 0; kind < 5; kind++) CASE(test_choices_after(kind));
+    for (form = MOE_REAL_IS_DOUBLE ? 2 : 0; form < 5; form++) CASE(test_choices_after(form));
     CASE(test_scales());
     CASE(test_numbers_without_scale());
     CASE(test_small_norms());
