@@ -10141,7 +10141,8 @@ moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_ste
 /* ==== >>code_files ============================================================================ */
 
 /* The format of the configuration, which is JSON, that this version writes: of 0.2. It also reads
-   1, that of 0.1, in which fields without effect are reset, not refused. */
+   1, that of 0.1, in which fields without effect are reset, not refused. A router that still has
+   such a field, because its tensor is in the file, is written in format 1. */
 enum { MOEI_CONFIG_FORMAT = 2 };
 
 /* The metadata key of the checksums: of each tensor the CRC-32 (that of zlib) of its bytes in the
@@ -10215,9 +10216,12 @@ static void moei_config_put_module(moei_config_text *c, const moe_module *m) {
 static void moei_config_put_net(moei_config_text *c, const moe_net *net) {
     moe_module small;
     size_t i;
+    int old = 0;
     memset(&small, 0, sizeof small);
     small.d_in = net->d_in;
-    moei_config_put(c, "{\"format\":1,\"net\":{");
+    for (i = 0; i < net->n_modules; i++)
+        old |= moei_routes(net, i) && net->modules[i].layer.config.router.preset == MOEI_OF_A_FILE;
+    moei_config_put(c, old ? "{\"format\":1,\"net\":{" : "{\"format\":2,\"net\":{");
     moei_config_put_fields(c, moei_net_fields, &small, 1, 0);
     moei_config_put(c, ",\"modules\":[");
     for (i = 0; i < net->n_modules; i++) {
@@ -10228,7 +10232,8 @@ static void moei_config_put_net(moei_config_text *c, const moe_net *net) {
 }
 
 static void moei_config_put_layer(moei_config_text *c, const moe_layer_config *config) {
-    moei_config_put(c, "{\"format\":1,\"layer\":{");
+    const int old = config->router.preset == MOEI_OF_A_FILE;
+    moei_config_put(c, old ? "{\"format\":1,\"layer\":{" : "{\"format\":2,\"layer\":{");
     moei_config_put_fields(c, moe_layer_fields(), config, 0, 0);
     moei_config_put(c, "}}");
 }
@@ -11356,10 +11361,12 @@ static moe_status moei_checkpoint_continues(const moei_checkpoint *c, const moei
 
 #endif
 
-/* Removes the steps of schedules, which trainers set, from a text. */
+/* Removes the steps of schedules, which trainers set, from a text; its format becomes 2. */
 static void moei_drop_steps(char *to) {
     const char *from = to;
     uint64_t steps;
+    if (moei_take_word(&from, "{\"format\":1")) to[10] = '2';
+    from = to;
     while (*from != '\0')
         if (moei_take_word(&from, ",\"schedule_steps\":")) (void)moei_take_number(&from, &steps);
         else *to++ = *from++;

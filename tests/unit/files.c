@@ -1174,6 +1174,83 @@ static unsigned char *sums_of(const moe_buffer *file) {
     return NULL;
 }
 
+/* The format that the configuration of a file states; 0: none. */
+static int format_of(const moe_buffer *b) {
+    moe_file file;
+    char text[4000];
+    const char *start = "{\"format\":";
+    if (moe_file_open(&file, b->data, b->size, NULL) != MOE_OK ||
+        moe_file_metadata(&file, "moe", text, sizeof text, NULL) != MOE_OK || strncmp(text, start, 10) != 0)
+        return 0;
+    return atoi(text + 10);
+}
+
+/* A layer of format 1 whose selection ignores the bias that the file has a tensor of: it keeps that
+   format, because format 2 refuses it. */
+static void check_old_layer(void) {
+    static const char text[] = "{\"format\":%d,\"layer\":{\"d_model\":3,\"d_ff\":5,\"select\":\"dense\","
+                               "\"selection_bias\":1}}";
+    moe_layer_config config;
+    moe_layer layer;
+    moe_tensor tensors[MOE_LAYER_PARAMETER_COUNT];
+    moe_metadata metadata;
+    moe_buffer b[3];
+    moe_stream s;
+    moe_error error;
+    char value[200];
+    size_t n = 0;
+    int i;
+    memset(&config, 0, sizeof config);
+    memset(b, 0, sizeof b);
+    config.router.d_model = 3;
+    config.router.selection_bias = 1;
+    config.router.gate = MOE_GATE_SIGMOID;
+    config.d_ff = 5;
+    if (!CHECK_STATUS(moe_layer_create(&layer, &config, 0, 3, NULL, &error), MOE_OK)) return;
+    while (moe_layer_tensor(&layer, n, &tensors[n]) == MOE_OK) n++;
+    metadata.key = "moe";
+    metadata.value = value;
+    for (i = 1; i <= 2; i++) {
+        moe_buffer_free(&b[0]);
+        s = moe_buffer_stream(&b[0]);
+        sprintf(value, text, 3 - i);
+        CHECK_STATUS(moe_file_write(&s, tensors, n, &metadata, 1, NULL, &error), MOE_OK);
+        if (i == 1) CHECK_STATUS(moe_layer_read(&layer, b[0].data, b[0].size, 0, 0, NULL, &error), MOE_ERR_CONFIG);
+    }
+    moe_layer_free(&layer);
+    for (i = 0; i < 2; i++) {
+        if (!CHECK_STATUS(moe_layer_read(&layer, b[i].data, b[i].size, 0, 0, NULL, &error), MOE_OK)) return;
+        s = moe_buffer_stream(&b[i + 1]);
+        CHECK_STATUS(moe_layer_write(&layer, &s, &error), MOE_OK);
+        CHECK(format_of(&b[i + 1]) == 1);
+        moe_layer_free(&layer);
+    }
+    CHECK(b[1].size == b[2].size && memcmp(b[1].data, b[2].data, b[1].size) == 0);
+    for (i = 0; i < 3; i++) moe_buffer_free(&b[i]);
+}
+
+/* Files state the format of this version, a checkpoint of the earlier one is read, too. */
+static void test_formats(void) {
+    static const char format[] = "format\\\":";
+    saved_models m;
+    moe_error error;
+    size_t i;
+    if (models_begin(&m)) {
+        moe_buffer *b = &m.files[2];
+        for (i = 0; i < 3; i++) CHECK(format_of(&m.files[i]) == 2);
+        for (i = 8; i + sizeof format < b->size && memcmp(b->data + i, format, sizeof format - 1) != 0;) i++;
+        b->data[i + sizeof format - 1] = '1';
+        CHECK(format_of(b) == 1);
+        CHECK_STATUS(moe_trainer_read(&m.trainer, b->data, b->size, &error), MOE_OK);
+        b->data[i + sizeof format - 1] = '3';
+        CHECK_STATUS(moe_trainer_read(&m.trainer, b->data, b->size, &error), MOE_ERR_CONFIG);
+    }
+    moe_trainer_free(&m.trainer);
+    moe_net_free(&m.net);
+    for (i = 0; i < 3; i++) moe_buffer_free(&m.files[i]);
+    check_old_layer();
+}
+
 /* One file: its checksums are right, each changed byte is found and its tensor named. */
 static void check_sums(saved_models *m, int kind) {
     moe_buffer *b = &m->files[kind];
@@ -1700,6 +1777,7 @@ int main(void) {
     CASE(test_read());
     CASE(test_limits());
     CASE(test_buffer_limit());
+    CASE(test_formats());
     CASE(test_checksums());
     CASE(test_every_change());
     CASE(test_changed_later());
