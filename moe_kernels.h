@@ -8285,6 +8285,15 @@ MOEI_INLINE int32_t moei_flash_32(const unsigned char *at) {
     return (int32_t)(at[0] | (uint32_t)at[1] << 8 | (uint32_t)at[2] << 16 | (uint32_t)at[3] << 24);
 }
 #endif
+/* The code of a weight. gcc 12 takes a cast moei_flash_8 for unsigned in dot products of its own
+   (vpdpbusd, usdot). */
+MOEI_INLINE int moei_flash_code(const unsigned char *at) {
+#if defined(MOEI_FLASH_AVR)
+    return (signed char)moei_flash_8(at);
+#else
+    return *(const signed char *)at;
+#endif
+}
 
 /* The constants of a product (of outputs that are missing all are 0), k4 = k rounded up to 4:
      int8   for each pair of outputs a, b
@@ -8386,7 +8395,7 @@ MOEI_TOOL size_t moei_int8_place(size_t p) { return (p + 1) & 2 ? p ^ 3 : p; }
 /* The weight of input p. */
 MOEI_TOOL int moei_int8_weight(const unsigned char *pair, unsigned side, size_t p) {
     const unsigned char *at = side == 2 ? pair + 8 + moei_int8_place(p) : pair + MOEI_INT_HEADER + 2 * p;
-    const int a = (signed char)moei_flash_8(at);
+    const int a = moei_flash_code(at);
     return side == 1 ? (int)((int32_t)moei_flash_16(at) - a) >> 8 : a;
 }
 
@@ -8578,7 +8587,7 @@ MOEI_INT_CALLED MOEI_TOOL const unsigned char *moei_int8_dot(unsigned k, const u
     int32_t sum_a = *a, both;
 #define MOEI_INPUT(i) \
     both += (int32_t)moei_flash_16(w + 2 * (i)) * x[i]; \
-    sum_a += (int32_t)(signed char)moei_flash_8(w + 2 * (i)) * x[i];
+    sum_a += (int32_t)moei_flash_code(w + 2 * (i)) * x[i];
     while (k > 0) {
         const int16_t *end = x + (k < 256 ? k : 256);
         k -= (unsigned)(end - x);
@@ -8964,7 +8973,7 @@ MOEI_TOOL void moei_int8_pairs(const moei_int_shape *shape, const unsigned char 
             const unsigned char *w = factors, *end = w + k;
             factors = data + 4;
             for (; w != end; w += 4, x += 4) {
-#define MOEI_INPUT(i, p) a += (signed char)moei_flash_8(w + (i)) * (signed char)x[p];
+#define MOEI_INPUT(i, p) a += moei_flash_code(w + (i)) * (signed char)x[p];
                 MOEI_INPUT(0, 0)
                 MOEI_INPUT(1, 2)
                 MOEI_INPUT(2, 1)
