@@ -1530,12 +1530,12 @@ MOE_API moe_status moe_evaluate(const moe_net *net, const moe_data *data, int cr
 
 /* Writes a safetensors file: all tensors by name, and under the metadata key "moe" the
    configuration as JSON text,
-     {"format":1,"net":{"d_in":64,"modules":[{"module":"linear","d_out":32},
+     {"format":2,"net":{"d_in":64,"modules":[{"module":"linear","d_out":32},
       {"module":"activation","act":"relu"},{"module":"layer_norm"},
       {"module":"mixture","d_model":32,"n_experts":8,"score":"cosine"},
       {"module":"residual","span":1}]}}
    where a mixture has the fields of moe_layer_fields that are not 0, without kernels. (A layer
-   alone: {"format":1,"layer":{"d_model":...}}.) The same network gives the same bytes. The metadata
+   alone: {"format":2,"layer":{"d_model":...}}.) The same network gives the same bytes. The metadata
    "moe.crc32" has the CRC-32 (zlib's) of each tensor's bytes, as eight hexadecimal digits, in the
    order of net.tensors; reading compares them. A program that changes tensors drops the key: files
    without it, as 0.1 wrote them, are read too.

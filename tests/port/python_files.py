@@ -106,7 +106,7 @@ def compare(report, name, said, metadata, tensors, real):
         report.check(metadata == said.metadata, '%s: metadata %r, printed %r' % (name, metadata, said.metadata))
     if said.fields:
         config = json.loads(metadata['moe'], object_pairs_hook=no_twins)
-        report.check(config['format'] == 1 and set(config['layer']) == set(said.fields),
+        report.check(config['format'] == 2 and set(config['layer']) == set(said.fields),
                      '%s: fields %s, printed %s' % (name, sorted(config['layer']), sorted(said.fields)))
         for field, text in said.fields.items():
             report.check(field in config['layer'] and same_value(text, config['layer'][field], real),
