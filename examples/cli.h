@@ -7,9 +7,21 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#ifndef _WIN32
+#include <sys/stat.h>
+#endif
 
 /* Exit status for an invalid command line. */
 enum { EXIT_USAGE = 2 };
+
+/* The command line of a program without options: the exit status; -1: the program is to run. */
+static inline int only_help(int count, char **words, const char *program, const char *about) {
+    if (count < 2) return -1;
+    if (strcmp(words[1], "-h") == 0 || strcmp(words[1], "--help") == 0)
+        return printf("%s   %s\n", program, about) < 0 || fflush(stdout) != 0;
+    fprintf(stderr, "%s: %s: there are no options or arguments but -h\n", program, words[1]);
+    return EXIT_USAGE;
+}
 
 /* The path of a file in examples/. sh examples/run passes that folder in MOE_EXAMPLES, because
    programs run in the user's folder. */
@@ -38,8 +50,43 @@ static inline int file_is_there(const char *path) {
     return f != NULL;
 }
 
-/* Whether both names are there and equal: what a program reads, it does not write. */
-static inline int is_same_name(const char *a, const char *b) { return a != NULL && b != NULL && strcmp(a, b) == 0; }
+/* Whether both names are there and lead to one file, by another path or a link too: what a program
+   reads or has written, it does not write. */
+static inline int is_same_file(const char *a, const char *b) {
+    if (a == NULL || b == NULL) return 0;
+    while (strncmp(a, "./", 2) == 0) a += 2;
+    while (strncmp(b, "./", 2) == 0) b += 2;
+    if (strcmp(a, b) == 0) return strcmp(a, "-") != 0;
+#ifndef _WIN32
+    struct stat of_a, of_b;
+    if (stat(a, &of_a) == 0 && stat(b, &of_b) == 0 && S_ISREG(of_a.st_mode))
+        return of_a.st_dev == of_b.st_dev && of_a.st_ino == of_b.st_ino;
+#endif
+    return 0;
+}
+
+/* The first of n outputs that is an input too, or an output before it; NULL: there is none. What is
+   NULL is left out. */
+static inline const char *written_twice(const char *const *outputs, int n, const char *const *inputs, int n_inputs) {
+    for (int i = 0; i < n; i++) {
+        for (int k = 0; k < i; k++)
+            if (is_same_file(outputs[i], outputs[k])) return outputs[i];
+        for (int k = 0; k < n_inputs; k++)
+            if (is_same_file(outputs[i], inputs[k])) return outputs[i];
+    }
+    return NULL;
+}
+
+/* Whether a header of this name would take the place of one of moe's, which it includes. */
+static inline int is_header_of_moe(const char *file) {
+    static const char *const names[] = {"moe.h", "moe_routers.h", "moe_kernels.h"};
+    const char *slash = strrchr(file, '/');
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (strcmp(slash != NULL ? slash + 1 : file, names[i]) == 0) return 1;
+    return 0;
+}
+
+#define WRITTEN_TWICE "would replace what is read, or what else is written: name another file"
 
 /* NULL if path can be written, else the reason. Called before long computations; leaves no file
    behind. What is not there is tried with another name beside it, because it may be a link that

@@ -5,6 +5,7 @@
 
 #define MOE_IMPLEMENTATION
 #include "moe.h"
+#include "c_names.h"
 #include "csv.h"
 #include "report.h"
 #include <time.h>
@@ -38,7 +39,7 @@ static const char help[] =
 
 enum {
     MOST_CLASSES = 100, MOST_COLUMNS = 4096, MOST_WORDS = 64, BATCH = 32, STEPS = 3000, DEVICE_ROWS = 10,
-    PATH_SIZE = 1000, NAME_SIZE = 40
+    PATH_SIZE = 1000
 };
 
 static const char *path, *label_wanted, *skipped, *header_wanted, *router, *save_path, *firmware_path, *predict_path,
@@ -59,25 +60,27 @@ static int finish(void) { return fflush(stdout) != 0 || ferror(stdout) ? fail("t
 
 typedef struct option {
     const char *name;
+    int trains; /* 1: not for a classifier that was saved */
     const char **text;
     long *number, least, most;
 } option;
 
-static const option options[] = {{"--label", &label_wanted, NULL, 0, 0},
-                                 {"--skip", &skipped, NULL, 0, 0},
-                                 {"--header", &header_wanted, NULL, 0, 0},
-                                 {"--router", &router, NULL, 0, 0},
-                                 {"--report", &report_path, NULL, 0, 0},
-                                 {"--save", &save_path, NULL, 0, 0},
-                                 {"--firmware", &firmware_path, NULL, 0, 0},
-                                 {"--predict", &predict_path, NULL, 0, 0},
-                                 {"--load", &load_path, NULL, 0, 0},
-                                 {"--experts", NULL, &n_experts, 1, 256},
-                                 {"--top-k", NULL, &top_k, 1, 256},
-                                 {"--width", NULL, &width, 1, 4096},
-                                 {"--epochs", NULL, &epochs, 1, 100000},
-                                 {"--seed", NULL, &seed, 0, 2000000000},
-                                 {NULL, NULL, NULL, 0, 0}};
+static const option options[] = {{"--label", 1, &label_wanted, NULL, 0, 0},
+                                 {"--skip", 1, &skipped, NULL, 0, 0},
+                                 {"--header", 0, &header_wanted, NULL, 0, 0},
+                                 {"--router", 1, &router, NULL, 0, 0},
+                                 {"--report", 1, &report_path, NULL, 0, 0},
+                                 {"--save", 1, &save_path, NULL, 0, 0},
+                                 {"--firmware", 1, &firmware_path, NULL, 0, 0},
+                                 {"--predict", 0, &predict_path, NULL, 0, 0},
+                                 {"--load", 0, &load_path, NULL, 0, 0},
+                                 {"--experts", 1, NULL, &n_experts, 1, 256},
+                                 {"--top-k", 1, NULL, &top_k, 1, 256},
+                                 {"--width", 1, NULL, &width, 1, 4096},
+                                 {"--epochs", 1, NULL, &epochs, 1, 100000},
+                                 {"--seed", 1, NULL, &seed, 0, 2000000000},
+                                 {NULL, 0, NULL, NULL, 0, 0}};
+static const char *training_option; /* the last one that trains */
 
 static int bad_value(const char *word, const char *value) {
     fprintf(stderr, "csv: %s %s: not a value of this option; see -h\n", word, value);
@@ -96,12 +99,62 @@ static int read_option(const char *word, const char *value) {
     if (strcmp(word, "--kernels") == 0) return read_kernels(value);
     while (o->name != NULL && strcmp(o->name, word) != 0) o++;
     if (o->name == NULL || *value == '\0') return fail(word, "no such option, or its value is missing; see -h");
+    if (o->trains) training_option = o->name;
     if (o->text != NULL) {
         *o->text = value;
         return 0;
     }
     *o->number = strtol(value, &end, 10);
     return end == value || *end != '\0' || *o->number < o->least || *o->number > o->most ? bad_value(word, value) : 0;
+}
+
+/* MODEL of MODEL.safetensors, with another extension. */
+static const char *beside(const char *file, const char *ending, char out[PATH_SIZE]) {
+    size_t n = strlen(file), cut = n > 12 && strcmp(file + n - 12, ".safetensors") == 0 ? n - 12 : n;
+    sprintf(out, "%.*s%s", (int)cut, file, ending);
+    return out;
+}
+
+/* NULL, or the first file that would be written over what is read or written too. A model brings
+   its calibration, and a program the header that export writes for it. */
+static const char *file_written_twice(void) {
+    static char calibration[PATH_SIZE], header[C_NAME_SIZE + 3]; /* what is returned may be one of them */
+    char name[C_NAME_SIZE + 1];
+    const char *const inputs[] = {path, predict_path, load_path};
+    const char *outputs[5] = {save_path, NULL, NULL, firmware_path, report_path};
+    if (save_path == NULL) return written_twice(outputs, 5, inputs, 3);
+    outputs[1] = beside(save_path, ".calibration.csv", calibration);
+    c_name_of_file(save_path, name);
+    sprintf(header, "%s.h", name);
+    if (firmware_path != NULL) outputs[2] = header;
+    return written_twice(outputs, 5, inputs, 3);
+}
+
+/* Whether the header and the program that are made of a model of this name do not compile: the
+   header would take the place of one of moe's, or C or the program has the name for something
+   else. */
+static int is_name_taken(const char *file) {
+    static const char *const taken[] = {"moe",    "moe_kernels", "moe_routers", "ROWS",     "classes", "means",
+                                        "scales", "rows",        "labels",      "lines",    "quantize", "value",
+                                        "mean",   "scale",       "v",           "scratch",  "input",   "output",
+                                        "choice", "count",       "row",         "i",        "best",    "right"};
+    const size_t n = firmware_path != NULL ? sizeof taken / sizeof *taken : 3;
+    char name[C_NAME_SIZE + 1];
+    c_name_of_file(file, name);
+    for (size_t i = 0; i < n; i++)
+        if (strcmp(name, taken[i]) == 0) return 1;
+    return firmware_path != NULL && is_name_of_c(name);
+}
+
+/* Checks the names of the files before anything is read. */
+static int check_files(void) {
+    const char *twice;
+    if (save_path != NULL && strlen(save_path) > PATH_SIZE - 40) return fail(save_path, "the name is too long");
+    twice = file_written_twice();
+    if (twice != NULL) return fail(twice, WRITTEN_TWICE);
+    if (save_path != NULL && is_name_taken(save_path))
+        return fail(save_path, "as C it would clash with names of C, of moe or of the program: save it as another");
+    return 0;
 }
 
 static int read_options(int count, char **words) {
@@ -128,12 +181,14 @@ static int read_options(int count, char **words) {
             "a saved classifier is not trained again: leave out the table, and name the one to predict with --predict");
     if (load_path != NULL && predict_path == NULL)
         return fail("--load", "needs --predict FILE.csv, the table to label");
-    if (load_path != NULL && (report_path != NULL || save_path != NULL))
-        return fail("--load", "a saved classifier only predicts: leave out --report and --save");
+    if (load_path != NULL && training_option != NULL)
+        return fail(training_option, "a saved classifier only predicts: leave this option out with --load");
     if (firmware_path != NULL && save_path == NULL)
         return fail("--firmware",
                     "it includes the header that export makes from the saved classifier: add --save MODEL.safetensors");
-    return 0;
+    if (router != NULL && moe_preset_find(router) == NULL)
+        return fail(router, "there is no preset of this name; sh examples/run routers lists them");
+    return check_files();
 }
 
 /* ---- from cells to numbers ---- */
@@ -845,7 +900,7 @@ typedef struct trained {
     const schema *s;
     const samples *d;
     size_t n_train;
-    char name[NAME_SIZE + 1]; /* the model's C name, as examples/export.c derives it from the file's */
+    char name[C_NAME_SIZE + 1]; /* the model's C name, as examples/export.c derives it from the file's */
     moe_error *error;
 } trained;
 
@@ -1009,58 +1064,12 @@ static moe_status write_firmware(void *ctx, moe_stream *stream) {
     return status == MOE_OK ? put_program(stream, end, k->name) : status;
 }
 
-/* MODEL of MODEL.safetensors, with another extension. */
-static const char *beside(const char *file, const char *ending, char out[PATH_SIZE]) {
-    size_t n = strlen(file), cut = n > 12 && strcmp(file + n - 12, ".safetensors") == 0 ? n - 12 : n;
-    sprintf(out, "%.*s%s", (int)cut, file, ending);
-    return out;
-}
-
-/* As examples/export.c names a model. */
-static void name_from(const char *file, char *name) {
-    const char *slash = strrchr(file, '/');
-    size_t n = 0;
-    for (file = slash != NULL ? slash + 1 : file; *file != '\0' && *file != '.' && n < NAME_SIZE; file++)
-        name[n++] = isalnum((unsigned char)*file) ? *file : '_';
-    name[n] = '\0';
-    if (!isalpha((unsigned char)*name)) {
-        *name = 'm';
-        name[n > 0 ? n : 1] = '\0';
-    }
-}
-
-/* Whether a file that is written, or the calibration rows beside it, is a table that is read. */
-static int is_input(const char *file) {
-    char calibration[PATH_SIZE];
-    if (file == NULL || strlen(file) > PATH_SIZE - 40) return 0;
-    beside(file, ".calibration.csv", calibration);
-    return is_same_name(file, path) || is_same_name(file, predict_path) || is_same_name(calibration, path) ||
-           is_same_name(calibration, predict_path);
-}
-
-/* Whether the header and the program that are made of a model of this name do not compile: the
-   header would take the place of one of moe's, or the program has the name for something else. */
-static int is_name_taken(const char *file) {
-    static const char *const taken[] = {"moe",     "moe_kernels", "moe_routers", "ROWS",    "classes", "means",
-                                        "scales",  "rows",        "labels",      "lines",   "quantize", "value",
-                                        "mean",    "scale",       "v",           "main",    "scratch",  "input",
-                                        "output",  "choice",      "count",       "row",     "i",        "best",
-                                        "right",   "puts",        "printf"};
-    const size_t n = firmware_path != NULL ? sizeof taken / sizeof *taken : 3;
-    char name[NAME_SIZE + 1];
-    name_from(file, name);
-    for (size_t i = 0; i < n; i++)
-        if (strcmp(name, taken[i]) == 0) return 1;
-    return 0;
-}
-
 static int save(trained *k) {
     char calibration[PATH_SIZE];
     moe_error error = {0};
     if (save_path == NULL) return 0;
-    if (strlen(save_path) > PATH_SIZE - 40) return fail(save_path, "the name is too long");
     k->error = &error;
-    name_from(save_path, k->name);
+    c_name_of_file(save_path, k->name);
     beside(save_path, ".calibration.csv", calibration);
     if (moe_file_replace(save_path, write_model, k, &error)) return fail(save_path, error.message);
     if (moe_file_replace(calibration, write_calibration, k, &error)) return fail(calibration, error.message);
@@ -1321,13 +1330,11 @@ int main(int count, char **words) {
     moe_net net = {0};
     int failed;
     if (read_options(count, words)) return EXIT_USAGE;
-    if (report_refused() != NULL) return fail(report_path, report_refused());
+    if ((failed = report_checked("csv")) != 0) return failed;
     if (save_path != NULL && not_writable(save_path) != NULL) return fail(save_path, not_writable(save_path));
-    if (is_input(save_path) || is_input(firmware_path)) return fail("--save, --firmware", "would replace the table");
-    if (save_path != NULL && is_name_taken(save_path))
-        return fail(save_path, "its header as C would clash with moe's names or the program's: save it as another");
     if (firmware_path != NULL && not_writable(firmware_path) != NULL)
         return fail(firmware_path, not_writable(firmware_path));
+    if (predict_path != NULL && !file_is_there(predict_path)) return fail(predict_path, "cannot be opened");
     failed = load_path != NULL ? load(&net, &table, &s) : learn(&net, &table, &s);
     failed = failed || (predict_path != NULL && predict(&net, &s)) || finish();
     moe_net_free(&net);

@@ -6,6 +6,7 @@
 #define MOE_IMPLEMENTATION
 #include "moe.h"
 #include "extras/moe_export.h"
+#include "c_names.h"
 #include "csv.h"
 #include "report.h"
 
@@ -22,10 +23,10 @@ static const char help[] =
     "  --length N          longest sequence, for networks with attention or positions (128)\n" REPORT_HELP
     "Example: sh examples/run microdigits\n"
     "         sh examples/run export digits.safetensors --calibration examples/data/digits.csv --divide 16\n";
-enum { NAME_SIZE = 40, MOST_CHOSEN = 64 };
+enum { MOST_CHOSEN = 64 };
 static const char *const kinds[MOE_WEIGHTS_COUNT] = {"float", "int8", "int4"};
 static const char *path, *output, *rows_path, *text_path;
-static char name[NAME_SIZE + 1], default_output[NAME_SIZE + 3];
+static char name[C_NAME_SIZE + 1], default_output[C_NAME_SIZE + 3];
 static int weights = MOE_WEIGHTS_INT8;
 static long most_rows = 2000, length = 128;
 static double divisor = 1;
@@ -38,24 +39,6 @@ static int fail(const char *what, const char *why) {
 /* Flushes the output; fails if it could not be written. */
 static int finish(void) { return fflush(stdout) != 0 || ferror(stdout) ? fail("the output", "cannot be written") : 0; }
 
-/* The name of a file without folder and extension, as a C identifier. */
-static void name_from(const char *file) {
-    const char *slash = strrchr(file, '/');
-    size_t n = 0;
-    for (file = slash != NULL ? slash + 1 : file; *file != '\0' && *file != '.' && n < NAME_SIZE; file++)
-        name[n++] = isalnum((unsigned char)*file) ? *file : '_';
-    if (!isalpha((unsigned char)*name)) *name = 'm';
-}
-
-/* Whether a header of this name would take the place of one of moe's, which it includes. */
-static int is_header_of_moe(const char *file) {
-    static const char *const names[] = {"moe.h", "moe_routers.h", "moe_kernels.h"};
-    const char *slash = strrchr(file, '/');
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-        if (strcmp(slash != NULL ? slash + 1 : file, names[i]) == 0) return 1;
-    return 0;
-}
-
 static int read_options(int count, char **words) {
     while (--count > 0) {
         const char *word = *++words, *value = count > 1 ? words[1] : "";
@@ -67,7 +50,7 @@ static int read_options(int count, char **words) {
         if (!option) path = word;
         else if (strcmp(word, "-o") == 0) output = value;
         else if (strcmp(word, "--report") == 0) report_path = value;
-        else if (strcmp(word, "--name") == 0 && strlen(value) > NAME_SIZE)
+        else if (strcmp(word, "--name") == 0 && strlen(value) > C_NAME_SIZE)
             return fail(value, "is too long for the name of a model: at most 40 characters");
         else if (strcmp(word, "--name") == 0) strcpy(name, value);
         else if (strcmp(word, "--calibration") == 0) rows_path = value;
@@ -87,13 +70,15 @@ static int read_options(int count, char **words) {
     }
     if (path == NULL)
         return fail("no network", "which file? A saved network, as `sh examples/run microdigits` writes one; see -h");
-    if (*name == '\0') name_from(path);
+    if (*name == '\0') c_name_of_file(path, name);
     if (strspn(name, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_0123456789") < strlen(name) ||
-        isdigit((unsigned char)*name))
+        !isalpha((unsigned char)*name))
         return fail(name, "cannot be the name of a model in C: letters, digits and _, a letter first");
+    if (is_name_of_c(name)) return fail(name, "is a name of C, of its library or of moe.h; --name gives another");
     if (output == NULL) output = strcat(strcpy(default_output, name), ".h");
-    if (is_same_name(output, path) || is_same_name(output, rows_path) || is_same_name(output, text_path))
-        return fail(output, "is read: -o names another file");
+    const char *const outputs[] = {output, report_path}, *const inputs[] = {path, rows_path, text_path};
+    const char *twice = written_twice(outputs, 2, inputs, 3);
+    if (twice != NULL) return fail(twice, WRITTEN_TWICE);
     if (is_header_of_moe(output)) return fail(output, "is a header of the library; -o names another file");
     return 0;
 }
@@ -196,6 +181,10 @@ static int read_text(samples *s, const moe_net *net) {
    complete ones. */
 static int read_samples(samples *s, const moe_net *net, size_t longest) {
     const char *from = net->d_in > 0 ? rows_path : text_path;
+    if (net->d_in > 0 && text_path != NULL)
+        return fail("--tokens", "this network reads numbers: --calibration FILE.csv instead");
+    if (net->d_in == 0 && rows_path != NULL)
+        return fail("--calibration", "this network reads tokens: --tokens FILE instead");
     if (from == NULL && weights == MOE_WEIGHTS_FLOAT) return 0;
     if (from == NULL)
         return net->d_in > 0
@@ -520,7 +509,7 @@ int main(int count, char **words) {
     moe_profile profile = {0};
     int failed;
     if (read_options(count, words)) return EXIT_USAGE;
-    if (report_refused() != NULL) return fail(report_path, report_refused());
+    if ((failed = report_checked("export")) != 0) return failed;
     failed = export_net(&net, &s, &floats, &made, &profile);
     moe_profile_free(&profile);
     moe_model_free(&made);

@@ -76,7 +76,6 @@ static int read_options(int count, char **words) {
     if (strlen(folder) > PATH - 100) return fail("-o", "the folder's name is too long");
     if (only != NULL && moe_preset_find(only) == NULL)
         return fail(only, "there is no preset of this name; sh examples/run routers lists them");
-    if (report_refused() != NULL) return fail(report_path, report_refused());
     return 0;
 }
 
@@ -567,8 +566,9 @@ int main(int count, char **words) {
     page of = {whys};
     moe_error error = {0};
     char path[PATH];
-    int drawn = 0, n = 0;
+    int drawn = 0, n = 0, wrong;
     if (read_options(count, words)) return EXIT_USAGE;
+    if ((wrong = report_checked("gallery")) != 0) return wrong;
     make_points();
     for (p = moe_presets(); p->name != NULL && n < MOST; p++, n++) {
         whys[n] = why[n];

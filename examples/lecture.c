@@ -17,6 +17,7 @@
 
 #define MOE_IMPLEMENTATION
 #include "moe.h"
+#include "cli.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -168,10 +169,8 @@ int main(int count, char **words) {
     moe_error error;
     moe_rng rng;
     int wrong = 0;
-    if (count > 1) {
-        puts("lecture   runs the MoE layer as plain loops and compares it with the library");
-        return words[1][0] == '-' ? 0 : 2;
-    }
+    int ended = only_help(count, words, "lecture", "runs the MoE layer as plain loops, compares it with the library");
+    if (ended >= 0) return ended;
 
     /* The library's layer starts with random weights; the lecture copies them. */
     if (moe_layer_create(&layer, &config, 1, 7, NULL, &error) != MOE_OK) return fail(error.message);
@@ -196,5 +195,6 @@ int main(int count, char **words) {
         if (moe_layer_find(&layer, weights[i].tensor, &tensor) == MOE_OK)
             wrong |= differs(weights[i].name, tensor.count, weights[i].gradient, tensor.gradient);
     moe_layer_free(&layer);
-    return wrong ? fail("a difference is above 1e-5") : 0;
+    if (wrong) return fail("a difference is above 1e-5");
+    return fflush(stdout) != 0 ? fail("the output cannot be written") : 0;
 }

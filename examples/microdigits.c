@@ -45,6 +45,7 @@ static int read_options(int count, char **words) {
         if (strcmp(word, "-h") == 0 || strcmp(word, "--help") == 0) exit(fputs(help, stdout) < 0);
         if (strcmp(word, "--turned") == 0) turned = 1;
         else if (strcmp(word, "--int4") == 0) weights = MOE_WEIGHTS_INT4;
+        else if (!option && data_path != NULL) return fail(word, "a second file of digits; one at a time");
         else if (!option) data_path = word;
         else if (strcmp(word, "-o") == 0 && *value != '\0') header = value;
         else if (strcmp(word, "--report") == 0 && *value != '\0') report_path = value;
@@ -60,7 +61,11 @@ static int read_options(int count, char **words) {
         count -= option;
         words += option; /* the value of an option */
     }
-    return 0;
+    if (data_path == NULL) data_path = example_file("data/digits.csv");
+    const char *const outputs[] = {header, saved, report_path};
+    const char *twice = written_twice(outputs, 3, &data_path, 1);
+    if (is_header_of_moe(header)) return fail(header, "is a header of the library; -o names another file");
+    return twice != NULL ? fail(twice, WRITTEN_TWICE) : 0;
 }
 
 static moe_history history; /* recorded for the report: loss, router loss, held-out accuracy in percent */
@@ -242,8 +247,7 @@ int main(int count, char **words) {
     moe_built_model built = {0};
     int failed;
     if (read_options(count, words)) return EXIT_USAGE;
-    if (data_path == NULL) data_path = example_file("data/digits.csv");
-    if (report_refused() != NULL) return fail(report_path, report_refused());
+    if ((failed = report_checked("microdigits")) != 0) return failed;
     if (not_writable(header) != NULL) return fail(header, not_writable(header));
     if (not_writable(saved) != NULL) return fail(saved, not_writable(saved));
     failed = !microdigits_read(&digits, data_path, (uint64_t)seed, turned) || run(&digits, &net, &built);

@@ -49,20 +49,23 @@ static inline size_t microdigits_rows(const char *path, moe_real *x, int32_t *la
     size_t n = 0;
     FILE *f = fopen(path, "rb");
     if (f == NULL) {
-        fprintf(stderr, "%s: cannot be opened; digits.csv is in examples/data\n", path);
+        fprintf(stderr, "microdigits: %s: cannot be opened; digits.csv is in examples/data\n", path);
         return (size_t)0;
     }
-    while (n < MAX_ROWS && wrong == NULL && fgets(line, sizeof line, f) != NULL) {
+    while (wrong == NULL && fgets(line, sizeof line, f) != NULL) {
+        if (n == MAX_ROWS) {
+            wrong = "there are more than 5000 rows";
+            break;
+        }
         size_t place = (size_t)moe_rng_below(&rng, n + 1); /* shuffles: a random row is moved to the end */
         memcpy(x + n * PIXELS, x + place * PIXELS, PIXELS * sizeof *x);
         labels[n++] = labels[place];
         wrong = microdigits_row(line, x + place * PIXELS, &labels[place]);
     }
     if (wrong == NULL && ferror(f)) wrong = "cannot be read";
-    if (wrong == NULL && (n < 10 || n == MAX_ROWS))
-        wrong = n < 10 ? "the file ends here, at least 10 rows are needed" : "too many rows";
+    if (wrong == NULL && n < 10) wrong = "the file ends here, at least 10 rows are needed";
     fclose(f);
-    if (wrong != NULL) fprintf(stderr, "%s:%d: %s\n", path, n > 0 ? (int)n : 1, wrong);
+    if (wrong != NULL) fprintf(stderr, "microdigits: %s:%d: %s\n", path, n > 0 ? (int)n : 1, wrong);
     return wrong == NULL ? n : 0;
 }
 

@@ -1815,8 +1815,12 @@ static void begin_transport(void) {
 
 /* Checks the output files before training. */
 static int check_files(void) {
+    const char *const outputs[] = {set.save, set.checkpoint, set.measure, report_path};
+    const char *twice = written_twice(outputs, 4, &set.text, 1);
+    int wrong;
     FILE *f;
-    if (rank == 0 && report_refused() != NULL) return fail(report_path, report_refused());
+    if (twice != NULL) return fail(twice, WRITTEN_TWICE) * EXIT_USAGE;
+    if (rank == 0 && (wrong = report_checked("mpi")) != 0) return wrong;
     if (set.resume && !exists(set.checkpoint)) return fail(set.checkpoint, "does not exist: nothing to resume");
     if (!set.resume && exists(set.checkpoint))
         return fail(set.checkpoint, "holds training that was stopped: --resume continues it; remove it to start over");

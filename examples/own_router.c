@@ -2,6 +2,7 @@
    z_e = -|u - c_e|^2, c [E,D] trained, dz_e/dc_e = 2 (u - c_e); selected: experts with p > *ctx. */
 #define MOE_IMPLEMENTATION
 #include "moe.h"
+#include "cli.h"
 #include <stdio.h>
 enum { D = 2, E = 4, N = 512 };
 
@@ -40,8 +41,8 @@ int main(int argc, char *argv[]) {
     moe_net net[3] = {{0}};
     moe_evaluation found[3];
     moe_error error;
-    int failed = 0;
-    if (argc > 1) return puts("own_router: trains, saves and loads a custom router") < 0 || argv[1][0] != '-' ? 2 : 0;
+    int failed = 0, ended = only_help(argc, argv, "own_router", "trains, saves and loads a custom router");
+    if (ended >= 0) return ended;
     for (int i = 0; i < N * D; i++) x[i] = (moe_real)(i * 37 % 101) / 25 - 2;
     for (int i = 0; i < N * D; i++) y[i] = x[i] < 0 ? -x[i] : x[i]; /* linear in each quadrant */
     for (int i = 0; i < 3 && !failed; i++) { /* the linear score; the custom router; the same, loaded */
@@ -56,5 +57,5 @@ int main(int argc, char *argv[]) {
         printf("%s %.4f\n", failed ? error.message : "squared error", failed ? 0 : (double)found[i].loss);
     }
     for (int i = 0; i < 3; i++) moe_net_free(&net[i]);
-    return remove(path) || failed || found[1].loss != found[2].loss;
+    return remove(path) || failed || fflush(stdout) != 0 || found[1].loss != found[2].loss;
 }

@@ -386,9 +386,10 @@ static int write_report(void) {
 }
 
 int main(int count, char **words) {
+    int wrong;
     if (read_options(count, words)) return EXIT_USAGE;
     if (data_path == NULL) data_path = example_file("data/digits.csv");
-    if (report_refused() != NULL) return fail(report_path, report_refused());
+    if ((wrong = report_checked("quantize")) != 0) return wrong;
     for (int i = 0; i < (checks ? SEEDS : 1); i++)
         if (run((uint64_t)(first_seed + i)) || (i == 0 && write_report())) return 1;
     return checks && judge() ? 1 : finish();

@@ -51,6 +51,7 @@ static int read_options(int count, char **words) {
         int option = word[0] == '-';
         char *end = NULL;
         if (strcmp(word, "-h") == 0 || strcmp(word, "--help") == 0) exit(fputs(help, stdout) < 0);
+        if (!option && data_path != NULL) return fail(word, "a second file of digits; one at a time");
         if (!option) data_path = word;
         else if (strcmp(word, "-o") == 0 && *value != '\0') output = value;
         else if (strcmp(word, "--report") == 0 && *value != '\0') report_path = value;
@@ -69,7 +70,10 @@ static int read_options(int count, char **words) {
         count -= option;
         words += option; /* the value of an option */
     }
-    return 0;
+    if (data_path == NULL) data_path = example_file("data/digits.csv");
+    const char *const outputs[] = {output, report_path};
+    const char *twice = written_twice(outputs, 2, &data_path, 1);
+    return twice != NULL ? fail(twice, WRITTEN_TWICE) : 0;
 }
 
 /* Parses one line of the file: "0,0,5,...,0". Returns an error message, or NULL. */
@@ -100,15 +104,18 @@ static size_t read_rows(const char *path, FILE *f, moe_rng rng) {
     char line[1024];
     const char *wrong = NULL;
     size_t n = 0;
-    while (n < MAX_ROWS && wrong == NULL && fgets(line, sizeof line, f) != NULL) {
+    while (wrong == NULL && fgets(line, sizeof line, f) != NULL) {
+        if (n == MAX_ROWS) {
+            wrong = "there are more than 5000 rows";
+            break;
+        }
         size_t place = (size_t)moe_rng_below(&rng, n + 1); /* shuffles: a random row is moved to the end */
         memcpy(x + n * PIXELS, x + place * PIXELS, PIXELS * sizeof *x);
         digits[n++] = digits[place];
         wrong = read_row(line, x + place * PIXELS, &digits[place]);
     }
     if (wrong == NULL && ferror(f)) wrong = "cannot be read";
-    if (wrong == NULL && (n < 10 || n == MAX_ROWS))
-        wrong = n < 10 ? "the file ends here, at least 10 rows are needed" : "too many rows";
+    if (wrong == NULL && n < 10) wrong = "the file ends here, at least 10 rows are needed";
     if (wrong != NULL) fprintf(stderr, "quickstart: %s:%d: %s\n", path, n > 0 ? (int)n : 1, wrong);
     return wrong == NULL ? n : 0;
 }
@@ -313,10 +320,10 @@ int main(int count, char **words) {
     moe_report report;
     moe_error error = {0};
     size_t n, used, all;
+    int wrong;
     FILE *f;
     if (read_options(count, words)) return EXIT_USAGE;
-    if (data_path == NULL) data_path = example_file("data/digits.csv");
-    if (report_refused() != NULL) return fail(report_path, report_refused());
+    if ((wrong = report_checked("quickstart")) != 0) return wrong;
     if (not_writable(output) != NULL) return fail(output, not_writable(output));
     if ((f = fopen(data_path, "rb")) == NULL) return fail(data_path, "cannot be opened");
     n = read_rows(data_path, f, (moe_rng){(uint64_t)seed});

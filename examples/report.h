@@ -22,6 +22,7 @@
     "(FILE.txt, FILE.md); -: on the screen\n"
 
 static const char *report_path; /* of --report; NULL: none */
+static const char *const report_kinds = "a report is a page (.html), a picture (.svg) or text (.txt, .md)";
 
 /* NULL if the report can be written, else the reason. Called before long computations. */
 static inline const char *report_refused(void) {
@@ -31,8 +32,16 @@ static inline const char *report_refused(void) {
     size_t i;
     if (path == NULL || strcmp(path, "-") == 0) return NULL;
     for (i = 0; ending != NULL && i < sizeof known / sizeof *known && strcmp(ending, known[i]) != 0; i++) continue;
-    if (i == sizeof known / sizeof *known) return "a report is a page (.html), a picture (.svg) or text (.txt, .md)";
+    if (i == sizeof known / sizeof *known) return report_kinds;
     return not_writable(path);
+}
+
+/* 0 if the report can be written, else the exit status after an error message. */
+static inline int report_checked(const char *program) {
+    const char *why = report_refused();
+    if (why == NULL) return 0;
+    fprintf(stderr, "%s: %s: %s\n", program, report_path, why);
+    return why == report_kinds ? EXIT_USAGE : 1;
 }
 
 static inline moe_status report_to_screen(void *ctx, const void *from, size_t size) {

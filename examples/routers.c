@@ -1155,10 +1155,7 @@ int main(int argc, char **argv) {
     if (number[N_TOKENS] < 1 || number[N_TOKENS] > MAX_TOKENS) return complain("--tokens must be from 1 to 64");
     if (number[TOKEN] != ANY && number[TOKEN] >= number[N_TOKENS])
         return complain("--token counts from 0 and must be less than --tokens");
-    if (report_refused() != NULL) {
-        fprintf(stderr, "routers: %s: %s\n", report_path, report_refused());
-        return 1;
-    }
+    if ((i = report_checked("routers")) != 0) return i;
     if (name == NULL && list(csv)) return 1;
     if (name == NULL) return finish(report_path != NULL && report_presets());
     if (moe_preset_find(name) == NULL) return suggest(name);

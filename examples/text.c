@@ -124,6 +124,7 @@ static int set_option(const struct option *o, const char *value) {
     char *end = NULL;
     double number = o->kind == TEXT ? 0 : strtod(value, &end);
     if (o->kind == TEXT) {
+        if (*value == '\0' && strcmp(o->value, "TEXT") != 0) return fail(o->name, "its value is missing; see -h");
         *(const char **)o->at = value;
         return 0;
     }
@@ -137,12 +138,35 @@ static int set_option(const struct option *o, const char *value) {
     return 0;
 }
 
+/* Options without a meaning for a model that is only loaded. */
+static int is_for_training(const char *name) {
+    static const char *const names[] = {
+        "--words", "--vocabulary", "--width", "--layers", "--heads", "--experts", "--top-k", "--d-ff", "--router",
+        "--batch", "--steps", "--epochs", "--rate", "--warmup", "--checkpoint", "--resume", "--stop-after"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (strcmp(names[i], name) == 0) return 1;
+    return 0;
+}
+
+/* Options that do not go together. trains: an option that is for training; NULL: none. */
+static int check_options(const char *trains) {
+    if (set.only_generate && (trains != NULL || set.text != NULL))
+        return fail(trains != NULL ? trains : set.text, "is for training: leave it out with --only-generate");
+    if (set.router != NULL && moe_preset_find(set.router) == NULL)
+        return fail(set.router, "there is no preset of this name; sh examples/run routers lists them");
+    if (set.checkpoint != NULL && strlen(set.checkpoint) > PATH_SIZE - 40)
+        return fail("--checkpoint", "the name is too long");
+    return strlen(set.output) > PATH_SIZE - 40 ? fail("-o", "the name is too long") : 0;
+}
+
 static int read_options(int count, char **words) {
+    const char *trains = NULL;
     while (--count > 0) {
         const char *word = *++words;
         const struct option *o = options;
         if (strcmp(word, "-h") == 0 || strcmp(word, "--help") == 0) exit(show_help());
         while (o < options + OPTIONS && strcmp(word, o->name) != 0) o++;
+        if (o < options + OPTIONS && is_for_training(word)) trains = word;
         if (*word != '-' && set.text == NULL) set.text = word;
         else if (o == options + OPTIONS) return fail(word, "no such option, or a second text; see -h");
         else if (o->kind == FLAG) *(long *)o->at = 1;
@@ -152,7 +176,7 @@ static int read_options(int count, char **words) {
     for (kernels = 0; moe_kernels_name(kernels) != NULL && strcmp(moe_kernels_name(kernels), set.kernels) != 0;)
         kernels++;
     if (moe_kernels_name(kernels) == NULL) return fail(set.kernels, "no such kernels");
-    return strlen(set.output) > PATH_SIZE - 40 ? fail("-o", "the name is too long") : 0;
+    return check_options(trains);
 }
 
 /* ---- texts and tokens ---- */
@@ -529,6 +553,10 @@ static int train(model *m, const moe_data *data) {
         fail("--epochs", "more than 1000000000 steps");
         return FAILED;
     }
+    if (r.steps / per_epoch >= 1000000) {
+        fail("--steps", "a million passes over this text, or more");
+        return FAILED;
+    }
     /* the callback stops within the last epoch */
     t.epochs = (int)((r.steps + per_epoch - 1) / per_epoch);
     t.total_steps = (int)r.steps;
@@ -862,6 +890,7 @@ static int prepare(model *m, corpus *c) {
     if (!failed && set.words && !set.resume) failed = find_words(m, c->text.data, c->text.size - c->text.size / 10);
     else if (!failed) failed = load_words(m, set.resume ? set.checkpoint : NULL);
     if (failed) return 1;
+    if (set.words && m->bytes) return fail("--words", "the checkpoint is of a model of bytes: leave this out");
     c->ids = encode(m, c->text.data, c->text.size, &c->n);
     c->n_held_out = c->n / 10;
     c->held_out = c->ids + (c->n - c->n_held_out);
@@ -870,14 +899,23 @@ static int prepare(model *m, corpus *c) {
                 "is too short: a tenth of its tokens must be more than --context");
 }
 
+/* Whether files that are written, the words beside them included, are one, or the texts. */
+static int check_names(void) {
+    const char *const inputs[] = {set.text, set.test};
+    char names[4][PATH_SIZE];
+    const char *const outputs[] = {names[0], names[1],   names[2],       names[3],
+                                   set.output, set.checkpoint, report_path};
+    snprintf(names[0], PATH_SIZE, "%s.words", set.output);
+    snprintf(names[1], PATH_SIZE, "%s.part", set.output);
+    snprintf(names[2], PATH_SIZE, "%s.words.part", set.output);
+    snprintf(names[3], PATH_SIZE, "%s.words", set.checkpoint);
+    const char *twice = written_twice(outputs, 7, inputs, 2);
+    return twice != NULL ? fail(twice, WRITTEN_TWICE) : 0;
+}
+
 /* Checks the output files before training. */
 static int check_files(void) {
     const char *part = beside(set.output, ".part");
-    if (strcmp(set.output, set.checkpoint) == 0)
-        return fail("--checkpoint", "must be another file than -o: it is removed at the end");
-    if (is_same_name(set.output, set.text) || is_same_name(set.output, set.test) ||
-        is_same_name(set.checkpoint, set.text) || is_same_name(set.checkpoint, set.test))
-        return fail("-o, --checkpoint", "would replace the text");
     FILE *f = fopen(part, "wb");
     if (f == NULL) return fail(part, strerror(errno));
     fclose(f);
@@ -1113,11 +1151,14 @@ static int check_all(void) {
     check_training(3.2);
     const char *other = set.checkpoint;
     set.checkpoint = set.output;
-    check(check_files() == 1, "a checkpoint in the place of the model is refused");
+    check(check_names() == 1, "a checkpoint in the place of the model is refused");
+    set.checkpoint = beside(set.output, ".words");
+    check(check_names() == 1, "a checkpoint in the place of the words is refused");
     set.checkpoint = other;
     set.text = set.output;
-    check(check_files() == 1, "a model in the place of the text is refused");
+    check(check_names() == 1, "a model in the place of the text is refused");
     set.text = NULL;
+    check(check_names() == 0, "files of different names are not");
     set.words = 1;
     set.vocabulary = 500;
     set.steps = 24;
@@ -1136,12 +1177,15 @@ static int check_all(void) {
 
 int main(int count, char **words) {
     char checkpoint[PATH_SIZE];
+    int wrong;
     if (read_options(count, words)) return EXIT_USAGE;
     snprintf(checkpoint, sizeof checkpoint, "%s", beside(set.output, ".checkpoint"));
     if (set.checkpoint == NULL) set.checkpoint = checkpoint;
     if (set.check) return check_all();
-    if (report_refused() != NULL) return fail(report_path, report_refused());
-    if (not_writable(set.output) != NULL) return fail(set.output, not_writable(set.output));
+    if (check_names()) return EXIT_USAGE;
+    if ((wrong = report_checked("text")) != 0) return wrong;
+    if (set.test != NULL && !file_is_there(set.test)) return fail(set.test, "cannot be opened");
+    if (!set.only_generate && not_writable(set.output) != NULL) return fail(set.output, not_writable(set.output));
     int status = run_all();
     return status != 0 ? status : finish();
 }

@@ -4,6 +4,7 @@
 
 #define MOE_IMPLEMENTATION
 #include "moe.h"
+#include "cli.h"
 
 #include <pthread.h>
 #include <stdio.h>
@@ -50,10 +51,8 @@ int main(int argc, char **argv) {
     moe_call call = {0};
     moe_rng rng = {1};
     moe_error error;
-    if (argc > 1 && (strcmp(argv[1], "-h") == 0 || strcmp(argv[1], "--help") == 0)) {
-        puts("threads: runs a layer on four threads and compares the bits with those of one thread; no options");
-        return 0;
-    }
+    int ended = only_help(argc, argv, "threads", "runs a layer on four threads, compares the bits with one thread's");
+    if (ended >= 0) return ended;
     config.router.d_model = D;
     for (int i = 0; i < N * D; i++) x[i] = moe_rng_normal(&rng);
     if (moe_layer_create(&layer, &config, 0, 1, NULL, &error) != MOE_OK) {
@@ -67,5 +66,5 @@ int main(int argc, char **argv) {
     if (moe_layer_forward(&layer, &call, four, workspace, sizeof workspace, NULL) != MOE_OK) return 1;
     moe_layer_free(&layer);
     puts(memcmp(one, four, sizeof one) == 0 ? "the same bits" : "different bits");
-    return memcmp(one, four, sizeof one) != 0;
+    return memcmp(one, four, sizeof one) != 0 || fflush(stdout) != 0;
 }

@@ -84,7 +84,7 @@ told no_column_is_left --skip length,width
 told not_a_value --experts 0
 told not_a_value --header maybe
 told no_such_option --what 1
-told unknown_preset --router nobody
+told there_is_no_preset --router nobody
 told add_--save --firmware x.c
 told only_one_of_them --load m.safetensors
 told a_second_table plain.csv
@@ -244,11 +244,18 @@ constant_column() {
 
 # Options that need training are not ignored.
 load_only_predicts() {
-    for option in '--report r.txt' '--save n.safetensors'; do
+    for option in '--report r.txt' '--save n.safetensors' '--firmware x.c' '--label kind' '--skip width' '--experts 2' \
+        '--top-k 1' '--width 3' '--router smoe' '--epochs 3' '--seed 2'; do
         # shellcheck disable=SC2086
         "$prepared/csv" --load m.safetensors --predict "$prepared/plain.csv" $option >out 2>&1
         status=$?
-        said_all a_saved_classifier_only_predicts || return 1
+        said_all "${option% *}:_a_saved_classifier_only_predicts" && [ "$status" = 2 ] || return 1
+    done
+    for option in '--drop' '--header yes' '--kernels c'; do # these are for predictions too
+        # shellcheck disable=SC2086
+        "$prepared/csv" --load none --predict "$prepared/plain.csv" $option >out 2>&1
+        status=$?
+        said_all cannot_open_none || return 1
     done
 }
 
@@ -278,7 +285,7 @@ firmware_names() {
         grep -oE '[A-Za-z_][A-Za-z0-9_]*' |
         grep -vxE '(moe|MOE|KINDS|kinds)(_[A-Za-z_]*)?|(size|int8|int16)_t|NULL|char|float|int|unsigned|void' |
         grep -vxE 'static|const|enum|sizeof|for|if|return' | sort -u >names
-    echo moe >>names
+    printf '%s\n' moe double catch index fopen sinf moe_net >>names
     [ "$(wc -l <names)" -gt 20 ] || return 1
     while read -r name; do
         "$prepared/csv" "$prepared/plain.csv" --epochs 1 --save "$name.safetensors" --firmware x.c >out 2>&1
@@ -299,7 +306,7 @@ keeps_table() {
         # shellcheck disable=SC2086
         "$prepared/csv" $call --epochs 1 >out 2>&1
         status=$?
-        said_all would_replace_the_table || return 1
+        said_all would_replace_what_is_read || return 1
     done
     cmp m.csv "$prepared/plain.csv" && cmp m.calibration.csv "$prepared/plain.csv"
 }

@@ -42,13 +42,16 @@ refused not_a_label --calibration labels.csv
 refused cannot_open --calibration none.csv
 refused cannot_be_the_name --calibration short.csv --name 1x
 refused is_too_long --calibration short.csv --name a_name_of_more_than_forty_characters_is_too_long
-refused must_be_a_short_identifier_of_C_and_C++ --calibration digits.csv --name explicit
+refused explicit:_is_a_name_of_C --calibration digits.csv --name explicit
+refused a_letter_first --calibration digits.csv --name _under
+refused this_network_reads_numbers --calibration digits.csv --tokens words.csv
 refused not_a_label --calibration fractions.csv
 refused not_a_value --weights int9
 refused not_a_value --divide 0
 refused not_a_value --divide inf
 refused a_second_network other.safetensors
 keeps_library
+names_of_c
 positions
 firmware
 TEXT
@@ -104,6 +107,31 @@ keeps_library() {
     ! "$prepared/export" moe.safetensors --calibration digits.csv -o moe.safetensors >out 2>&1 &&
         cmp moe.safetensors "$prepared/digits.safetensors" || return 1
     run "$prepared/export" moe.safetensors --calibration digits.csv -o model.h >out
+}
+
+# No model is called as what the headers declare that its own may include: it would not compile.
+names_of_c() {
+    needs gcc
+    cp "$prepared/digits.safetensors" . || return 1
+    for header in ctype float limits math stdarg stddef stdint stdio stdlib string; do
+        echo "#include <$header.h>"
+    done >c.c
+    for standard in c99 gnu17; do
+        run gcc -std=$standard -aux-info all -c c.c -o c.o || return 1
+        sed -n 's/.*[ *]\([A-Za-z][A-Za-z0-9_]*\) (.*/\1/p' all
+    done | sort -u >names
+    [ "$(wc -l <names)" -gt 250 ] || return 1
+    printf '%s\n' main double FILE NULL errno size_t moe_net moe_infer >>names
+    while read -r name; do
+        "$prepared/export" digits.safetensors --weights float --name "$name" -o refused.h >out 2>&1
+        [ $? = 2 ] && grep -q "^export: $name: is a name of C" out || { echo "$name" && return 1; }
+    done <names
+    [ ! -e refused.h ] || return 1
+    cp digits.safetensors main.safetensors && ! "$prepared/export" main.safetensors --weights float >out 2>&1 &&
+        grep -q -- '--name gives another' out || return 1
+    for name in mains digits logs x; do
+        run "$prepared/export" digits.safetensors --weights float --name "$name" -o x.h >out || return 1
+    done
 }
 
 # Sequences are as long as the network has positions.

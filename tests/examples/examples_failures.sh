@@ -1,7 +1,8 @@
 #!/bin/sh
 # Tests what the examples do when files cannot be read or written: they say which file it is, end
-# with status 1, and leave the old file as it was and nothing beside it. sh
-# tests/examples/examples_failures.sh [-v] [WORD], as tests/port/headers.sh.
+# with status 1, and leave the old file as it was and nothing beside it. Also that options which make
+# no sense are refused with status 2 and what to do, and that no file that is read, or that was just
+# written, is replaced. sh tests/examples/examples_failures.sh [-v] [WORD], as tests/port/headers.sh.
 
 LC_ALL=C
 export LC_ALL
@@ -12,7 +13,7 @@ root=$PWD
 . tests/setup.sh
 . tests/checks.sh
 
-programs='quickstart microdigits export csv quantize text routers'
+programs='quickstart microdigits export csv quantize text routers gallery lecture own_router threads'
 
 prepare() {
     setup_stb_flag "$CC"
@@ -23,7 +24,8 @@ prepare() {
     for program in $programs; do
         sed 's/^#define MOE_IMPLEMENTATION$//' "examples/$program.c" >"$prepared/$program.c"
         # shellcheck disable=SC2086
-        $compiler -O1 -Iexamples "$prepared/$program.c" "$prepared/library.o" -o "$prepared/$program" -lm || return 1
+        $compiler -O1 -Iexamples "$prepared/$program.c" "$prepared/library.o" -o "$prepared/$program" -lm -pthread ||
+            return 1
     done
     conditions >"$prepared/conditions"
     cp examples/data/digits.csv "$prepared/in.csv"
@@ -49,7 +51,7 @@ text        text replaced --steps 1 --width 8 --layers 1 --experts 2 --context 1
 text        text added --steps 1 --width 8 --layers 1 --experts 2 --context 16 --batch 2 --generate 5
     -o other --checkpoint OUT IN
 quickstart  -    replaced --epochs 1 -o other --report OUT
-microdigits -    replaced --epochs 1 -o other --save other --report OUT
+microdigits -    replaced --epochs 1 -o other --save another --report OUT
 export      -    replaced NET --calibration examples/data/digits.csv --divide 16 --rows 300 -o other --report OUT
 quantize    -    replaced --epochs 1 --report OUT
 text        text replaced --steps 1 --width 8 --layers 1 --experts 2 --context 16 --batch 2 --generate 5
@@ -73,8 +75,64 @@ replaced|added   output limited
 TEXT
 }
 
+# Status, what is said with _ for spaces, the call: of the files, in, is digits, and text is a text.
+wrong_calls() {
+    cat <<'TEXT'
+2 threads:_x:_there_are_no_options threads x
+2 threads:_--fast:_there_are_no_options threads --fast
+2 router:_--fast:_there_are_no_options own_router --fast
+2 lecture:_--fast:_there_are_no_options lecture --fast
+0 threads threads -h
+0 a_custom_router own_router --help
+0 lecture lecture -h
+2 a_second_file quickstart in other
+2 a_second_file microdigits in other
+2 is_a_header_of_the_library microdigits -o moe.h in
+1 more_than_5000_rows quickstart --epochs 1 more
+1 more_than_5000_rows microdigits --epochs 1 more
+2 a_report_is quickstart --report r.pdf
+2 a_report_is microdigits --report r.pdf
+2 a_report_is export NET --report r.pdf
+2 a_report_is csv in --report r.pdf
+2 a_report_is quantize --report r.pdf
+2 a_report_is text --report r.pdf
+2 a_report_is routers --report r.pdf
+2 a_report_is gallery --report r.pdf
+1 --steps:_a_million_passes text --width 8 --layers 1 --experts 2 --context 16 --batch 999 --steps 1000000000 text
+2 there_is_no_preset text --router nobody text
+2 there_is_no_preset csv in --router nobody
+2 --router:_its_value_is_missing text --router EMPTY text
+2 -o:_its_value_is_missing text -o EMPTY text
+2 --steps:_is_for_training text --only-generate --steps 3
+2 --words:_is_for_training text --words --only-generate
+2 text:_is_for_training text --only-generate text
+1 none:_cannot_be_opened text --test none text
+1 none:_cannot_be_opened csv in --predict none
+2 would_replace quickstart --epochs 1 -o ./in in
+2 would_replace quickstart --epochs 1 -o link in
+2 would_replace quickstart --epochs 1 -o new.txt --report new.txt in
+2 would_replace microdigits --epochs 1 -o in in
+2 would_replace microdigits --epochs 1 --save link in
+2 would_replace microdigits --epochs 1 -o new --save ./new in
+2 would_replace export NET --calibration link --divide 16 -o in
+2 would_replace export NET --calibration in --divide 16 -o new.txt --report new.txt
+2 would_replace csv in --epochs 1 --save ./in
+2 would_replace csv in --epochs 1 --save link
+2 would_replace csv in --epochs 1 --save new --firmware new
+2 would_replace csv in --epochs 1 --save new.safetensors --firmware new.calibration.csv
+2 would_replace csv in --epochs 1 --save new.safetensors --firmware new.h
+2 would_replace csv in --epochs 1 --save new.txt --report new.txt
+2 would_replace text --steps 1 --width 8 --layers 1 --context 16 -o ./text text
+2 would_replace text --steps 1 --width 8 --layers 1 --context 16 -o new.txt --report new.txt text
+2 would_replace text --steps 1 --width 8 --layers 1 --context 16 --words -o new --checkpoint new.words text
+2 would_replace text --steps 1 --width 8 --layers 1 --context 16 -o words words.words
+TEXT
+}
+
 plan() {
     echo short_check
+    echo rows_5000
+    wrong_calls | sed 's/^/wrong /'
     calls | awk '
         NR == FNR { wanted[++n] = $1; condition[n] = $2 " " $3; next }
         {
@@ -104,6 +162,7 @@ call() { # program input-kind output-kind words...
         IN) word=in ;;
         OUT) word=$out ;;
         NET) word=$prepared/in.net ;;
+        EMPTY) word= ;;
         esac
         set -- "$@" "$word"
     done
@@ -171,6 +230,30 @@ output() { # condition call...
     for file in out.*; do
         [ ! -e "$file" ] || grep -qF "$file" said || show_call "$file is left" || return 1
     done
+}
+
+wrong() { # status what call...
+    expected=$1
+    wanted=$(echo "$2" | tr _ ' ')
+    program=$3 screen=shown limit=
+    shift 3
+    cp "$prepared/in.csv" in && ln -s in link && cp "$prepared/in.text" text && cp text words.words || return 1
+    [ "$wanted" != 'more than 5000 rows' ] || awk '{ for (i = 0; i < 3; i++) print }' in | sed 5001q >more
+    call "$program" - - "$@"
+    [ "$status" = "$expected" ] || show_call "not status $expected" || return 1
+    [ "$expected" = 2 ] && [ -s shown ] && show_call 'something was begun' && return 1
+    [ "$expected" = 0 ] && cp shown said
+    grep -qF -- "$wanted" said || show_call "it did not say: $wanted" || return 1
+    cmp -s in "$prepared/in.csv" && cmp -s text "$prepared/in.text" && cmp -s words.words text && [ -L link ] ||
+        show_call 'a file is lost' || return 1
+    for file in new*; do
+        [ ! -e "$file" ] || show_call "$file was written" || return 1
+    done
+}
+
+rows_5000() {
+    awk '{ for (i = 0; i < 3; i++) print }' "$prepared/in.csv" | sed 5000q >rows
+    run "$prepared/quickstart" --epochs 1 rows >said && grep -q 'on 1000 digits' said
 }
 
 # text checks itself on a text of which a tenth is held out, less than its own checks look at.
