@@ -106,8 +106,7 @@ static int check_options(void) {
     else if (set.instructions == MOE_KERNELS_COUNT)
         fail(set.kernels, "--kernels takes auto, c, avx2, avx512, neon, wasm");
     else if (set.plain && set.system != NULL) fail("--plain", "has no system message: leave out --system");
-    else if (report_refused() != NULL) fail(report_path, report_refused());
-    else return 0;
+    else return report_checked("chat");
     return EXIT_USAGE;
 }
 
@@ -124,7 +123,7 @@ static int read_options(int count, char **words) {
             fail(o->name, "needs a value; see -h");
             return EXIT_USAGE;
         } else if (words[i][0] == '-' || set.model != NULL) {
-            fail(words[i], "is not an option; -h lists them");
+            fail(words[i], words[i][0] == '-' ? "is not an option; -h lists them" : "a second model; one at a time");
             return EXIT_USAGE;
         } else set.model = words[i];
     }
@@ -317,8 +316,7 @@ typedef struct session {
     moe_real *p;
     int32_t *order;
     moe_rng rng;
-    int previous;             /* role of the last message; -1: none */
-    moe_buffer text;          /* of the next turn */
+    moe_buffer text;          /* of a turn */
 } session;
 
 /* Runs the model on tokens; 0: stopped by Ctrl-C, or by an error that has been reported. */
@@ -430,61 +428,62 @@ static int reply(session *s, size_t n_read, double reading) {
     return good;
 }
 
-/* Adds a message and the opening of the reply to the text of the turn. */
-static moe_status put_message(session *s, const char *message) {
+/* Makes the text of a turn: what closes the reply before, the message, the opening of the reply.
+   first: the conversation begins, with the system message if there is one. */
+static moe_status put_message(session *s, const char *message, int first) {
+    moe_stream stream = moe_buffer_stream(&s->text);
+    const char *after = s->chat->after[MOE_CHAT_ASSISTANT];
+    int previous = first ? -1 : MOE_CHAT_ASSISTANT;
     moe_status status = MOE_OK;
-    if (s->previous < 0 && set.system != NULL) {
-        status = moe_chat_put(s->chat, MOE_CHAT_SYSTEM, -1, set.system, &s->text);
-        s->previous = MOE_CHAT_SYSTEM;
+    s->text.size = 0;
+    if (!first) status = stream.write(stream.ctx, after, strlen(after));
+    if (first && set.system != NULL) {
+        status = moe_chat_put(s->chat, MOE_CHAT_SYSTEM, previous, set.system, &s->text);
+        previous = MOE_CHAT_SYSTEM;
     }
-    if (status == MOE_OK) status = moe_chat_put(s->chat, MOE_CHAT_USER, s->previous, message, &s->text);
-    if (status == MOE_OK) status = moe_chat_put(s->chat, MOE_CHAT_ASSISTANT, MOE_CHAT_USER, NULL, &s->text);
-    s->previous = MOE_CHAT_ASSISTANT;
-    return status;
+    if (status == MOE_OK) status = moe_chat_put(s->chat, MOE_CHAT_USER, previous, message, &s->text);
+    return status == MOE_OK ? moe_chat_put(s->chat, MOE_CHAT_ASSISTANT, MOE_CHAT_USER, NULL, &s->text) : status;
 }
 
 /* The tokens of a message; n = 0 after an error message. */
-static int32_t *message_tokens(session *s, const char *message, size_t *n) {
-    int flags = s->cache.n_tokens == 0 ? MOE_TOKENIZER_BOUNDS : 0;
-    const char *text = message;
-    size_t size = strlen(message);
-    if (s->chat != NULL) {
-        const moe_status status = put_message(s, message);
-        if (status != MOE_OK) fail("the message", moe_status_text(status));
-        text = (const char *)s->text.data;
-        size = status == MOE_OK ? s->text.size : 0;
-        flags |= MOE_TOKENIZER_SPECIAL;
-        s->text.size = 0;
-    }
-    return read_tokens(s, text, size, flags, n);
+static int32_t *message_tokens(session *s, const char *message, int first, size_t *n) {
+    const int flags = first ? MOE_TOKENIZER_BOUNDS : 0;
+    moe_status status;
+    if (s->chat == NULL) return read_tokens(s, message, strlen(message), flags, n);
+    status = put_message(s, message, first);
+    if (status == MOE_OK)
+        return read_tokens(s, (const char *)s->text.data, s->text.size, flags | MOE_TOKENIZER_SPECIAL, n);
+    fail("the message", moe_status_text(status));
+    *n = 0;
+    return NULL;
 }
 
-/* One message and its reply; 0 after an error message. */
+/* One message and its reply; 0 after an error message. A message that cannot be read changes
+   nothing. */
 static int turn(session *s, const char *message) {
+    const int first = s->cache.n_tokens == 0;
     size_t n;
-    int32_t *ids = message_tokens(s, message, &n);
+    int32_t *ids = message_tokens(s, message, first, &n);
     const double began = seconds();
     int good;
     interrupted = 0;
-    if (n > s->cache.most - s->cache.n_tokens && s->cache.n_tokens > 0) {
-        printf("(the context is full: the conversation starts over)\n");
+    if (n > s->cache.most - s->cache.n_tokens && !first) {
         free(ids);
-        s->cache.n_tokens = 0;
-        s->previous = -1;
-        ids = message_tokens(s, message, &n);
+        ids = message_tokens(s, message, 1, &n);
+        if (n > 0 && n <= s->cache.most) {
+            printf("(the context is full: the conversation starts over)\n");
+            s->cache.n_tokens = 0;
+        }
+    }
+    if (n > s->cache.most) {
+        fail("the context is full", "--context N makes it larger");
+        n = 0;
     }
     good = n > 0 && feed(s, ids, n);
     free(ids);
     if (n == 0) return 0;
-    if (good) good = reply(s, n, seconds() - began);
-    else if (interrupted) good = 1;
-    /* the text that closes the reply is read with the next message */
-    if (s->chat != NULL) {
-        moe_stream stream = moe_buffer_stream(&s->text);
-        const char *after = s->chat->after[MOE_CHAT_ASSISTANT];
-        (void)stream.write(stream.ctx, after, strlen(after));
-    }
-    return good;
+    if (good) return reply(s, n, seconds() - began);
+    return interrupted != 0;
 }
 
 /* Reads a line; NULL: the input ended. Ctrl-C gives an empty line. */
@@ -721,7 +720,6 @@ int main(int count, char **words) {
     int failed;
     failed = read_options(count, words);
     if (failed) return failed;
-    s.previous = -1;
     moe_rng_seed(&s.rng, (uint64_t)set.seed);
     s.parallel = start_threads();
     failed = open_model(&s);
@@ -731,6 +729,7 @@ int main(int count, char **words) {
         catch_interrupts();
         failed = talk(&s);
         if (!failed) failed = write_report(&s);
+        if (!failed && (fflush(stdout) != 0 || ferror(stdout))) failed = fail("the output", "cannot be written");
     }
     close_model(&s);
     return failed;

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Writes a small model with a vocabulary, for the tests of examples/chat.c.
 
-    python3 tests/examples/chat_model.py FILE.gguf [--no-words]
+    python3 tests/examples/chat_model.py FILE.gguf [--no-words] [--lacks-z]
+        --lacks-z: the model has no row for the letter z
     python3 tests/examples/chat_model.py NAME --longrope
         a phimoe model of tests/golden/shapes.py whose RoPE factors depend on the context
 
@@ -53,7 +54,12 @@ def main():
         longrope(sys.argv[1])
         return
     tokens = stand_ins() + ['he', 'll', '<|endoftext|>', '<|im_start|>', '<|im_end|>']
-    shapes = {'token_embd': (WIDTH, len(tokens)), 'output': (WIDTH, len(tokens)), 'output_norm': (WIDTH,)}
+    types, rows = [1] * 258 + [3] * 3, len(tokens)
+    if '--lacks-z' in sys.argv:
+        tokens.append(tokens.pop(ord('z')))
+        types.append(types.pop(ord('z')))
+        rows -= 1
+    shapes = {'token_embd': (WIDTH, rows), 'output': (WIDTH, rows), 'output_norm': (WIDTH,)}
     for block in range(BLOCKS):
         at = 'blk.%d.' % block
         for name in 'attn_q', 'attn_k', 'attn_v', 'attn_output':
@@ -68,8 +74,9 @@ def main():
             key('llama.attention.layer_norm_rms_epsilon', 6, 1e-5), key('llama.expert_count', 4, EXPERTS),
             key('llama.expert_used_count', 4, 2), key('tokenizer.ggml.model', 8, 'gpt2'),
             key('tokenizer.ggml.pre', 8, 'qwen2'), key('tokenizer.ggml.tokens', 8, tokens),
-            key('tokenizer.ggml.token_type', 4, [1] * 258 + [3] * 3).replace(b'\x09\0\0\0\x04', b'\x09\0\0\0\x05'),
-            key('tokenizer.ggml.merges', 8, ['h e', 'l l']), key('tokenizer.ggml.eos_token_id', 4, 258),
+            key('tokenizer.ggml.token_type', 4, types).replace(b'\x09\0\0\0\x04', b'\x09\0\0\0\x05'),
+            key('tokenizer.ggml.merges', 8, ['h e', 'l l']),
+            key('tokenizer.ggml.eos_token_id', 4, tokens.index('<|endoftext|>')),
             key('tokenizer.chat_template', 8, "{{ '<|im_start|>' + role }}")]
     if '--no-words' in sys.argv:
         keys = [pair for pair in keys if b'tokenizer.' not in pair]

@@ -18,6 +18,7 @@ prepare() {
     $CC $(strict_flags "$CC") -O1 -DMOE_NO_SIMD -I"$root" examples/chat.c -o "$prepared/chat" -lm -pthread || return 1
     python3 tests/examples/chat_model.py "$prepared/model.gguf" || return 1
     python3 tests/examples/chat_model.py "$prepared/plain.gguf" --no-words || return 1
+    python3 tests/examples/chat_model.py "$prepared/lacks_z.gguf" --lacks-z || return 1
     python3 tests/examples/chat_model.py "$prepared/long" --longrope || return 1
     head -c 30000 "$prepared/model.gguf" >"$prepared/short.gguf"
     mkdir -p "$prepared/empty"
@@ -28,6 +29,8 @@ plan() {
 prompt
 repeats
 conversation
+cannot_be_read
+full_screen
 numbers
 context
 report
@@ -39,6 +42,7 @@ refused 2 -h_lists --fast
 refused 2 needs_a_value model.gguf --seed
 refused 2 must_be model.gguf --top-p 2
 refused 2 which_model
+refused 2 a_second_model model.gguf model.gguf
 refused 1 cannot_open none.gguf --prompt x
 refused 1 short.gguf short.gguf --prompt x
 refused 1 cannot_open empty --prompt x
@@ -74,6 +78,30 @@ conversation() {
     printf 'hello\n\nand more\nagain\nonce more\n' >lines
     run chat "$prepared/model.gguf" --tokens 30 --context 120 --seed 3 <lines >said || return 1
     [ "$(grep -c '^\[read' said)" -eq 4 ] && grep -q 'starts over' said
+}
+
+# A message that cannot be read changes nothing, whether it is the first, whose conversation begins
+# with the system message, or a later one, which begins with what closes the reply before; nor does
+# one that is longer than the context.
+cannot_be_read() {
+    printf 'hello\nmore\n' >good
+    printf 'hz\nhello\nz\nmore\n' >unreadable
+    { head -c 400 /dev/zero | tr '\0' x && echo && cat good; } >long
+    { sed 1q good && sed 1q long && sed 1d good; } >long_later
+    for lines in good unreadable long long_later; do
+        run chat "$prepared/lacks_z.gguf" --tokens 5 --greedy --system kind <$lines >said 2>errors || return 1
+        sed -n 's/^\[read \([0-9]*\) tokens.*context \([0-9]* of [0-9]*\).*/\1 \2/p' said >>counts
+        [ $lines = good ] || grep -qE 'has tokens that the model lacks|the context is full' errors || return 1
+    done
+    [ "$(wc -l <counts)" -eq 8 ] && [ "$(sed -n 'p;n' counts | sort -u | wc -l)" -eq 1 ] &&
+        [ "$(sed -n 'n;p' counts | sort -u | wc -l)" -eq 1 ] && return 0
+    cat counts errors
+    return 1
+}
+
+full_screen() {
+    [ -c /dev/full ] || missing /dev/full
+    ! chat "$prepared/model.gguf" --prompt hi --tokens 3 >/dev/full 2>said && grep -q 'chat: the output' said
 }
 
 numbers() {
