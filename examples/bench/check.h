@@ -69,7 +69,9 @@ static void check_verdicts(void) {
         statistics_result r = {8, m, h / 2.3, m - h, m + h, fabs(m) > h ? 0.001 : 0.5};
         check(judge(&r, cases[i].sign, 0.1, cases[i].papers, cases[i].keeps, r.p) == cases[i].verdict, "verdict");
     }
-    check(judge_seeds(0.1, 0.1) == 18, "seeds that would decide"); /* 2 t(17) 0.1 / sqrt(18) < 0.1 */
+    check(judge_seeds(0.1, 0.1, 0.05) == 18, "seeds that would decide"); /* 2 t(17) 0.1 / sqrt(18) < 0.1 */
+    /* (t(0.975, 23) + t(0.995, 23)) 0.1 / sqrt(24) = 0.0995, and 0.102 with 23 seeds */
+    check(judge_seeds(0.1, 0.1, 0.01) == 24, "seeds that would decide at a corrected level");
     for (int keeps = 0; keeps < 2; keeps++) {
         double a[] = {1, HUGE_VAL, 1};
         statistics_result r = statistics_paired(3, a, NULL);
@@ -268,6 +270,24 @@ static void check_resume(void) {
     check(status == MOE_OK && same_found(&whole, &parts), "a resumed run ends with the same bits");
 }
 
+/* --minutes stops within a run on text. */
+static void check_minutes(void) {
+#ifndef _WIN32
+    static found f;
+    world w = *find_world("bytes");
+    job j = make_job(&w, find_arm("smoe"), 1, 2, 0.003, 0.01);
+    moe_error error = {MOE_OK, ""};
+    time_t begin = time(NULL);
+    w.tuning_steps = 3000;
+    options.minutes = 0.01;
+    limit_time();
+    check(run_text(&j, &f, &error) == MOE_ERR_STOPPED && difftime(time(NULL), begin) < 60, "time stops a run");
+    options.minutes = 0;
+    bench_stopped = 0;
+    text_clean(&j);
+#endif
+}
+
 /* A run that was stopped after its last step, and a checkpoint of another text. */
 static void check_resume_short(const char *text, const char *other) {
     static found f[3];
@@ -313,6 +333,7 @@ static int check_all(void) {
     bench_short = 0;
     if (texts_read(0, headers[0], headers[1]) || digits_read()) return 1;
     check_resume();
+    check_minutes();
     check_resume_short(headers[0], headers[1]);
     check_arms();
     texts_free(); /* rows of any text count again */

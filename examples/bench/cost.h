@@ -223,7 +223,7 @@ static void judge_cost(const claim *c, double ratio, judgement *g) {
     g->r = statistics_paired((size_t)n, a, b);
     g->verdict = judge(&g->r, c->sign, c->margin, c->papers, c->kind == KEEPS, g->r.p);
     if (g->verdict == UNDERPOWERED && c->kind != KEEPS)
-        g->seeds = judge_seeds(g->r.error * sqrt((double)n), c->margin);
+        g->seeds = judge_seeds(g->r.error * sqrt((double)n), c->margin, 0.05);
 }
 
 static void print_costs(const judgement *equal_steps) {

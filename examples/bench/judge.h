@@ -17,14 +17,18 @@ typedef struct judgement {
     double arm, baseline;         /* means */
     double block_low, block_high; /* 95 % interval over blocks of text, by bootstrap; NaN: none */
     double p, holm;               /* holm: for primary claims corrected over the papers */
+    double level;                 /* below which p is below 0.05 once corrected */
     int verdict, seeds;           /* seeds: how many would decide an underpowered claim; 0: unknown */
 } judgement;
 
-/* The number of seeds, at most 2 % above the least, at which an interval of this deviation is no
-   wider than the margin, so that it cannot hold both 0 and the margin. */
-static inline int judge_seeds(double deviation, double margin) {
+/* The number of seeds, at most 2 % above the least, that would decide with this deviation: a mean
+   that does not differ from 0 at this level is then so small that its 95 % interval ends below the
+   margin. level: 0.05, or less if p is corrected. */
+static inline int judge_seeds(double deviation, double margin, double level) {
     int n = 3;
-    while (n < 100000 && 2 * statistics_t_quantile(0.975, n - 1) * deviation / sqrt(n) > margin) n += 1 + n / 50;
+    while (n < 100000 && (statistics_t_quantile(0.975, n - 1) + statistics_t_quantile(1 - level / 2, n - 1)) *
+                                 deviation / sqrt(n) > margin)
+        n += 1 + n / 50;
     return n;
 }
 
