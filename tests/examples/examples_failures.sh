@@ -1,8 +1,9 @@
 #!/bin/sh
 # Tests what the examples do when files cannot be read or written: they say which file it is, end
-# with status 1, and leave the old file as it was and nothing beside it. Also that options which make
-# no sense are refused with status 2 and what to do, and that no file that is read, or that was just
-# written, is replaced. sh tests/examples/examples_failures.sh [-v] [WORD], as tests/port/headers.sh.
+# with status 1, and leave the old file as it was and nothing beside it. Also that options which
+# make no sense are refused with status 2 and what to do, and that no file that is read, or was just
+# written, is replaced. sh tests/examples/examples_failures.sh [-v] [WORD], as
+# tests/port/headers.sh.
 
 LC_ALL=C
 export LC_ALL
