@@ -191,6 +191,8 @@ static int read_options(int count, char **words) {
         kernels++;
     if (moe_kernels_name(kernels) == NULL) return fail(set.kernels, "no such kernels");
     if (set.resume && set.checkpoint == NULL) return fail("--resume", "needs --checkpoint FILE to resume from");
+    if (set.router != NULL && moe_preset_find(set.router) == NULL)
+        return fail(set.router, "there is no preset of this name; sh examples/run routers lists them");
     return differ(set.mismatch);
 }
 
@@ -1818,16 +1820,20 @@ static int check_files(void) {
     const char *const outputs[] = {set.save, set.checkpoint, set.measure, report_path};
     const char *twice = written_twice(outputs, 4, &set.text, 1);
     int wrong;
-    FILE *f;
+    char domain[1024];
+    for (const char *at = set.domains, *one = domain; at != NULL && twice == NULL;) {
+        size_t length = strcspn(at, ",");
+        snprintf(domain, sizeof domain, "%.*s", (int)(length < sizeof domain ? length : 0), at);
+        twice = written_twice(outputs, 4, &one, 1);
+        at = at[length] == ',' ? at + length + 1 : NULL;
+    }
     if (twice != NULL) return fail(twice, WRITTEN_TWICE) * EXIT_USAGE;
     if (rank == 0 && (wrong = report_checked("mpi")) != 0) return wrong;
     if (set.resume && !exists(set.checkpoint)) return fail(set.checkpoint, "does not exist: nothing to resume");
     if (!set.resume && exists(set.checkpoint))
         return fail(set.checkpoint, "holds training that was stopped: --resume continues it; remove it to start over");
     if (set.save == NULL || rank != 0) return 0;
-    f = fopen(set.save, "ab");
-    if (f == NULL) return fail(set.save, strerror(errno));
-    return fclose(f) != 0 ? fail(set.save, strerror(errno)) : 0;
+    return not_writable(set.save) != NULL ? fail(set.save, not_writable(set.save)) : 0;
 }
 
 /* Whether any rank has failed: a file may be missing on one alone. The first of them says why. */

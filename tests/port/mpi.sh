@@ -287,6 +287,12 @@ refuses_options() {
         # Once, by one rank.
         [ "$(grep -c '^mpi: ' said)" = 1 ] || { cat said; echo "$wrong"; return 1; }
     done
+    cp "$prepared/text" text || return 1
+    for wrong in 'text --save ./text' '--domains none,text --save text' 'text --save s.txt --report s.txt'; do
+        # shellcheck disable=SC2086
+        mpi 2 "$prepared/mpi_float" --steps 0 $wrong >said 2>&1 && { cat said; echo "$wrong is taken"; return 1; }
+        run grep -q 'would replace' said && cmp "$prepared/text" text || return 1
+    done
     mpi 2 "$prepared/mpi_float" none >said 2>&1 && return 1
     run grep -q none said
 }
