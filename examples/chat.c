@@ -501,6 +501,15 @@ static char *read_line(char *line) {
         return line;
     }
     n = strlen(line);
+    if (n + 1 == LINE_MOST && line[n - 1] != '\n') {
+        int next = getchar();
+        if (next != EOF && next != '\n') {
+            while ((next = getchar()) != EOF && next != '\n') continue;
+            fail("the message", "is longer than 65535 bytes; --prompt takes a longer one");
+            n = 0;
+            line[0] = '\0';
+        }
+    }
     while (n > 0 && (line[n - 1] == '\n' || line[n - 1] == '\r')) line[--n] = '\0';
     return line;
 }

@@ -329,6 +329,10 @@ static int choose_columns(const csv_table *t, int header, schema *s) {
             free(used);
             return no_column(t, header, "--skip", p, n);
         }
+        if (place == s->label_place) {
+            free(used);
+            return fail("--skip", "leaves out the column to predict; --label names another");
+        }
         used[place] = 1;
         p += n + (p[n] == ',');
     }
@@ -350,27 +354,22 @@ static int choose_columns(const csv_table *t, int header, schema *s) {
 
 /* Reports a cell that should be a number. */
 static int bad_cell(const char *file, const csv_table *t, size_t row, const column *c, int kind) {
-    char cell[CSV_SHOWN_SIZE], name[CSV_SHOWN_SIZE];
+    char cell[CSV_SHOWN_SIZE], name[CSV_SHOWN_SIZE], skip[80] = ""; /* a saved classifier needs the column */
     const char *text = t->cells[row * t->columns + c->place];
     csv_shown(text, cell);
     csv_shown(c->name, name);
+    if (load_path == NULL) sprintf(skip, ", or leave the column out with --skip %lu", (unsigned long)c->place + 1);
     fprintf(stderr, "csv: %s:%lu: column %lu (%s) ", file, (unsigned long)t->lines[row], (unsigned long)c->place + 1,
             name);
     if (kind == CSV_MISSING)
-        fprintf(
-            stderr,
-            "has no value (\"%s\"): fill it in, or leave such lines out with --drop, or the column with --skip %lu\n",
-            cell, (unsigned long)c->place + 1);
+        fprintf(stderr, "has no value (\"%s\"): fill it in, or leave such lines out with --drop%s\n", cell, skip);
     else if (kind == CSV_INFINITE)
-        fprintf(stderr, "is %s: numbers must be finite; --skip %lu leaves the column out\n", cell,
-                (unsigned long)c->place + 1);
+        fprintf(stderr, "is %s: numbers must be finite; correct it%s\n", cell, skip);
     else if (strchr(text, ',') != NULL && t->separator != ',')
         fprintf(stderr, "is \"%s\": write numbers with a point, 3.5 and not 3,5\n", cell);
     else
-        fprintf(stderr,
-                "is \"%s\", which is not a number as most of this column are: correct it, or leave the column out with "
-                "--skip %lu%s\n",
-                cell, (unsigned long)c->place + 1,
+        fprintf(stderr, "is \"%s\", which is not a number as %s: correct it%s%s\n", cell,
+                load_path == NULL ? "most of this column are" : "those that the classifier was trained on", skip,
                 row == 0 ? "; if this line holds the columns' names, add --header yes" : "");
     return 1;
 }

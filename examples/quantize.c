@@ -75,7 +75,7 @@ static int read_options(int count, char **words) {
             continue;
         } else if (strcmp(word, "--seed") == 0) first_seed = strtol(value, &end, 10);
         else if (strcmp(word, "--epochs") == 0) epochs = strtol(value, &end, 10);
-        else return fail(word, "no such option; see -h");
+        else return fail(word, "no such option, or its value is missing; see -h");
         if (end == NULL) continue;
         if (*end != '\0' || end == value || epochs < 1 || epochs > 9999 || first_seed < 0 || first_seed > 999999999) {
             fprintf(stderr, "quantize: %s %s: not a value of this option; see -h\n", word, value);

@@ -1039,6 +1039,9 @@ static int check_only(void) {
 
 /* Options that do not go together. */
 static int check_options(void) {
+    const int modes = options.list + options.tables + options.write + (options.verify && !options.pictures) +
+                      options.check + options.time + options.again + options.pictures;
+    if (modes > 1) return complain("two things to do", "one of --list, --tables, --write, ... at a time; see -h");
     if (options.seeds == 1) return complain("--seeds 1", "an interval needs at least 2");
     if ((options.write || options.verify) && (options.seeds > 0 || options.unseen || bench_short))
         return complain("--write and --verify", "the pages have the declared seeds and steps");

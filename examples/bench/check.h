@@ -99,12 +99,13 @@ static void check_refused(const char *first, const char *second, const char *thi
 }
 
 static void check_options_refused(void) {
-    fputs("the next six complaints are expected:\n", stderr);
+    fputs("the next seven complaints are expected:\n", stderr);
     check_refused("--only", "worlds,digtis", "", "every word of --only names something");
     check_refused("--seeds", "1", "", "one seed");
     check_refused("--write", "--unseen", "", "pages of other seeds");
     check_refused("--verify", "--seeds", "3", "pages of fewer seeds");
     check_refused("--write", "--short", "", "pages of fewer steps");
+    check_refused("--write", "--check", "", "two things to do");
     check_refused("--short", "", "", "short runs among the published rows");
 }
 

@@ -88,12 +88,15 @@ cannot_be_read() {
     printf 'hz\nhello\nz\nmore\n' >unreadable
     { head -c 400 /dev/zero | tr '\0' x && echo && cat good; } >long
     { sed 1q good && sed 1q long && sed 1d good; } >long_later
-    for lines in good unreadable long long_later; do
+    { head -c 70000 /dev/zero | tr '\0' x && echo && cat good; } >longer
+    for lines in good unreadable long long_later longer; do
         run chat "$prepared/lacks_z.gguf" --tokens 5 --greedy --system kind <$lines >said 2>errors || return 1
         sed -n 's/^\[read \([0-9]*\) tokens.*context \([0-9]* of [0-9]*\).*/\1 \2/p' said >>counts
-        [ $lines = good ] || grep -qE 'has tokens that the model lacks|the context is full' errors || return 1
+        case $lines in good) continue ;; unreadable) words='has tokens that the model lacks' ;;
+        longer) words='longer than 65535' ;; *) words='the context is full' ;; esac
+        grep -q "$words" errors || return 1
     done
-    [ "$(wc -l <counts)" -eq 8 ] && [ "$(sed -n 'p;n' counts | sort -u | wc -l)" -eq 1 ] &&
+    [ "$(wc -l <counts)" -eq 10 ] && [ "$(sed -n 'p;n' counts | sort -u | wc -l)" -eq 1 ] &&
         [ "$(sed -n 'n;p' counts | sort -u | wc -l)" -eq 1 ] && return 0
     cat counts errors
     return 1

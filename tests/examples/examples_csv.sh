@@ -81,6 +81,7 @@ refused one_column_only s/,.*//
 told no_column_color --label color
 told no_column_7 --skip length,7
 told no_column_is_left --skip length,width
+told leaves_out_the_column_to_predict --skip 3
 told not_a_value --experts 0
 told not_a_value --header maybe
 told no_such_option --what 1
@@ -89,6 +90,7 @@ told add_--save --firmware x.c
 told only_one_of_them --load m.safetensors
 told a_second_table plain.csv
 load_only_predicts
+load_advice
 gallery_refuses
 TEXT
 }
@@ -256,6 +258,17 @@ load_only_predicts() {
         "$prepared/csv" --load none --predict "$prepared/plain.csv" $option >out 2>&1
         status=$?
         said_all cannot_open_none || return 1
+    done
+}
+
+# What is wrong with a cell is told without options that only training has.
+load_advice() {
+    run "$prepared/csv" "$prepared/plain.csv" --epochs 1 --save m.safetensors >said || return 1
+    for change in '5s/,[^,]*,/,,/' '6s/^[^,]*/ten/' '6s/^[^,]*/inf/' '2,$d'; do
+        sed "$change" "$prepared/plain.csv" >in.csv
+        "$prepared/csv" --load m.safetensors --predict in.csv >out 2>&1
+        status=$?
+        said_all in.csv && ! grep -q -- --skip out || return 1
     done
 }
 
