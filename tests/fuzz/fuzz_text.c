@@ -76,8 +76,10 @@ int take_quickstart(int count, char **argv, const char *contents, size_t size) {
     epochs = 30;
     seed = 1;
     kernels = 0;
-    data_path = UNSAID;
+    data_path = report_path = NULL;
+    output = "digits.safetensors";
     if (read_options(count, argv)) return 1;
+    data_path = UNSAID;
     moe_rng_seed(&rng, (uint64_t)seed);
     if ((f = fopen(data_path, "rb")) == NULL) return 1;
     refused = read_rows(data_path, f, rng) == 0;
@@ -115,7 +117,9 @@ int take_microdigits(int count, char **argv, const char *contents, size_t size) 
     (void)size;
     epochs = 30;
     seed = 1;
-    data_path = UNSAID;
+    data_path = report_path = NULL;
+    header = "digits.h";
+    saved = "digits.safetensors";
     if (read_options(count, argv)) return 1;
     moe_rng_seed(&rng, (uint64_t)seed);
     return microdigits_rows(UNSAID, numbers, classes, rng) == 0;
@@ -133,14 +137,14 @@ int take_export(int count, char **argv, const char *contents, size_t size) {
     int refused;
     (void)contents;
     (void)size;
-    path = output = rows_path = text_path = NULL;
+    path = output = rows_path = text_path = report_path = NULL;
     *name = '\0';
     weights = MOE_WEIGHTS_INT8;
     most_rows = 2000;
     length = 128;
     divisor = 1;
     if (read_options(count, argv)) return 1;
-    if (strlen(name) > NAME_SIZE) abort();
+    if (strlen(name) > C_NAME_SIZE) abort();
     if (most_rows > 2000) most_rows = 2000; /* memory for a million is the user's wish */
     if (moe_net_init(&net, text_path != NULL ? 0 : 3, MOE_KERNELS_C, NULL) != MOE_OK ||
         (text_path != NULL && moe_net_embedding(&net, 200, 2) != MOE_OK) ||
@@ -169,7 +173,7 @@ int take_csv(int count, char **argv, const char *contents, size_t size) {
     (void)contents;
     (void)size;
     path = label_wanted = skipped = header_wanted = router = report_path = save_path = firmware_path = predict_path =
-        load_path = NULL;
+        load_path = training_option = NULL;
     n_experts = 4;
     top_k = 0;
     width = 16;
