@@ -49,6 +49,18 @@ static int fail(const char *what, const char *why) {
 /* Flushes the output; fails if it could not be written. */
 static int finish(void) { return fflush(stdout) != 0 || ferror(stdout) ? fail("the output", "cannot be written") : 0; }
 
+/* Whether the report is one of the files in the folder. */
+static int is_report_among_pictures(void) {
+    char path[PATH];
+    sprintf(path, "%s/README.md", folder);
+    if (only == NULL && is_same_file(path, report_path)) return 1;
+    for (const moe_preset *p = moe_presets(); p->name != NULL; p++) {
+        sprintf(path, "%s/%.60s.svg", folder, p->name);
+        if (is_same_file(path, report_path)) return 1;
+    }
+    return 0;
+}
+
 static int read_options(int count, char **words) {
     while (--count > 0) {
         const char *word = *++words, *value = count > 1 ? words[1] : "";
@@ -76,7 +88,7 @@ static int read_options(int count, char **words) {
     if (strlen(folder) > PATH - 100) return fail("-o", "the folder's name is too long");
     if (only != NULL && moe_preset_find(only) == NULL)
         return fail(only, "there is no preset of this name; sh examples/run routers lists them");
-    return 0;
+    return is_report_among_pictures() ? fail(report_path, WRITTEN_TWICE) : 0;
 }
 
 /* ---- the same points for all ---- */

@@ -60,7 +60,8 @@ static inline size_t microdigits_rows(const char *path, moe_real *x, int32_t *la
         size_t place = (size_t)moe_rng_below(&rng, n + 1); /* shuffles: a random row is moved to the end */
         memcpy(x + n * PIXELS, x + place * PIXELS, PIXELS * sizeof *x);
         labels[n++] = labels[place];
-        wrong = microdigits_row(line, x + place * PIXELS, &labels[place]);
+        const int mark = n == 1 && strncmp(line, "\xef\xbb\xbf", 3) == 0; /* a byte order mark */
+        wrong = microdigits_row(line + 3 * mark, x + place * PIXELS, &labels[place]);
     }
     if (wrong == NULL && ferror(f)) wrong = "cannot be read";
     if (wrong == NULL && n < 10) wrong = "the file ends here, at least 10 rows are needed";

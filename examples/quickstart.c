@@ -112,7 +112,8 @@ static size_t read_rows(const char *path, FILE *f, moe_rng rng) {
         size_t place = (size_t)moe_rng_below(&rng, n + 1); /* shuffles: a random row is moved to the end */
         memcpy(x + n * PIXELS, x + place * PIXELS, PIXELS * sizeof *x);
         digits[n++] = digits[place];
-        wrong = read_row(line, x + place * PIXELS, &digits[place]);
+        const int mark = n == 1 && strncmp(line, "\xef\xbb\xbf", 3) == 0; /* a byte order mark */
+        wrong = read_row(line + 3 * mark, x + place * PIXELS, &digits[place]);
     }
     if (wrong == NULL && ferror(f)) wrong = "cannot be read";
     if (wrong == NULL && n < 10) wrong = "the file ends here, at least 10 rows are needed";

@@ -123,6 +123,8 @@ wrong_calls() {
 2 would_replace csv in --epochs 1 --save new.safetensors --firmware new.calibration.csv
 2 would_replace csv in --epochs 1 --save new.safetensors --firmware new.h
 2 would_replace csv in --epochs 1 --save new.txt --report new.txt
+2 would_replace gallery --steps 1 -o . --report README.md
+2 would_replace gallery --steps 1 -o . --preset smoe --report ./smoe.svg
 2 would_replace text --steps 1 --width 8 --layers 1 --context 16 -o ./text text
 2 would_replace text --steps 1 --width 8 --layers 1 --context 16 -o new.txt --report new.txt text
 2 would_replace text --steps 1 --width 8 --layers 1 --context 16 --words -o new --checkpoint new.words text
@@ -133,6 +135,7 @@ TEXT
 plan() {
     echo short_check
     echo rows_5000
+    echo byte_order_mark
     wrong_calls | sed 's/^/wrong /'
     calls | awk '
         NR == FNR { wanted[++n] = $1; condition[n] = $2 " " $3; next }
@@ -250,6 +253,12 @@ wrong() { # status what call...
     for file in new*; do
         [ ! -e "$file" ] || show_call "$file was written" || return 1
     done
+}
+
+# As some programs begin a table.
+byte_order_mark() {
+    { printf '\357\273\277' && cat "$prepared/in.csv"; } >rows
+    run "$prepared/quickstart" --epochs 1 rows >said && run "$prepared/microdigits" --epochs 1 rows >said
 }
 
 rows_5000() {
