@@ -1043,6 +1043,13 @@ static moe_status moei_check_attention(const moei_check *c, const moe_module *m)
     return MOE_OK;
 }
 
+/* Whether kernels are none, or a table of this build that this machine can run. */
+static int moei_check_kernels(const moe_kernels *kernels) {
+    int id = MOE_KERNELS_AUTO;
+    while (id < MOE_KERNELS_COUNT && moe_kernels_select(id) != kernels) id++;
+    return kernels == NULL || id < MOE_KERNELS_COUNT;
+}
+
 /* Checks that a layer is as moe_layer_init makes it, except for its kernels. view: the modules
    before it. */
 static moe_status moei_check_moe_layer(const moei_check *c, const moe_net *view, const moe_module *m) {
@@ -1065,6 +1072,8 @@ static moe_status moei_check_moe_layer(const moei_check *c, const moe_net *view,
     MOEI_CHECK_NEED(made.present == m->layer.present && made.router.present == m->layer.router.present, "present",
                     "not the parameters of the configuration");
     MOEI_CHECK_NEED(made.router.parts == m->layer.router.parts, "parts", "not those of the configuration");
+    MOEI_CHECK_NEED(moei_check_kernels(m->layer.kernels) && moei_check_kernels(m->layer.router.kernels), "kernels",
+                    "not a table of this build and machine");
     for (i = 0; i < MOE_LAYER_PARAMETER_COUNT; i++)
         MOEI_CHECK_NEED(m->layer.external[i] == NULL, "external", "must be NULL in a model");
     MOEI_CHECK_NEED(config.router.select != MOE_SELECT_CUSTOM && config.router.score != MOE_SCORE_CUSTOM &&
@@ -1136,6 +1145,7 @@ static moe_status moei_check_float(moei_check *c) {
     MOEI_CHECK_NEED(net->d_in >= 0 && (size_t)net->d_in == model->d_in, "d_in", "not the network's");
     MOEI_CHECK_NEED(net->d_out >= 0 && (size_t)net->d_out == model->d_out, "d_out", "not the network's");
     MOEI_CHECK_NEED(net->transport == NULL, "net", "has a transport");
+    MOEI_CHECK_NEED(moei_check_kernels(net->kernels), "kernels", "not a table of this build and machine");
     c->what = "module";
     width = net->d_in;
     for (i = 0; i < net->n_modules; i++) {

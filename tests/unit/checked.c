@@ -1053,6 +1053,7 @@ static void test_float_modules(void) {
     moe_module *m = f.modules;
     static moe_transport transport;
     moe_real infinite = (moe_real)HUGE_VAL;
+    const moe_kernels foreign = *moe_kernels_select(MOE_KERNELS_C);
     if (!made_begin(&f.m, RECIPES - 3, MOE_WEIGHTS_FLOAT, 0)) return;
     floating_pull(&f); /* embedding, norm, attention, residual, mixture, residual, tied */
     CHECK_STATUS(floating_check(&f), MOE_OK, "a model that was made is accepted");
@@ -1063,6 +1064,8 @@ static void test_float_modules(void) {
     REFUSED(MOE_ERR_FORMAT, f.net.n_modules = 6);
     REFUSED(MOE_ERR_FORMAT, f.net.n_modules = MOE_NET_MAX_MODULES + 1);
     REFUSED(MOE_ERR_FORMAT, f.net.transport = &transport);
+    REFUSED(MOE_ERR_FORMAT, f.net.kernels = &foreign);
+    REFUSED(MOE_OK, f.net.kernels = moe_kernels_select(MOE_KERNELS_AUTO));
     REFUSED(MOE_ERR_FORMAT, f.net.d_in = 1);
     REFUSED(MOE_ERR_FORMAT, f.net.d_in = -1);
     REFUSED(MOE_ERR_FORMAT, f.net.d_out = -1);
@@ -1103,6 +1106,7 @@ static void test_float_layers(void) {
     static moe_external external;
     moe_layer *l = &f.modules[1].layer;
     moe_module *m = f.modules;
+    const moe_kernels foreign = *moe_kernels_select(MOE_KERNELS_C);
     if (!made_begin(&f.m, 0, MOE_WEIGHTS_FLOAT, 0)) return;
     floating_pull(&f); /* relu, mixture, residual, linear */
     CHECK_STATUS(floating_check(&f), MOE_OK, "a model that was made is accepted");
@@ -1120,6 +1124,8 @@ static void test_float_layers(void) {
     REFUSED(MOE_ERR_FORMAT, l->router.parts ^= 1);
     REFUSED(MOE_ERR_FORMAT, l->external[MOE_ROUTER_WEIGHT] = &external);
     REFUSED(MOE_ERR_FORMAT, l->is_packed = 1);
+    REFUSED(MOE_ERR_FORMAT, l->kernels = &foreign);
+    REFUSED(MOE_ERR_FORMAT, l->router.kernels = &foreign);
     REFUSED(MOE_ERR_FORMAT, l->config.transport = &transport);
     REFUSED(MOE_ERR_FORMAT, l->tensors[MOE_ROUTER_WEIGHT] = NULL);
     REFUSED(MOE_ERR_CONFIG,
