@@ -286,7 +286,8 @@ MOE_API void moe_modular_free(moe_modular *modular);
    `draws` choices drawn from the gates, each sample keeps the best by -loss + sum ln p, so this
    value never falls. M-step: m_steps steps of the trainer on the assigned choices. draws and
    m_steps are 0 or more (draws = 0 needs current choices). result may be NULL. Errors as for
-   moe_trainer_step, and MOE_ERR_ARGUMENT for padding; choices then hold the E-step's result. */
+   moe_trainer_step, and MOE_ERR_ARGUMENT for padding and for a sample for which a gate chooses no
+   module, as its probabilities may all be 0; choices then hold the E-step's result. */
 MOE_API moe_status moe_modular_step(moe_modular *modular, const moe_data *batch, int draws, int m_steps,
                                     int32_t *choices, moe_modular_step_result *result, moe_error *error);
 
@@ -1123,11 +1124,12 @@ static moe_status moei_modular_check(const moe_trainer *trainer, moe_error *erro
     for (i = 0; i < net->n_modules; i++) {
         const moe_router_config *c = &net->modules[i].layer.config.router;
         int one = c->select == MOE_SELECT_SAMPLE && c->top_k == 1 && c->k_end <= 1;
+        if (one) one = moei_max_choices(c) == 1; /* those of switch_from */
         if (net->modules[i].kind != MOE_MODULE_MIXTURE) continue;
         if (!one || c->student || !(c->loss_distill > 0))
             return moei_error(error, MOE_ERR_CONFIG,
-                              "module %z (mixture): a modular network needs select = sample, top_k = 1 and "
-                              "loss_distill without student",
+                              "module %z (mixture): a modular network needs select = sample, top_k = 1, no "
+                              "switch_from that takes more, and loss_distill without student",
                               i);
     }
     return MOE_OK;
@@ -1180,7 +1182,7 @@ static moe_status moei_modular_scores(moe_modular *m, const moe_data *batch, con
             int32_t choice = r->n_choices[t] > 0 ? r->choices[t] : -1;
             double p = choice >= 0 ? (double)r->probabilities[t * r->n_experts + (size_t)choice] : 0.0;
             m->candidate[at] = choice;
-            scores[t] += log(p > 1e-300 ? p : 1e-300);
+            scores[t] += choice < 0 ? -MOEI_HUGE : log(p > 1e-300 ? p : 1e-300); /* none is never kept */
         }
     }
     return MOE_OK;
@@ -1264,6 +1266,10 @@ moe_status moe_modular_step(moe_modular *modular, const moe_data *batch, int dra
             return moei_error(error, MOE_ERR_ARGUMENT, "mask[%z] = 0: a modular network takes no padding", t);
     status = moei_modular_expect(m, batch, draws, choices);
     if (status != MOE_OK) return moei_error(error, status, "the E-step: %s", moe_status_text(status));
+    for (t = 0; t < batch->n * m->n_mixtures; t++)
+        if (choices[t] < 0)
+            return moei_error(error, MOE_ERR_ARGUMENT, "sample %z: the gate of MoE layer %z chose no module",
+                              t % batch->n, t / batch->n);
     for (t = 0; t < batch->n; t++) {
         made.log_likelihood += m->best[t] / (double)batch->n;
         changed += m->changed[t];

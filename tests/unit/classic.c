@@ -808,6 +808,62 @@ static void test_modular(void) {
     moe_net_free(&net);
 }
 
+/* A gate that chooses no module leaves the sample without one, which no step may teach; one that
+   chooses several has no single module to keep. */
+static void modular_none(const char *settings, int switched, moe_status begun, moe_status stepped) {
+    enum { SEEN = 32 };
+    static const char *const common = "n_experts=3 top_k=1 select=sample weight=one loss_distill=1 expert=linear";
+    moe_real x[SEEN * 2], targets[SEEN] = {0};
+    int32_t choices[SEEN];
+    moe_layer_config c;
+    moe_net net;
+    moe_train_config t;
+    moe_trainer trainer;
+    moe_modular modular;
+    moe_error error;
+    moe_data data;
+    moe_rng rng;
+    moe_status status;
+    int i, none = 0;
+    moe_rng_seed(&rng, 5);
+    memset(&t, 0, sizeof t);
+    memset(&c, 0, sizeof c);
+    memset(&data, 0, sizeof data);
+    for (i = 0; i < 2 * SEEN; i++) x[i] = moe_rng_normal(&rng);
+    for (i = 0; i < SEEN; i++) choices[i] = -1;
+    CHECK_STATUS(moe_fields_apply(moe_layer_fields(), &c, common, &error), MOE_OK, common);
+    CHECK_STATUS(moe_fields_apply(moe_layer_fields(), &c, settings, &error), MOE_OK, settings);
+    c.d_out = 1;
+    if (switched) c.router.switch_at = 100;
+    moe_net_init(&net, 2, MOE_KERNELS_C, NULL);
+    moe_net_mixture(&net, &c);
+    t.criterion = MOE_CRITERION_SQUARED_ERROR;
+    t.batch = data.n = SEEN;
+    data.x = x;
+    data.targets = targets;
+    if (!CHECK_STATUS(moe_net_build(&net, 1, 3, &error), MOE_OK, "build")) return;
+    if (!CHECK_STATUS(moe_trainer_init(&trainer, &net, &t, &error), MOE_OK, "trainer")) return;
+    status = moe_modular_init(&modular, &trainer, &error);
+    CHECK_STATUS(status, begun, settings);
+    CHECK(begun == MOE_OK || strstr(error.message, "switch_from") != NULL, error.message);
+    if (status == MOE_OK && begun == MOE_OK) {
+        CHECK_STATUS(moe_modular_step(&modular, &data, 2, 1, choices, NULL, &error), stepped, settings);
+        for (i = 0; i < SEEN; i++) none += choices[i] < 0;
+        CHECK(stepped == MOE_OK ? none == 0 : none > 0 && none < SEEN, "samples without a module");
+        CHECK(stepped == MOE_OK || strstr(error.message, "the gate of MoE layer 0 chose no module") != NULL,
+              error.message);
+    }
+    if (status == MOE_OK) moe_modular_free(&modular);
+    moe_trainer_free(&trainer);
+    moe_net_free(&net);
+}
+
+static void test_modular_none(void) {
+    modular_none("gate=relu switch_from=top_k", 1, MOE_OK, MOE_OK);
+    modular_none("gate=relu", 0, MOE_OK, MOE_ERR_ARGUMENT);
+    modular_none("switch_from=threshold", 1, MOE_ERR_CONFIG, MOE_OK);
+}
+
 /* ---- decoupled training, and an attentive gate that teaches an ordinary one ---- */
 
 enum { REGIONS = 3, POINTS = 240 };
@@ -1862,6 +1918,7 @@ int main(void) {
     CASE(test_nets_learn());
     CASE(test_nets_refused());
     CASE(test_modular());
+    CASE(test_modular_none());
     CASE(test_decoupled());
     CASE(test_attentive_teacher());
     CASE(test_probabilities());
