@@ -3326,6 +3326,10 @@ static moe_status moei_header_build(moei_header *h, const moe_tensor *tensors, s
     return moei_header_unique(h, &inner, n_metadata, error);
 }
 
+/* The status of a stream's function. MOE_ERR_TRANSPORT would end the exchanges in this process
+   alone. */
+static moe_status moei_streamed(moe_status status) { return status != MOE_ERR_TRANSPORT ? status : MOE_ERR_IO; }
+
 static moe_status moei_write_reals(moe_stream *stream, const moe_real *x, size_t n) {
     unsigned char out[256 * sizeof(moe_real)];
     while (n > 0) {
@@ -3340,7 +3344,8 @@ static moe_status moei_write_reals(moe_stream *stream, const moe_real *x, size_t
             memcpy(&bits, &x[i], sizeof bits);
             for (b = 0; b < sizeof bits; b++) out[i * sizeof bits + b] = (unsigned char)(bits >> 8 * b & 0xffu);
         }
-        if ((status = stream->write(stream->ctx, out, block * sizeof(moe_real))) != MOE_OK) return status;
+        status = moei_streamed(stream->write(stream->ctx, out, block * sizeof(moe_real)));
+        if (status != MOE_OK) return status;
         x += block;
         n -= block;
     }
@@ -3381,12 +3386,12 @@ static moe_status moei_file_write(moe_stream *stream, const moe_tensor *tensors,
     if (status == MOE_OK) status = moei_header_build(&h, tensors, n_tensors, metadata, n_metadata, error);
     if (values != NULL) status = values->ready(values->ctx, status, error);
     if (status == MOE_OK) {
-        status = stream->write(stream->ctx, h.text, moei_header_length(&h));
+        status = moei_streamed(stream->write(stream->ctx, h.text, moei_header_length(&h)));
         for (i = 0; i < n_tensors && status == MOE_OK && values == NULL; i++)
             status = moei_write_reals(stream, tensors[i].data, tensors[i].count);
         if (status != MOE_OK) (void)moei_error(error, status, "the stream failed: %s", moe_status_text(status));
         for (i = 0; i < n_tensors && values != NULL; i++) status = values->put(values->ctx, status, i, error);
-        if (status == MOE_OK && stream->sync != NULL && (status = stream->sync(stream->ctx)) != MOE_OK)
+        if (status == MOE_OK && stream->sync != NULL && (status = moei_streamed(stream->sync(stream->ctx))) != MOE_OK)
             (void)moei_error(error, status, "the stream failed: %s", moe_status_text(status));
     }
     moei_array_free(allocator, &h.text, 1);
@@ -3507,7 +3512,7 @@ typedef struct moei_tokens {
 struct moei_hooks {
     moe_status (*check)(const moe_layer_config *config, moe_error *error);
     /* whether all processes have the same settings */
-    moe_status (*agree)(const moe_layer_config *config, uint64_t seed, moe_error *error);
+    moe_status (*agree)(const moe_layer_config *config, int trainable, uint64_t seed, moe_error *error);
     moe_status (*size)(const moe_layer *layer, size_t n, int training, size_t *bytes);
     moe_status (*forward)(const moe_layer *layer, const moe_call *call, moe_real *y, void *work, size_t work_size,
                           moe_layer_pass *pass);
@@ -3990,7 +3995,7 @@ moe_status moe_layer_create(moe_layer *layer, const moe_layer_config *config, in
     status = moei_allocator_check(allocator, error);
     if (status == MOE_OK) status = moe_layer_init(&made, config, error);
     status = moei_vote(t, status, error);
-    if (status == MOE_OK && t != NULL) status = moei_group(t)->hooks->agree(&made.config, seed, error);
+    if (status == MOE_OK && t != NULL) status = moei_group(t)->hooks->agree(&made.config, trainable, seed, error);
     if (status != MOE_OK) return status;
     if (allocator != NULL) made.allocator = *allocator;
     status = moei_vote(t, moei_layer_allocate(&made, trainable, error), error);

@@ -1235,7 +1235,8 @@ struct moe_router;
    is layer.router.custom in a layer and net.modules[i].layer.router.custom in a network, before the
    first call. A file holds no functions: set them again after moe_layer_load or moe_net_load. A
    call without a function that it needs is MOE_ERR_ARGUMENT, and the error names the field (and the
-   module). A call ends with any status other than MOE_OK that a function returns. Unless
+   module). A call ends with any status other than MOE_OK that a function returns (MOE_ERR_PEER
+   for MOE_ERR_TRANSPORT, which is that of moe_transport's functions alone). Unless
    custom_batch = 1, row t of a result must depend on row t of the inputs alone. With global routing
    (moe_batch) select gets the tokens of all processes (and call->x is NULL), but score only those
    of its own process: if it reads other tokens, results are not those of one call of all tokens.
@@ -4466,10 +4467,12 @@ static void moei_score_dselect(moei_pass *s) {
     }
 }
 
-/* The status of a caller's function, with a message. */
+/* The status of a caller's function, with a message. MOE_ERR_TRANSPORT would end the exchanges in
+   this process alone. */
 static moe_status moei_custom_status(const moei_pass *s, const char *name, moe_status status) {
     if (status == MOE_OK) return MOE_OK;
-    return moei_error(s->call->error, status, "router.custom.%s: %s", name, moe_status_text(status));
+    return moei_error(s->call->error, status != MOE_ERR_TRANSPORT ? status : MOE_ERR_PEER, "router.custom.%s: %s", name,
+                      moe_status_text(status));
 }
 
 static void moei_score_custom(moei_pass *s) {

@@ -148,7 +148,8 @@
      others get MOE_ERR_PEER, and error names the rank and its status; all ranks can continue, as
      after any failed call. (A rank whose layer, network or trainer is NULL cannot notify the
      others, which wait for it.) Trainers that differ in steps, learning rate, random state,
-     accumulated batches or frozen tensors get MOE_ERR_STATE before a batch is processed.
+     accumulated batches or frozen tensors get MOE_ERR_STATE before a batch is processed, and so do
+     calls of layers whose call.rng differs where all ranks must draw the same numbers.
      MOE_ERR_TRANSPORT: a function of the transport failed. The state of the ranks may differ, and
      exchanges in flight may still write to the workspace: cancel them before you free it, or end
      all ranks.
@@ -575,15 +576,15 @@ static moe_status moei_ranks_check(const moe_layer_config *c, moe_error *error) 
     return MOE_OK;
 }
 
-static moe_status moei_ranks_layer_agree(const moe_layer_config *config, uint64_t seed, moe_error *error) {
+static moe_status moei_ranks_layer_agree(const moe_layer_config *config, int trainable, uint64_t seed,
+                                         moe_error *error) {
+    static const char *const names[] = {"seed", "trainable"};
     moe_layer_config scratch = *config;
-    moei_difference d;
+    uint64_t values[2];
     moe_status status = moei_compare_fields(config->transport, moei_layer_fields, config, &scratch, "", error);
-    if (status != MOE_OK) return status;
-    status = moei_compare(config->transport, 1, &seed, &d);
-    if (status == MOE_ERR_CONFIG)
-        return moei_error(error, status, "seed: rank %d differs; all ranks must have the same", d.rank);
-    return status == MOE_OK ? status : moei_error(error, status, "the transport failed");
+    values[0] = seed;
+    values[1] = trainable != 0;
+    return status == MOE_OK ? moei_compare_named(config->transport, 2, names, values, "", error) : status;
 }
 
 /* ---- a layer's call ---- */
@@ -1339,6 +1340,7 @@ enum {
     MOEI_CALL_TOKENS,
     MOEI_CALL_SETTINGS,
     MOEI_CALL_KIND,
+    MOEI_CALL_RNG,
     MOEI_CALL_WORDS
 };
 
@@ -1356,6 +1358,18 @@ static void moei_skip_soft_jitter(const moe_layer *layer, const moe_layer_pass *
     for (i = 0; i < tokens * (uint64_t)layer->config.router.d_model; i++) (void)moe_rng_uniform(p->call.rng);
 }
 
+/* The state of call.rng where this rank draws numbers that all ranks must draw; 0: it draws none,
+   or the call fails without rng. With local routing ranks only decide together whether the experts
+   compete. Outside training the order of drops is random only with an rng. */
+static uint64_t moei_shared_rng(const moe_layer *layer, const moe_call *call) {
+    const moe_router_config *c = &layer->config.router;
+    int draws = call->training ? moei_needs_rng(c, call) : c->drop_order == MOE_DROP_RANDOM;
+    if (layer->config.transport->local_routing) draws = 0;
+    if (!draws && !moei_draws_competition(layer, call)) return 0;
+    if (call->rng == NULL) return !call->training;
+    return call->rng->state > 1 ? call->rng->state : 2;
+}
+
 /* The bits of the word MOEI_CALL_KIND that are the same on all ranks. */
 enum { MOEI_KIND_BITS = 2 };
 
@@ -1364,13 +1378,14 @@ enum { MOEI_KIND_BITS = 2 };
 static moe_status moei_ranks_meet(const moe_layer *layer, const moe_call *call, moe_status status, size_t *max_tokens,
                                   const uint64_t **all) {
     const moe_transport *t = layer->config.transport;
-    uint64_t own[MOEI_CALL_WORDS], sum = 0;
+    uint64_t own[MOEI_CALL_WORDS], sum = 0, draws = 0;
     int r;
     own[MOEI_CALL_STATUS] = moei_status_word(status);
     own[MOEI_CALL_TOKENS] = call->n_tokens;
     own[MOEI_CALL_SETTINGS] = moei_fields_hash(moei_layer_fields, &layer->config);
     own[MOEI_CALL_KIND] = (uint64_t)(unsigned)(call->training != 0) | (uint64_t)(unsigned)(call->keep != 0) << 1;
     if (status == MOE_OK) own[MOEI_CALL_KIND] |= moei_soft_jitter(layer, call) << MOEI_KIND_BITS;
+    own[MOEI_CALL_RNG] = status == MOE_OK ? moei_shared_rng(layer, call) : 0;
     if (moei_all_gather(t, MOEI_CALL_WORDS, own, all) != MOE_OK) return MOE_ERR_TRANSPORT;
     status = moei_status_of_all(t, status, *all, MOEI_CALL_WORDS, call->error);
     for (r = 0, *max_tokens = 0; r < t->n_ranks && status == MOE_OK; r++) {
@@ -1380,6 +1395,9 @@ static moe_status moei_ranks_meet(const moe_layer *layer, const moe_call *call, 
             status = moei_error(call->error, MOE_ERR_CONFIG, "the layer's settings: rank %d differs from rank 0", r);
         if (((other[MOEI_CALL_KIND] ^ (*all)[MOEI_CALL_KIND]) & ((1u << MOEI_KIND_BITS) - 1)) != 0)
             status = moei_error(call->error, MOE_ERR_STATE, "call.training or keep: rank %d differs from rank 0", r);
+        if (draws != 0 && other[MOEI_CALL_RNG] != 0 && draws != other[MOEI_CALL_RNG])
+            status = moei_error(call->error, MOE_ERR_STATE, "call.rng: rank %d differs from a rank before it", r);
+        if (draws == 0) draws = other[MOEI_CALL_RNG];
         if (n > INT32_MAX || sum + n > INT32_MAX)
             return moei_error(call->error, MOE_ERR_OVERFLOW, "n_tokens of all ranks: too many");
         sum += n;
@@ -1488,6 +1506,8 @@ static moe_status moei_ranks_call_check(const moe_layer *layer, const moe_call *
     if (status != MOE_OK) return status;
     if (moei_draws_competition(layer, call) && call->rng == NULL)
         return moei_missing(call, "rng", "compete_rate");
+    if (call->training && call->n_tokens > 0 && call->rng == NULL && moei_needs_rng(&layer->config.router, call))
+        return moei_missing(call, "rng", "a random stage in training");
     if (call->batch != NULL) set = "batch";
     if (call->decoding) set = "decoding";
     if (call->n_past > 0) set = "n_past";

@@ -2818,6 +2818,123 @@ static void test_mismatch(void) {
         }
 }
 
+/* One rank's functions return MOE_ERR_TRANSPORT, or what it passes is not that of the others. */
+enum { UNLIKE_NOT = 0, UNLIKE_SCORE, UNLIKE_STREAM, UNLIKE_TRAINABLE, UNLIKE_RNG };
+
+typedef struct unlike {
+    const char *settings;
+    int what, odd, local_routing;
+    moe_status status[RANKS_MOST];
+    moe_error error[RANKS_MOST];
+} unlike;
+
+static moe_status failing_backward(void *ctx, const moe_router *router, const moe_call *call, const moe_real *u,
+                                   const moe_real *d_logits, moe_real *d_u, moe_real *d_parameters) {
+    if (ctx != NULL) return MOE_ERR_TRANSPORT;
+    return own_score_backward(NULL, router, call, u, d_logits, d_u, d_parameters);
+}
+
+static moe_status failing_write(void *ctx, const void *from, size_t size) {
+    int *left = (int *)ctx;
+    (void)from;
+    (void)size;
+    return (*left)-- > 0 ? MOE_OK : MOE_ERR_TRANSPORT;
+}
+
+static void unlike_task(ranks_rank *self, void *ctx) {
+    unlike *u = (unlike *)ctx;
+    const int r = self->rank, odd = u->odd == r;
+    moe_transport t = ranks_transport(self);
+    moe_layer_config c;
+    moe_layer layer;
+    moe_layer_pass pass;
+    moe_stream stream;
+    moe_call call;
+    moe_rng draws;
+    moe_real x[8 * 6], y[8 * 6], dx[8 * 6] = {0};
+    size_t bytes = 0, i;
+    int left = 1; /* the header is written, a tensor is not */
+    void *work;
+    memset(&c, 0, sizeof c);
+    memset(&layer, 0, sizeof layer);
+    memset(&call, 0, sizeof call);
+    memset(&stream, 0, sizeof stream);
+    t.local_routing = u->local_routing;
+    c.router.d_model = 6;
+    c.router.n_experts = 4;
+    c.d_ff = 5;
+    c.transport = &t;
+    u->status[r] = moe_transport_begin(&t, &u->error[r]);
+    if (u->status[r] == MOE_OK) u->status[r] = moe_fields_apply(moe_layer_fields(), &c, u->settings, &u->error[r]);
+    if (u->status[r] == MOE_OK)
+        u->status[r] = moe_layer_create(&layer, &c, !(odd && u->what == UNLIKE_TRAINABLE), 3, NULL, &u->error[r]);
+    if (u->status[r] == MOE_OK && u->what == UNLIKE_STREAM) {
+        stream.ctx = &left;
+        stream.write = failing_write;
+        u->status[r] = moe_layer_write(&layer, &stream, &u->error[r]);
+    } else if (u->status[r] == MOE_OK) {
+        layer.router.custom.score = own_score;
+        layer.router.custom.score_backward = failing_backward;
+        layer.router.custom.ctx = odd && u->what == UNLIKE_SCORE ? self : NULL;
+        for (i = 0; i < 8 * 6; i++) x[i] = (moe_real)((i * 7 + (size_t)r * 5) % 11) / 5 - 1;
+        moe_rng_seed(&draws, odd && u->what == UNLIKE_RNG ? 8 : 7);
+        call.n_tokens = 8;
+        call.x = x;
+        call.training = 1;
+        call.rng = &draws;
+        call.error = &u->error[r];
+        u->status[r] = moe_layer_work_size(&layer, 8, 1, &bytes);
+        work = grab(bytes, 1);
+        if (u->status[r] == MOE_OK) u->status[r] = moe_layer_forward(&layer, &call, y, work, bytes, &pass);
+        if (u->status[r] == MOE_OK) u->status[r] = moe_layer_backward(&layer, x, dx, NULL, &pass);
+        free(work);
+    }
+    moe_layer_free(&layer);
+    moe_transport_end(&t);
+}
+
+static void test_unlike(void) {
+    static const struct {
+        const char *settings;
+        int what, local_routing;
+        moe_status odd, others;
+    } rows[] = {{"score=custom", UNLIKE_SCORE, 0, MOE_ERR_PEER, MOE_ERR_PEER},
+                {"score=custom", UNLIKE_SCORE, 1, MOE_ERR_PEER, MOE_ERR_PEER},
+                {"", UNLIKE_STREAM, 0, MOE_ERR_IO, MOE_ERR_PEER}, /* rank 0 writes */
+                {"", UNLIKE_TRAINABLE, 0, MOE_ERR_CONFIG, MOE_ERR_CONFIG},
+                {"noise=gaussian", UNLIKE_RNG, 0, MOE_ERR_STATE, MOE_ERR_STATE},
+                {"select=sample top_k=1 weight=raw", UNLIKE_RNG, 0, MOE_ERR_STATE, MOE_ERR_STATE},
+                {"drop_order=random capacity_factor=1", UNLIKE_RNG, 0, MOE_ERR_STATE, MOE_ERR_STATE},
+                {"compete_rate=0.5 gate=softmax weight=sum", UNLIKE_RNG, 0, MOE_ERR_STATE, MOE_ERR_STATE},
+                {"compete_rate=0.5 gate=softmax weight=sum", UNLIKE_RNG, 1, MOE_ERR_STATE, MOE_ERR_STATE},
+                {"noise=gaussian", UNLIKE_RNG, 1, MOE_OK, MOE_OK}, /* each rank draws for itself */
+                {"", UNLIKE_RNG, 0, MOE_OK, MOE_OK},               /* nothing is drawn */
+                {"noise=gaussian", UNLIKE_NOT, 0, MOE_OK, MOE_OK}};
+    size_t i;
+    int odd, r;
+    for (i = 0; i < sizeof rows / sizeof *rows; i++)
+        for (odd = 0; odd < (rows[i].what == UNLIKE_STREAM ? 1 : 3); odd++) {
+            ranks_world w;
+            unlike u;
+            const char *fault;
+            memset(&u, 0, sizeof u);
+            u.settings = rows[i].settings;
+            u.what = rows[i].what;
+            u.odd = odd;
+            u.local_routing = rows[i].local_routing;
+            ranks_begin(&w, 3, RANKS_BY_TURNS);
+            fault = ranks_run(&w, unlike_task, &u);
+            CHECK(fault == NULL, fault != NULL ? fault : "the ranks keep the rules");
+            for (r = 0; r < 3; r++) {
+                const moe_status want = r == odd ? rows[i].odd : rows[i].others;
+                CHECKF(u.status[r] == want && (want == MOE_OK || u.error[r].message[0] != '\0'),
+                       "%s, %d at rank %d: rank %d answers %d, not %d: %s", rows[i].settings, rows[i].what, odd, r,
+                       u.status[r], want, u.error[r].message);
+            }
+            ranks_end(&w);
+        }
+}
+
 /* What reads the tensors of all experts does not go with a transport. */
 typedef struct alone {
     moe_status quantized, packed, published, backward;
@@ -3335,6 +3452,7 @@ int main(int argc, char **argv) {
                  {test_begin, "begin"},         {test_agree, "agree"},
                  {test_status, "status"},       {test_too_many, "too many"},
                  {test_mismatch, "mismatch"},   {test_alone, "alone"},
+                 {test_unlike, "unlike"},
                  {test_spoilt, "spoilt"},       {test_failing, "failing"},
                  {test_lies, "lies"},           {test_routers, "routers"},
                  {test_presets, "presets"},     {test_local_routing, "local_routing"},
