@@ -5581,8 +5581,11 @@ static moe_status moei_select_threshold(moei_pass *s) {
 /* round(factor n / E), n the number of real tokens, at least 1, at most n. */
 static size_t moei_expert_choice_capacity(const moei_pass *s, size_t n) {
     const moe_real factor = s->c->capacity_factor > 0 ? s->c->capacity_factor : MOEI_R(1.0);
-    moe_real even = factor * (moe_real)n / (moe_real)s->experts + MOEI_R(0.5);
-    size_t capacity = even >= (moe_real)n ? n : (size_t)even;
+    double even = (double)factor * (double)n / (double)s->experts;
+    size_t capacity;
+    /* a factor of 0.53 is below 0.53 in float, and a product of 26.5 must become 27 */
+    if (!MOE_REAL_IS_DOUBLE && even < 1e6) even += even * 6e-8;
+    capacity = even + 0.5 >= (double)n ? n : (size_t)(even + 0.5);
     return capacity < 1 ? 1 : capacity;
 }
 

@@ -213,6 +213,7 @@ moe_status moe_layer_upcycle(moe_layer *layer, const moe_layer *dense, moe_real 
     moe_rng chooser;
     moe_status status;
     size_t first, experts, drawn;
+    double units;
     if (layer == NULL || dense == NULL)
         return moei_error(error, MOE_ERR_ARGUMENT, "%s must not be NULL", layer == NULL ? "layer" : "dense");
     if (!(upcycle_share >= 0 && upcycle_share <= MOEI_R(1.0)))
@@ -227,7 +228,9 @@ moe_status moe_layer_upcycle(moe_layer *layer, const moe_layer *dense, moe_real 
         return moei_error(error, MOE_ERR_CONFIG, "upcycle_share = %g: expert = %s has no hidden units",
                           (double)upcycle_share, moei_expert_names[layer->config.expert]);
     experts = moei_own_experts(&layer->config, &first);
-    drawn = (size_t)(upcycle_share * (moe_real)layer->config.d_ff);
+    /* a share of 0.21 may be below 0.21, and a product of 63 must not become 62 */
+    units = (double)upcycle_share * (double)layer->config.d_ff;
+    drawn = (size_t)(units + units * (MOE_REAL_IS_DOUBLE ? 4e-16 : 5.96e-8));
     for (run.expert = 0; run.expert < experts; run.expert++) {
         moe_rng_seed(&chooser, seed + first + run.expert);
         moei_upcycle_expert(&run, dense, drawn, upcycle_noise, chooser);

@@ -2284,6 +2284,28 @@ static void test_upcycle(void) {
     }
 }
 
+/* floor(r d_ff) is that of r as it is written, whatever the nearest number is: below 53 in float,
+   below 57 in double. */
+static void test_upcycle_decimals(void) {
+    static const int hundredths[] = {29, 53, 57, 58, 59, 100, 1, 0};
+    size_t row, u;
+    for (row = 0; row < sizeof hundredths / sizeof hundredths[0]; row++) {
+        size_t drawn = 0;
+        moe_net net;
+        moe_layer layer;
+        moe_error error;
+        if (!begin_upcycling("d_ff=100", &net, &layer)) return;
+        CHECK(moe_layer_upcycle(&layer, &net.modules[0].layer, (moe_real)hundredths[row] / 100, 0, 3, &error) == MOE_OK,
+              error.message);
+        for (u = 0; u < 100; u++)
+            drawn += !same_bits(layer.tensors[MOE_EXPERTS_UP] + 6 * u,
+                                net.modules[0].layer.tensors[MOE_EXPERTS_UP] + 6 * u, 6 * sizeof(moe_real));
+        CHECKF(drawn == (size_t)hundredths[row], "%d of 100 units, not %d", (int)drawn, hundredths[row]);
+        moe_layer_free(&layer);
+        moe_net_free(&net);
+    }
+}
+
 static void refuse_upcycling(const char *settings, const char *other, double share, double noise, moe_status wanted,
                              const char *words) {
     moe_net net, wrong;
@@ -2388,6 +2410,7 @@ int main(int argc, char **argv) {
     CASE(test_disk(argc > 1 ? argv[1] : "."));
     CASE(test_presets());
     CASE(test_upcycle());
+    CASE(test_upcycle_decimals());
     CASE(test_refused_upcycling());
     return test_end();
 }

@@ -3404,6 +3404,29 @@ static void test_capacity_of_decimals(void) {
         }
 }
 
+/* round(f N / E) of expert_choice is that of f as it is written, too, where it ends in a half. */
+static void test_choice_of_decimals(void) {
+    static const int hundredths[] = {53, 59, 65, 106, 117, 118, 50, 125};
+    char settings[80];
+    size_t row, n, t;
+    for (row = 0; row < sizeof hundredths / sizeof hundredths[0]; row++)
+        for (n = 10; n <= 200; n += 10) {
+            const size_t f = (size_t)hundredths[row], exact = (2 * f * n + 400) / 800; /* E = 4 */
+            size_t taken = 0;
+            moe_router_config c;
+            bench b;
+            sprintf(settings, "select=expert_choice weight=raw n_experts=4 capacity_factor=%d.%02d",
+                    hundredths[row] / 100, hundredths[row] % 100);
+            c = config_of(settings);
+            if (!CHECK(bench_start(&b, &c, NULL, n, 0.5), settings)) return;
+            bench_route(&b);
+            for (t = 0; t < n; t++) taken += b.routing.selected[4 * t];
+            CHECKF(b.status == MOE_OK && taken == exact, "%s, N %d: %d, not %d", settings, (int)n, (int)taken,
+                   (int)exact);
+            bench_end(&b);
+        }
+}
+
 /* capacity_factor is expert_threshold's own, also where that selects only before switch_at, and no
    limit of the other selection while that selects. */
 static void test_capacity_of_the_step(void) {
@@ -3630,6 +3653,7 @@ int main(int argc, char **argv) {
     CASE(test_batch_of_one());
     CASE(test_capacity_of_the_step());
     CASE(test_capacity_of_decimals());
+    CASE(test_choice_of_decimals());
     CASE(test_clusters_of_negative_weights());
     CASE(test_capacity_factor());
     CASE(test_sinkhorn());
