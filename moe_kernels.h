@@ -1483,8 +1483,8 @@ MOEI_TOOL moei_pair moei_pair_times_power10(moei_pair x, int n) {
 }
 
 /* Parses a decimal number: sign, digits with a point, exponent. Returns 0 unless all n characters
-   are one finite number. */
-MOEI_TOOL int moei_parse_real(const char *s, size_t n, moe_real *out) {
+   are one number, finite in moe_real. */
+MOEI_TOOL int moei_parse_number(const char *s, size_t n, double *out) {
     size_t i = 0;
     int negative = 0, exponent = 0;
     int digits = 0, point = 0;
@@ -1530,8 +1530,15 @@ MOEI_TOOL int moei_parse_real(const char *s, size_t n, moe_real *out) {
                                   moei_pair_times_power10(moei_pair_make(1.0, 0.0), MOEI_POWER10_STEP));
         value.hi *= 16.0;
     } else value = moei_pair_times_power10(value, exponent);
-    *out = (moe_real)(negative ? -value.hi : value.hi);
-    return moe_is_finite(*out);
+    *out = negative ? -value.hi : value.hi;
+    return moe_is_finite((moe_real)*out);
+}
+
+MOEI_TOOL int moei_parse_real(const char *s, size_t n, moe_real *out) {
+    double number = 0;
+    const int good = moei_parse_number(s, n, &number);
+    *out = (moe_real)number;
+    return good;
 }
 
 /* value with the given number of significant digits, at most MOEI_DIGITS, shortest form: 0.01, 12,

@@ -1734,7 +1734,7 @@ static moe_status moei_field_bad(const moe_field *field, const char *value, size
 /* Sets a field from the n characters at value. */
 static moe_status moei_field_set_n(const moe_field *field, void *config, const char *value, size_t n,
                                    moe_error *error) {
-    moe_real number;
+    double number;
     if (field->kind == MOE_FIELD_CHOICE) {
         int choice = moei_choice_find(field->choices, value, n);
         /* it was a flag in 0.1 */
@@ -1744,18 +1744,19 @@ static moe_status moei_field_set_n(const moe_field *field, void *config, const c
         *moei_field_int(field, config) = choice;
         return MOE_OK;
     }
-    if (!moei_parse_real(value, n, &number)) return moei_field_bad(field, value, n, error);
-    /* -0 is the default, too, and its text is 0 */
-    if ((moei_real_bits(number) & ~MOEI_SIGN_BIT) == 0) number = 0;
+    if (!moei_parse_number(value, n, &number)) return moei_field_bad(field, value, n, error);
     if (field->kind == MOE_FIELD_REAL) {
-        *moei_field_real(field, config) = number;
+        moe_real real = (moe_real)number;
+        /* -0 is the default, too, and its text is 0 */
+        if ((moei_real_bits(real) & ~MOEI_SIGN_BIT) == 0) real = 0;
+        *moei_field_real(field, config) = real;
         return MOE_OK;
     }
-    /* integers of a configuration are at most 2^24, which every real type holds exactly */
-    if (number < MOEI_R(-16777216.0) || number > MOEI_R(16777216.0)) return moei_field_bad(field, value, n, error);
-    if (number < (moe_real)(int)number || number > (moe_real)(int)number) return moei_field_bad(field, value, n, error);
+    /* integers of a configuration are at most 2^24 */
+    if (number < -16777216.0 || number > 16777216.0) return moei_field_bad(field, value, n, error);
+    if (number < (double)(int)number || number > (double)(int)number) return moei_field_bad(field, value, n, error);
     if (field->kind == MOE_FIELD_FLAG && number < 0) return moei_field_bad(field, value, n, error);
-    if (field->kind == MOE_FIELD_FLAG && number > MOEI_R(1.0)) return moei_field_bad(field, value, n, error);
+    if (field->kind == MOE_FIELD_FLAG && number > 1.0) return moei_field_bad(field, value, n, error);
     *moei_field_int(field, config) = (int)number;
     return MOE_OK;
 }

@@ -4320,19 +4320,21 @@ static moe_status moei_model_key_read(moei_importer *r, const moei_model_key *ro
     const char *sources = moei_settings_source(r);
     char key[80], text[MOEI_IMPORT_VALUE];
     const int kind = moei_model_key_find(r, m, r->kind == MOEI_IMPORT_GGUF ? row->gguf : row->folder, key, text);
-    moe_real number;
+    double number;
     int whole;
     if (kind == MOEI_VALUE_NONE) return MOE_OK;
-    if (kind != MOEI_VALUE_SCALAR || !moei_parse_real(text, moei_strlen(text), &number))
+    if (kind != MOEI_VALUE_SCALAR || !moei_parse_number(text, moei_strlen(text), &number))
         return moei_error(r->error, MOE_ERR_CONFIG, "%s: %s = %s: expected a number", sources, key,
                           kind == MOEI_VALUE_OTHER ? "a list" : text);
-    whole = row->is_real || (number >= MOEI_R(-16777216.0) && number <= MOEI_R(16777216.0) &&
-                             !(number < (moe_real)(int)number) && !(number > (moe_real)(int)number));
-    if (!whole || !((double)number >= row->least && (double)number <= row->most))
+    whole = row->is_real || (number >= -16777216.0 && number <= 16777216.0 && !(number < (double)(int)number) &&
+                             !(number > (double)(int)number));
+    if (!whole || !(number >= row->least && number <= row->most))
         return moei_error(r->error, MOE_ERR_CONFIG, "%s: %s = %s: must be %s%g to %g", sources, key, text,
                           row->is_real ? "" : "an integer, ", row->least, row->most);
-    if (row->is_real) memcpy((unsigned char *)m + row->offset, &number, sizeof number);
-    else {
+    if (row->is_real) {
+        const moe_real real = (moe_real)number;
+        memcpy((unsigned char *)m + row->offset, &real, sizeof real);
+    } else {
         const int integer = (int)number;
         memcpy((unsigned char *)m + row->offset, &integer, sizeof integer);
     }

@@ -672,6 +672,7 @@ static void expect_not_set(const char *name, const char *value, moe_status want)
 static void test_setting(void) {
     static const char *const bad_numbers[] = {"",   "x",  "2x", "1..2", "-",   "+",   ".",     "e5",
                                               "1e", " 2", "2 ", "0x10", "inf", "nan", "1e999", "--1"};
+    static const char *const no_integers[] = {"0.5", "1e30", "16777217", "1.00000001"}; /* 2^24 + 1 */
     static const char *const bad_settings[] = {"top_k",
                                                "top_k 3",
                                                "=3",
@@ -696,8 +697,8 @@ static void test_setting(void) {
         } else {
             for (i = 0; i < sizeof bad_numbers / sizeof bad_numbers[0]; i++)
                 expect_not_set(f->name, bad_numbers[i], MOE_ERR_CONFIG);
-            if (f->kind != MOE_FIELD_REAL) expect_not_set(f->name, "0.5", MOE_ERR_CONFIG);
-            if (f->kind != MOE_FIELD_REAL) expect_not_set(f->name, "1e30", MOE_ERR_CONFIG);
+            for (i = 0; f->kind != MOE_FIELD_REAL && i < sizeof no_integers / sizeof no_integers[0]; i++)
+                expect_not_set(f->name, no_integers[i], MOE_ERR_CONFIG);
             if (f->kind == MOE_FIELD_FLAG) expect_not_set(f->name, "2", MOE_ERR_CONFIG);
             if (f->kind == MOE_FIELD_FLAG) expect_not_set(f->name, "-1", MOE_ERR_CONFIG);
         }
