@@ -3476,6 +3476,19 @@ static moe_status moei_setting_apply(moei_importer *r, const moei_setting *s, co
                       kind == MOEI_VALUE_OTHER ? "a list" : text, status == MOE_OK ? " other than 0" : "");
 }
 
+/* Refuses a factor of the weights that the family does not read. */
+static moe_status moei_settings_unscaled(const moei_importer *r) {
+    static const char key[] = "expert_weights_scale";
+    char text[MOEI_IMPORT_VALUE];
+    moe_real scale = 0;
+    if (r->kind != MOEI_IMPORT_GGUF || moei_family_reads(r->family, key)) return MOE_OK;
+    if (moei_import_value(r, key, text) == MOEI_VALUE_NONE) return MOE_OK;
+    if (moei_parse_real(text, moei_strlen(text), &scale) && (!(scale < 0) && !(scale > 0))) return MOE_OK;
+    if (!(scale < MOEI_R(1.0)) && !(scale > MOEI_R(1.0))) return MOE_OK;
+    return moei_error(r->error, MOE_ERR_UNSUPPORTED, "metadata: %s = %s is not supported for %s", key, text,
+                      r->family->name);
+}
+
 /* Applies all settings of the file to r->settings. */
 static moe_status moei_settings_read(moei_importer *r) {
     const moei_setting *s, *t;
@@ -3492,7 +3505,7 @@ static moe_status moei_settings_read(moei_importer *r) {
                               moei_settings_source(r), s->key, kind == MOEI_VALUE_OTHER ? "a list" : text,
                               r->family->name);
     }
-    return MOE_OK;
+    return moei_settings_unscaled(r);
 }
 
 /* Refuses a GGUF file without a key that llama.cpp has no default for; 0 counts as absent. */
@@ -4389,6 +4402,27 @@ static moe_status moei_model_required(const moei_importer *r, const moei_model *
     return moei_error(r->error, MOE_ERR_NOT_FOUND, "%s: %s is missing", moei_settings_source(r), lacks);
 }
 
+/* Refuses what llama.cpp reads in another way, or needs, where windows alternate: there, it scales
+   blocks with a window by rope.scaling.factor whatever its type is. */
+static moe_status moei_model_windows(const moei_importer *r, const moei_model *m) {
+    const char *period = (m->traits & MOEI_ARCH_WINDOW) != 0 ? "2" : "4";
+    char text[MOEI_IMPORT_VALUE];
+    int kind;
+    if (moei_model_is_folder(r) || (m->traits & (MOEI_ARCH_WINDOW | MOEI_ARCH_CHUNKS)) == 0) return MOE_OK;
+    if (m->window < 0 && (m->traits & MOEI_ARCH_WINDOW) != 0)
+        return moei_error(r->error, MOE_ERR_NOT_FOUND, "metadata: attention.sliding_window is missing");
+    if (m->window == 0) return MOE_OK;
+    kind = moei_import_value(r, "attention.sliding_window_pattern", text);
+    if (kind != MOEI_VALUE_NONE && (kind == MOEI_VALUE_OTHER || moei_strcmp(text, period) != 0))
+        return moei_error(r->error, MOE_ERR_UNSUPPORTED, "metadata: attention.sliding_window_pattern must be %s",
+                          period);
+    kind = moei_import_value(r, "rope.scaling.type", text);
+    if (kind != MOEI_VALUE_TEXT || moei_strcmp(text, "none") != 0) return MOE_OK;
+    if (!(m->factor < MOEI_R(1.0)) && !(m->factor > MOEI_R(1.0))) return MOE_OK;
+    return moei_error(r->error, MOE_ERR_UNSUPPORTED, "metadata: rope.scaling.type = none is not supported together "
+                      "with rope.scaling.factor = %g", (double)m->factor);
+}
+
 /* Reads the settings that apply to block `block`; keeps what the tensors determined. */
 static moe_status moei_model_read(moei_importer *r, moei_model *m, size_t block) {
     const moei_model before = *m;
@@ -4415,7 +4449,7 @@ static moe_status moei_model_read(moei_importer *r, moei_model *m, size_t block)
     moei_default_real(&m->base, MOEI_R(10000.0));
     moei_default_real(&m->factor, MOEI_R(1.0));
     if (m->original == 0) m->original = m->context;
-    return MOE_OK;
+    return moei_model_windows(r, m);
 }
 
 /* ---- >>model_blocks ---- */
