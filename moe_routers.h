@@ -8206,7 +8206,7 @@ static double moei_information(double total, double rows, double columns, double
 }
 
 moe_status moe_mutual_information(size_t rows, size_t columns, const double *table, double *information) {
-    double total = 0.0, of_rows = 0.0;
+    double total = 0.0, of_rows = 0.0, scale;
     double of_columns = 0.0, of_cells = 0.0;
     size_t cells, i, j;
     if (!moei_mul(rows, columns, &cells) || !moei_mul(cells, sizeof(double), &i)) return MOE_ERR_OVERFLOW;
@@ -8215,14 +8215,15 @@ moe_status moe_mutual_information(size_t rows, size_t columns, const double *tab
         if (table[i] < 0.0) return MOE_ERR_ARGUMENT;
         if (!(table[i] < MOEI_HUGE)) return MOE_ERR_NONFINITE;
         total += table[i];
-        of_cells += moei_x_ln_x(table[i]);
     }
-    if (!(moei_x_ln_x(total) < MOEI_HUGE)) return MOE_ERR_NONFINITE;
+    if (!(total < MOEI_HUGE)) return MOE_ERR_NONFINITE;
+    scale = total > DBL_MAX / 1e8 ? 1.0 / 18446744073709551616.0 : 1.0; /* n ln n stays finite */
+    for (i = 0; i < cells; i++) of_cells += moei_x_ln_x(table[i] * scale);
     if (cells > 0) {
-        for (i = 0; i < rows; i++) of_rows += moei_x_ln_x(moei_row_sum(columns, table + i * columns));
-        for (j = 0; j < columns; j++) of_columns += moei_x_ln_x(moei_column_sum(rows, columns, table, j));
+        for (i = 0; i < rows; i++) of_rows += moei_x_ln_x(moei_row_sum(columns, table + i * columns) * scale);
+        for (j = 0; j < columns; j++) of_columns += moei_x_ln_x(moei_column_sum(rows, columns, table, j) * scale);
     }
-    *information = moei_information(total, of_rows, of_columns, of_cells);
+    *information = moei_information(total * scale, of_rows, of_columns, of_cells);
     return MOE_OK;
 }
 

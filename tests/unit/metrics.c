@@ -751,6 +751,14 @@ static void test_information(void) {
     CHECK_NEAR(value, 0, 0.0);
     CHECK(moe_mutual_information(0, 5, NULL, &value) == MOE_OK);
     CHECK_NEAR(value, 0, 0.0);
+    for (trial = 0; trial < 9; trial++) { /* n ln n of these is infinite */
+        table[trial] = diagonal[trial] * 1e306;
+        table[9 + trial] = product[trial % 6] * 4e306;
+    }
+    CHECK(moe_mutual_information(3, 3, table, &value) == MOE_OK);
+    CHECK_NEAR(value, log(3.0), SUM_BOUND);
+    CHECK(moe_mutual_information(2, 3, table + 9, &value) == MOE_OK);
+    CHECK_NEAR(value, 0, SUM_BOUND);
     for (trial = 0; trial < 200; trial++) {
         size_t rows = 1 + (size_t)below(&rng, 8), columns = 1 + (size_t)below(&rng, 6), i;
         for (i = 0; i < rows * columns; i++)
