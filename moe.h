@@ -6148,25 +6148,35 @@ static moe_status moei_attention_check(moe_attention_config *c, int d, moe_error
     return MOE_OK;
 }
 
+static size_t moei_field_size(const moe_field *field) {
+    return field->kind == MOE_FIELD_REAL ? sizeof(moe_real) : sizeof(int);
+}
+
 /* The layer of a feed_forward for width d: its one expert takes every token; its score has no
-   parameters. */
+   parameters. Every rank has all of it. */
 static moe_status moei_feed_forward_config(const moe_layer_config *wanted, int d, moe_layer_config *c,
                                            moe_error *error) {
     const moe_field *field;
+    moe_layer_config full; /* what a feed_forward of a network has */
     char value[40];
+    int copied;
     memset(c, 0, sizeof *c);
-    for (field = moe_layer_fields(); wanted != NULL && field->name != NULL; field++)
-        if (moe_field_find(moei_feed_forward_fields, field->name) == NULL && !moei_field_is_zero(field, wanted)) {
-            moe_field_text(field, wanted, value, sizeof value);
-            return moei_error(error, MOE_ERR_CONFIG, "%s = %s: must be 0, a feed_forward has %s", field->name, value,
-                              "expert, d_ff, d_low, act, no_expert_bias, expert_bias and swiglu_...");
-        }
-    if (wanted != NULL) *c = *wanted;
-    c->transport = NULL; /* every rank has all of it */
+    for (field = moei_feed_forward_fields; wanted != NULL && field->name != NULL; field++)
+        memcpy((char *)c + field->offset, (const char *)wanted + field->offset, moei_field_size(field));
     c->router.d_model = d;
     c->router.n_experts = c->router.top_k = 1;
     c->router.score = MOE_SCORE_GRAP;
     c->router.weight = MOE_WEIGHT_ONE;
+    copied = wanted != NULL && wanted->router.n_experts == 1 && moe_layer_check(c, &full, NULL) == MOE_OK;
+    if (copied) full.kernels = wanted->kernels;
+    for (field = moe_layer_fields(); wanted != NULL && field->name != NULL; field++)
+        if (moe_field_find(moei_feed_forward_fields, field->name) == NULL && !moei_field_is_zero(field, wanted) &&
+            !(copied && moei_memcmp((const char *)wanted + field->offset, (const char *)&full + field->offset,
+                                    moei_field_size(field)) == 0)) {
+            moe_field_text(field, wanted, value, sizeof value);
+            return moei_error(error, MOE_ERR_CONFIG, "%s = %s: must be 0, a feed_forward has %s", field->name, value,
+                              "expert, d_ff, d_low, act, no_expert_bias, expert_bias and swiglu_...");
+        }
     return MOE_OK;
 }
 
@@ -6307,8 +6317,7 @@ static moe_status moei_module_take(moe_module *m, const moe_module *from, moe_er
     if (moei_is_layer(from)) m->layer.config = from->layer.config;
     if (from->kind == MOE_MODULE_ATTENTION || moei_is_layer(from)) return MOE_OK; /* checked later */
     for (field = fields; field->name != NULL; field++) {
-        memcpy((char *)m + field->offset, (const char *)from + field->offset,
-               field->kind == MOE_FIELD_REAL ? sizeof(moe_real) : sizeof(int));
+        memcpy((char *)m + field->offset, (const char *)from + field->offset, moei_field_size(field));
         if (field->kind == MOE_FIELD_INT && moei_field_is_zero(field, m))
             return moei_error(error, MOE_ERR_CONFIG, "%s = 0: must be %d to %d", field->name, (int)field->min,
                               (int)field->max);
@@ -6871,8 +6880,8 @@ static int moei_rotates_alike(const moe_module *a, const moe_module *b) {
         x->rotary_base > y->rotary_base)
         return 0;
     for (; field->name != NULL && field->offset < offsetof(moe_attention_config, kv_lora); field++) {
-        size_t size = field->kind == MOE_FIELD_REAL ? sizeof(moe_real) : sizeof(int);
-        if (moei_memcmp((const char *)x + field->offset, (const char *)y + field->offset, size) != 0) return 0;
+        const size_t at = field->offset;
+        if (moei_memcmp((const char *)x + at, (const char *)y + at, moei_field_size(field)) != 0) return 0;
     }
     return a->tensors[MOE_MODULE_ROTARY_FACTORS] == b->tensors[MOE_MODULE_ROTARY_FACTORS];
 }
@@ -8427,9 +8436,9 @@ static void moei_nonfinite_source(const moe_net *net, const moe_net_pass *p, siz
     if (name == NULL && net->modules[i].kind == MOE_MODULE_TIED && w->data != NULL &&
         !moei_all_finite(w->count, w->data))
         name = w->name;
-    (void)moei_error(error, why.code, "%s; it arose in module %z (%s), %s%s", why.message, i,
-                     moei_module_names[net->modules[i].kind], name != NULL ? "tensor " : "whose tensors are finite",
-                     name != NULL ? name : "");
+    (void)moei_error(error, why.code, "%s; it %s in module %z (%s), %s%s", why.message,
+                     p->most > 0 ? "was found" : "arose", i, moei_module_names[net->modules[i].kind],
+                     name != NULL ? "tensor " : "whose tensors are finite", name != NULL ? name : "");
 }
 
 /* Runs all modules of a pass that is laid out. Only a feed_forward can fail on one rank alone: the

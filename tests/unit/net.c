@@ -1576,6 +1576,27 @@ static void test_nonfinite_source(void) {
         net.tensors[0].data[4 * D] = (moe_real)NAN; /* of a word that is only read as an answer */
         names_source(&net, moe_evaluate(&net, &words, 0, &e, &error), 6, "tensor 0.weight", &error);
     }
+    { /* decoding: modules share memory, so only where it was found is known */
+        size_t size = 0, bytes = 0;
+        moe_cache cache;
+        moe_call call;
+        moe_net_pass pass;
+        void *memory, *work;
+        memset(&call, 0, sizeof call);
+        call.n_tokens = 1;
+        call.token_ids = ids + 1;
+        call.error = &error;
+        net.tensors[0].data[D] = (moe_real)NAN;
+        CHECK_STATUS(moe_net_decode_size(&net, 4, 1, &size, &bytes, &error), MOE_OK, error.message);
+        memory = grab(size, 1);
+        work = grab(bytes, 1);
+        CHECK_STATUS(moe_net_cache_init(&cache, &net, 4, memory, size, &error), MOE_OK, "cache");
+        CHECK_STATUS(moe_net_decode(&net, &cache, &call, work, bytes, &pass), MOE_ERR_NONFINITE, "decode");
+        CHECK(strstr(error.message, "; it was found in module 4 (feed_forward), whose tensors are finite") != NULL,
+              error.message);
+        free(memory);
+        free(work);
+    }
     moe_net_free(&net);
     name_other_sources();
     drop_data(&data);
@@ -1852,6 +1873,47 @@ static void test_shaped_files(void) {
     moe_net_init(&net, 8, MOE_KERNELS_C, NULL);
     CHECK_STATUS(moe_net_feed_forward(&net, &c), MOE_ERR_CONFIG, "an mlp has no limit");
     CHECK(strstr(net.error.message, "swiglu_limit = 0.25") != NULL, "named");
+    moe_net_free(&net);
+}
+
+/* Modules of one network describe those of another; what a feed_forward does not read is refused
+   there, too. */
+static void test_copied_modules(void) {
+    moe_layer_config c;
+    moe_net net, copy;
+    moe_module changed;
+    moe_error error;
+    size_t i;
+    memset(&c, 0, sizeof c);
+    moe_net_init(&net, 8, MOE_KERNELS_C, NULL);
+    moe_net_attention(&net, NULL);
+    moe_net_mixture(&net, &c);
+    c.d_ff = 12;
+    c.swiglu_limit = (moe_real)0.25;
+    moe_net_feed_forward(&net, &c);
+    moe_net_rms_norm(&net);
+    moe_net_linear(&net, 3);
+    CHECK_STATUS(moe_net_build(&net, 0, 1, &error), MOE_OK, "build");
+    moe_net_init(&copy, 8, MOE_KERNELS_AUTO, NULL);
+    for (i = 0; i < net.n_modules; i++)
+        CHECK_STATUS(moe_net_append(&copy, &net.modules[i]), MOE_OK, copy.error.message);
+    CHECK_STATUS(moe_net_build(&copy, 0, 1, &error), MOE_OK, "build");
+    CHECK(fingerprint(&copy) == fingerprint(&net) && copy.modules[2].layer.config.d_ff == 12 &&
+              copy.modules[2].layer.config.swiglu_limit > 0, "the same network");
+    moe_net_free(&copy);
+    for (i = 0; i < 4; i++) {
+        changed = net.modules[2];
+        if (i == 0) changed.layer.config.router.top_k = 2;
+        if (i == 1) changed.layer.config.router.loss_z = (moe_real)0.1;
+        if (i == 2) changed.layer.config.n_shared = 1;
+        moe_net_init(&copy, i == 3 ? 7 : 8, MOE_KERNELS_C, NULL);
+        CHECK_STATUS(moe_net_append(&copy, &changed), MOE_ERR_CONFIG, "not one of a feed_forward");
+        CHECK(strstr(copy.error.message, i == 0   ? "top_k = 2"
+                                         : i == 1 ? "loss_z = 0.1"
+                                         : i == 2 ? "n_shared = 1"
+                                                  : "d_model = 8") != NULL, copy.error.message);
+        moe_net_free(&copy);
+    }
     moe_net_free(&net);
 }
 
@@ -2184,6 +2246,7 @@ int main(int count, char **words) {
     CASE(test_modules());
     CASE(test_mixture());
     CASE(test_calls());
+    CASE(test_copied_modules());
     CASE(test_chain());
     CASE(test_untrainable());
     CASE(test_dropout_adds());
