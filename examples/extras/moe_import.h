@@ -4799,6 +4799,19 @@ static void moei_model_block_both(moei_model_block *b) {
         b->traits |= MOEI_ARCH_HEAD_NORM;
 }
 
+/* Refuses a fused matrix of queries, keys and values where the architecture has separate ones. */
+static moe_status moei_model_unfused(const moei_importer *r, const moei_model *m, int block) {
+    char shown[112];
+    size_t i;
+    for (i = 0; i < moei_import_tensor_count(&r->found); i++) {
+        const char *suffix = moei_import_tensor_at(&r->found, i)->suffix;
+        if (moei_strcmp(suffix, "attn_qkv.weight") == 0)
+            return moei_error(r->error, MOE_ERR_UNSUPPORTED, "tensor '%s': not supported for %s; convert the model "
+                              "without --fuse-qkv", moei_model_name(r, block, suffix, shown), m->arch->archs);
+    }
+    return MOE_OK;
+}
+
 /* Assigns all tensors of a block. Those of its MoE layer are then in r->found. */
 static moe_status moei_model_block_read(moei_importer *r, moei_model *m, int block, moei_model_block *b) {
     const size_t n = moei_import_tensor_count(&r->all);
@@ -4827,6 +4840,7 @@ static moe_status moei_model_block_read(moei_importer *r, moei_model *m, int blo
         else status = moei_import_tensor_add(r, &r->found, &copy, moei_model_suffix(r, f->suffix));
     }
     moei_model_block_both(b);
+    if (status == MOE_OK) status = moei_model_unfused(r, m, block);
     if (status == MOE_OK) status = moei_places_complete(r, b->traits, block, b->places);
     if (status == MOE_OK) status = moei_model_block_span(r, m, b);
     if (status != MOE_OK) return status;

@@ -1005,6 +1005,8 @@ static void test_seed_keys(void) {
         {"llama4", "sliding_window", "sliding_windoz", "llama4.attention.sliding_window_pattern", 4, "\2\0\0\0", 4,
          MOE_ERR_UNSUPPORTED,
          "sliding_window_pattern must be 4", 0},
+        {"qwen3moe", "ffn_norm.weight", "attn_qkv.weight", "qwen3moe.some.key", 4, "\4\0\0\0", 4, MOE_ERR_UNSUPPORTED,
+         "blk.0.attn_qkv.weight': not supported for qwen3moe; convert the model without --fuse-qkv", 0},
         {"llama", "", "", "llama.expert_weights_scale", 6, "\0\0\x20\x40", 4, MOE_ERR_UNSUPPORTED,
          "expert_weights_scale = 2.5 is not supported for mixtral", 0},
         {"llama", "", "", "llama.expert_weights_scale", 6, "\0\0\x80\x3f", 4, MOE_OK, "", 0},
