@@ -79,7 +79,8 @@
      the largest number of experts per token, at the largest weight. A model whose sums could exceed
      int32 is refused, even if its real inputs never make them. moe_model_create makes no such
      model. Float models: the network's modules, their settings and widths, that every parameter is
-     present and finite, and the sizes of scratch memory.
+     present and finite, that kernels are NULL or a table that moe_kernels_select returns here, and
+     the sizes of scratch memory.
 
      What is not checked.   Pointers: the arrays of a model must have the lengths that it states
      (weights_size bytes, n_ops operations; the parameters of a float model the shapes of its

@@ -181,6 +181,9 @@
        on the sum of weights is not applied. transformers 5 omits the square of mscale from
        deepseek_v2's attention scale; it is applied here, as in DeepSeek's own program and in
        llama.cpp. grok's GELU is computed in float32.
+     - In GGUF, attn_qkv is read for llama, granitemoe, bailingmoe2 and dbrx alone. Files of gpt-oss
+       and llama4 with rope.scaling.type = none beside a factor are refused: llama.cpp scales their
+       blocks with a window all the same.
      - deepseek2 files with attention.temperature_scale (Mistral Large 3) are computed up to the
        position attention.temperature_length, from which queries would be scaled; longer contexts
        are refused.
