@@ -181,9 +181,9 @@
        on the sum of weights is not applied. transformers 5 omits the square of mscale from
        deepseek_v2's attention scale; it is applied here, as in DeepSeek's own program and in
        llama.cpp. grok's GELU is computed in float32.
-     - In GGUF, attn_qkv is read for llama, granitemoe, bailingmoe2 and dbrx alone. Files of gpt-oss
-       and llama4 with rope.scaling.type = none beside a factor are refused: llama.cpp scales their
-       blocks with a window all the same.
+     - In GGUF, attn_qkv is read for llama, granitemoe, bailingmoe2 and dbrx alone. Files of llama4
+       with rope.scaling.type = none beside a factor are refused: llama.cpp scales by it all the
+       same.
      - deepseek2 files with attention.temperature_scale (Mistral Large 3) are computed up to the
        position attention.temperature_length, from which queries would be scaled; longer contexts
        are refused.
@@ -3479,19 +3479,6 @@ static moe_status moei_setting_apply(moei_importer *r, const moei_setting *s, co
                       kind == MOEI_VALUE_OTHER ? "a list" : text, status == MOE_OK ? " other than 0" : "");
 }
 
-/* Refuses a factor of the weights that the family does not read. */
-static moe_status moei_settings_unscaled(const moei_importer *r) {
-    static const char key[] = "expert_weights_scale";
-    char text[MOEI_IMPORT_VALUE];
-    moe_real scale = 0;
-    if (r->kind != MOEI_IMPORT_GGUF || moei_family_reads(r->family, key)) return MOE_OK;
-    if (moei_import_value(r, key, text) == MOEI_VALUE_NONE) return MOE_OK;
-    if (moei_parse_real(text, moei_strlen(text), &scale) && (!(scale < 0) && !(scale > 0))) return MOE_OK;
-    if (!(scale < MOEI_R(1.0)) && !(scale > MOEI_R(1.0))) return MOE_OK;
-    return moei_error(r->error, MOE_ERR_UNSUPPORTED, "metadata: %s = %s is not supported for %s", key, text,
-                      r->family->name);
-}
-
 /* Applies all settings of the file to r->settings. */
 static moe_status moei_settings_read(moei_importer *r) {
     const moei_setting *s, *t;
@@ -3508,7 +3495,7 @@ static moe_status moei_settings_read(moei_importer *r) {
                               moei_settings_source(r), s->key, kind == MOEI_VALUE_OTHER ? "a list" : text,
                               r->family->name);
     }
-    return moei_settings_unscaled(r);
+    return MOE_OK;
 }
 
 /* Refuses a GGUF file without a key that llama.cpp has no default for; 0 counts as absent. */
@@ -4405,8 +4392,8 @@ static moe_status moei_model_required(const moei_importer *r, const moei_model *
     return moei_error(r->error, MOE_ERR_NOT_FOUND, "%s: %s is missing", moei_settings_source(r), lacks);
 }
 
-/* Refuses what llama.cpp reads in another way, or needs, where windows alternate: there, it scales
-   blocks with a window by rope.scaling.factor whatever its type is. */
+/* Refuses what llama.cpp reads in another way, or needs, where windows alternate. It scales all
+   rotated blocks of llama4 by rope.scaling.factor, even if its type is none. */
 static moe_status moei_model_windows(const moei_importer *r, const moei_model *m) {
     const char *period = (m->traits & MOEI_ARCH_WINDOW) != 0 ? "2" : "4";
     char text[MOEI_IMPORT_VALUE];
@@ -4420,7 +4407,8 @@ static moe_status moei_model_windows(const moei_importer *r, const moei_model *m
         return moei_error(r->error, MOE_ERR_UNSUPPORTED, "metadata: attention.sliding_window_pattern must be %s",
                           period);
     kind = moei_import_value(r, "rope.scaling.type", text);
-    if (kind != MOEI_VALUE_TEXT || moei_strcmp(text, "none") != 0) return MOE_OK;
+    if ((m->traits & MOEI_ARCH_CHUNKS) == 0 || kind != MOEI_VALUE_TEXT || moei_strcmp(text, "none") != 0)
+        return MOE_OK;
     if (!(m->factor < MOEI_R(1.0)) && !(m->factor > MOEI_R(1.0))) return MOE_OK;
     return moei_error(r->error, MOE_ERR_UNSUPPORTED, "metadata: rope.scaling.type = none is not supported together "
                       "with rope.scaling.factor = %g", (double)m->factor);

@@ -488,7 +488,7 @@ static void test_refusals_gguf(void) {
 static void test_refusals_oss(void) {
     static const refusal rows[] = {
         {"yarn", "spin", MOE_ERR_UNSUPPORTED, "rope.scaling.type = spin"},
-        {"yarn", "none", MOE_ERR_UNSUPPORTED, "rope.scaling.type = none is not supported together"},
+        {"yarn", "none", MOE_OK, ""},
         {"attention.sliding_window", "attention.sliding_windoz", MOE_ERR_NOT_FOUND, "sliding_window is missing"},
         {"gpt-oss.rope.scaling.type", "gpt-oss.rope.scaling.typo", MOE_OK, ""},
         {"blk.1.attn_sinks.weight", "blk.1.attn_sunks.weight", MOE_ERR_NOT_FOUND, "attn_sinks.weight': missing"},
@@ -1007,10 +1007,6 @@ static void test_seed_keys(void) {
          "sliding_window_pattern must be 4", 0},
         {"qwen3moe", "ffn_norm.weight", "attn_qkv.weight", "qwen3moe.some.key", 4, "\4\0\0\0", 4, MOE_ERR_UNSUPPORTED,
          "blk.0.attn_qkv.weight': not supported for qwen3moe; convert the model without --fuse-qkv", 0},
-        {"llama", "", "", "llama.expert_weights_scale", 6, "\0\0\x20\x40", 4, MOE_ERR_UNSUPPORTED,
-         "expert_weights_scale = 2.5 is not supported for mixtral", 0},
-        {"llama", "", "", "llama.expert_weights_scale", 6, "\0\0\x80\x3f", 4, MOE_OK, "", 0},
-        {"llama", "", "", "llama.expert_weights_scale", 6, "\0\0\0\0", 4, MOE_OK, "", 0},
         {"llama", "", "", "llama.attention.sliding_window_pattern", 4, "\2\0\0\0", 4, MOE_OK, "", 0},
         {"llama", "rope.scaling.type", "rope.scaling.typo", "llama.rope.scaling.type", 8, "\x8\0\0\0\0\0\0\0longrope",
          16, MOE_OK, "", 0},
@@ -1046,6 +1042,40 @@ static void test_seed_keys(void) {
                 CHECK_NEAR(model.net.modules[k].attention.beta_fast, rows[i].beta, 0.0);
         moe_import_free(&model);
         if (hidden.p != b.p) free(hidden.p);
+        free(changed.p);
+        free(s.all.p);
+    }
+}
+
+/* llama4 with rope.scaling.type = none and a factor, unless that is 1 or there are no windows. */
+static void test_unscaled(void) {
+    static const struct {
+        const char *window, *factor;
+        moe_status status;
+    } rows[] = {{"sliding_windoz", "\0\0\0\x41", MOE_ERR_UNSUPPORTED},
+                {"sliding_windoz", "\0\0\x80\x3f", MOE_OK},
+                {"sliding_window", "\0\0\0\x41", MOE_OK}};
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        moe_imported model;
+        moe_import_source source;
+        moe_error error;
+        seed s;
+        bytes b, window, factor, changed;
+        read_seed(&s, "llama4", 0);
+        b.p = s.all.p + ((const unsigned char *)s.sources[0].ctx - s.all.p);
+        b.n = (size_t)s.sources[0].size;
+        window = replaced(b, "sliding_window", rows[i].window);
+        factor = with_key(window, "llama4.rope.scaling.factor", 6, rows[i].factor, 4);
+        changed = with_key(factor, "llama4.rope.scaling.type", 8, "\4\0\0\0\0\0\0\0none", 12);
+        source = moe_import_memory(NULL, changed.p, changed.n);
+        error.message[0] = '\0';
+        CHECK_STATUS(moe_import_read_model(&model, &source, 1, NULL, NULL, &error), rows[i].status);
+        CHECK(rows[i].status == MOE_OK || strstr(error.message, "none is not supported together with "
+                                                 "rope.scaling.factor = 8") != NULL, error.message);
+        moe_import_free(&model);
+        free(window.p);
+        free(factor.p);
         free(changed.p);
         free(s.all.p);
     }
@@ -1421,6 +1451,7 @@ int main(void) {
     CASE(test_packed_layer());
     CASE(test_seed_settings());
     CASE(test_seed_keys());
+    CASE(test_unscaled());
     CASE(test_tuning());
     CASE(test_absent());
     CASE(test_windows());
