@@ -551,7 +551,7 @@ enum {
     /* 1 */ \
     X(MOE_WEIGHT_ONE, "one", moei_weight_one, moei_weight_constant_backward, MOEI_WEIGHT_COUNTS) \
     /* One choice after another: its softmax among the experts not yet picked and within 2 eps of \
-       the best. Liu et al. 2023, Sparse backpropagation for MoE training. A drawn choice that is
+       the best. Liu et al. 2023, Sparse backpropagation for MoE training. A drawn choice that is \
        not the best may weigh 1/3 of that; a forced one never does, as it is not drawn */ \
     X(MOE_WEIGHT_SPARSEMIXER, "sparsemixer", moei_weight_sparsemixer, moei_weight_sparsemixer_backward, \
         MOEI_WEIGHT_READS_LOGITS)

@@ -55,6 +55,8 @@ def items(text):
         else:
             while not complete('\n'.join(lines[first:i + 1])):
                 i += 1
+                if i == len(lines) or i > first + 400:
+                    sys.exit('line %d of the public part: a declaration without an end' % (first + 1))
             yield 'code', first, '\n'.join(lines[first:i + 1])
         i += 1
 
