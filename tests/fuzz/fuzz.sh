@@ -50,8 +50,9 @@ skip() {
 }
 
 # Vector kernels are left out: they take minutes to compile, and no byte of a file reaches them
-# alone. So is what a target does not use.
-flags='-std=c99 -g -O1 -DMOE_NO_SIMD -DMOE_STATIC -I.'
+# alone.
+flags='-std=c99 -g -O1 -DMOE_NO_SIMD -I.'
+private=-DMOE_STATIC # of targets of one file: what they do not use is not compiled
 
 # One target as a program: flags of the compiler for objects, and more of them for the program
 # itself.
@@ -61,8 +62,8 @@ build() { # target program compiler flags program-flags
     set -- "$1" "$2" "$3" "$flags ${CFLAGS:-} ${stb_flag:+-I$stb_flag} $4" "$5"
     # shellcheck disable=SC2086
     case $1 in
-    files) $3 $4 $5 tests/fuzz/fuzz_file.c -o "$2" -lm ;;
-    configs) $3 $4 $5 -DFUZZ_TARGET tests/property/fuzz_config.c -o "$2" -lm ;;
+    files) $3 $4 $private $5 tests/fuzz/fuzz_file.c -o "$2" -lm ;;
+    configs) $3 $4 $private $5 -DFUZZ_TARGET tests/property/fuzz_config.c -o "$2" -lm ;;
     *)
         # These take microseconds: to optimize them takes longer than it saves.
         for reader in $readers; do $3 $4 -O0 "-DREAD_$reader" -c tests/fuzz/fuzz_text.c -o "$2.$reader.o" ||
