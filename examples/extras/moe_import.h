@@ -428,6 +428,7 @@ typedef struct moe_tokenizer {
     int space;                  /* of MOEI_SPACE_ */
     int strip;                  /* 1: decoding removes a space at the beginning */
     int whole;                  /* 1: a word that is a token is not merged from its bytes */
+    int fuse;                   /* 1: neighboring unknown characters of a word are one unknown token */
     int n_passes;
     unsigned char passes[8];    /* of MOEI_PASS_ */
     uint32_t n_symbols;         /* tokens, then texts that occur in merges only */
@@ -447,8 +448,9 @@ typedef struct moe_tokenizer {
      allocator  NULL: the standard heap
    Free it with moe_tokenizer_free. On failure *t is untouched.
      MOE_ERR_NOT_FOUND    the file has no vocabulary
-     MOE_ERR_UNSUPPORTED  a kind of tokenizer, pre-tokenizer or normalizer; more than 4,194,304
-                          tokens or 8,388,608 merges; named in the message
+     MOE_ERR_UNSUPPORTED  a kind of tokenizer, pre-tokenizer or normalizer; an added token with
+                          single_word; more than 4,194,304 tokens or 8,388,608 merges; named in
+                          the message
      MOE_ERR_FORMAT       a malformed file: a missing or short array, an id beyond the vocabulary,
                           a merge that is not a pair of strings, a score that is not a number
      MOE_ERR_ARGUMENT     t or path is NULL; path is too long
@@ -6821,8 +6823,8 @@ enum {
     MOEI_SPACE_KEPT,
     MOEI_SPACE_META,   /* as U+2581 */
     MOEI_SPACE_EACH,   /* and one is put before each stretch of text between special tokens, */
-    MOEI_SPACE_FIRST,  /* before the first stretch only, */
-    MOEI_SPACE_UNLESS  /* before each stretch that does not begin with one */
+    MOEI_SPACE_UNLESS, /* before each stretch that does not begin with one, */
+    MOEI_SPACE_FIRST   /* before the first stretch only, unless it begins with one */
 };
 /* Types of tokens, as GGUF numbers them. */
 enum {
@@ -7545,6 +7547,8 @@ static moe_status moei_vocab_meta(moei_vocab *v, size_t at) {
     const moe_buffer *text = &v->r.index;
     char scheme[MOEI_IMPORT_VALUE];
     int add = moei_vocab_true(text, at, "add_prefix_space", 1);
+    if (moei_vocab_text(text, at, "replacement", scheme, sizeof scheme) && moei_strcmp(scheme, "\xE2\x96\x81") != 0)
+        return moei_vocab_refuse(v, "pre_tokenizer Metaspace with replacement", scheme);
     v->t.space = MOEI_SPACE_UNLESS;
     if (moei_vocab_text(text, at, "prepend_scheme", scheme, sizeof scheme)) {
         add = moei_strcmp(scheme, "never") != 0;
@@ -7660,6 +7664,10 @@ static int moei_vocab_added_next(const moe_buffer *text, moei_json *j, int first
     content = id > 0 ? moei_import_json_member(text, j->at, "content") : 0;
     if (content == 0) {
         *status = moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "an added token needs id and content");
+        return 0;
+    }
+    if (moei_vocab_true(text, j->at, "single_word", 0)) {
+        *status = moei_json_refuse(j, j->at, MOE_ERR_UNSUPPORTED, "an added token with single_word is not supported");
         return 0;
     }
     e->kind = moei_vocab_true(text, j->at, "special", 0) ? MOEI_TOKEN_CONTROL : MOEI_TOKEN_USER;
@@ -7869,6 +7877,7 @@ static moe_status moei_vocab_json_model(moei_vocab *v, size_t model) {
         return moei_vocab_refuse(v, "end_of_word_suffix", type);
     v->byte_fallback = moei_vocab_true(text, model, "byte_fallback", 0);
     t->whole = !unigram && moei_vocab_true(text, model, "ignore_merges", 0);
+    t->fuse = moei_vocab_true(text, model, "fuse_unk", 0);
     status = moei_vocab_json_tokens(v, vocab, unigram ? 'u' : 'b', moei_import_json_member(text, 0, "added_tokens"));
     if (status != MOE_OK) return status;
     if (unigram && t->longest > 256) return moei_vocab_refuse(v, "Unigram with a token of", "more than 256 bytes");
@@ -7992,8 +8001,9 @@ static void moei_encode_pair(moei_encoder *e, uint32_t at) {
     moei_bigram_push(e, &pair);
 }
 
-/* The ids of a part that is not a token: its bytes, or the unknown token. */
-static void moei_encode_unknown(moei_encoder *e, const moei_part *part) {
+/* The ids of a part that is not a token: its bytes, or the unknown token, which with `fuse` is left
+   out after another one. Returns whether it is the unknown token. */
+static int moei_encode_unknown(moei_encoder *e, const moei_part *part, int fuse) {
     const moe_tokenizer *t = e->t;
     uint32_t i, known = 0;
     for (i = 0; i < part->size; i++) known += t->bytes[e->word[part->at + i]] >= 0;
@@ -8003,7 +8013,10 @@ static void moei_encode_unknown(moei_encoder *e, const moei_part *part) {
             if (id >= 0 && id < t->n_tokens) moei_encode_push(e, id);
             else if (t->unknown >= 0) moei_encode_push(e, t->unknown);
         }
-    } else if (t->unknown >= 0) moei_encode_push(e, t->unknown);
+        return 0;
+    }
+    if (t->unknown >= 0 && !fuse) moei_encode_push(e, t->unknown);
+    return 1;
 }
 
 /* Splits a word into its bytes or characters. */
@@ -8035,6 +8048,7 @@ static void moei_encode_split(moei_encoder *e, size_t size) {
 static void moei_encode_merge(moei_encoder *e, size_t size) {
     moei_part *parts;
     uint32_t i;
+    int fuse = 0;
     moei_encode_split(e, size);
     parts = (moei_part *)(void *)e->parts.data;
     for (i = 0; i < e->parts.size / sizeof *parts; i++) moei_encode_pair(e, i);
@@ -8053,8 +8067,10 @@ static void moei_encode_merge(moei_encoder *e, size_t size) {
         moei_encode_pair(e, pair.at);
     }
     for (i = 0; e->status == MOE_OK && i != MOEI_NO_SYMBOL && e->parts.size > 0; i = parts[i].next)
-        if (parts[i].symbol < (uint32_t)e->t->n_tokens) moei_encode_push(e, (int32_t)parts[i].symbol);
-        else moei_encode_unknown(e, parts + i);
+        if (parts[i].symbol < (uint32_t)e->t->n_tokens) {
+            moei_encode_push(e, (int32_t)parts[i].symbol);
+            fuse = 0;
+        } else fuse = moei_encode_unknown(e, parts + i, fuse) && e->t->fuse;
 }
 
 /* The best tokens up to a position in a text: their sum of scores, and the last of them. */
@@ -8088,7 +8104,7 @@ static void moei_encode_way(moei_encoder *e, moei_way *ways, size_t size) {
             way = ways[at];
             part.size += way.size;
         }
-        moei_encode_unknown(e, &part);
+        (void)moei_encode_unknown(e, &part, 0);
     }
 }
 
@@ -8172,6 +8188,7 @@ static void moei_encode_cut(moei_encoder *e, int pass, const char *p, const char
 static void moei_encode_stretch(moei_encoder *e, const char *p, const char *end) {
     static const char meta[] = "\xE2\x96\x81";
     const int space = e->t->space, first = !e->begun;
+    const int begins = p < end && (*p == ' ' || moei_rune_at(p, end).code == 0x2581u); /* with a space */
     moe_buffer text;
     if (p == end || e->status != MOE_OK) return;
     e->begun = 1;
@@ -8181,8 +8198,7 @@ static void moei_encode_stretch(moei_encoder *e, const char *p, const char *end)
     }
     memset(&text, 0, sizeof text);
     text.allocator = e->t->allocator;
-    if (space == MOEI_SPACE_EACH || (space == MOEI_SPACE_FIRST && first) ||
-        (space == MOEI_SPACE_UNLESS && *p != ' ' && (end - p < 3 || moei_memcmp(p, meta, 3) != 0)))
+    if (space == MOEI_SPACE_EACH || (!begins && (space == MOEI_SPACE_UNLESS || (space == MOEI_SPACE_FIRST && first))))
         e->status = moei_buffer_write(&text, meta, 3);
     for (; p < end && e->status == MOE_OK; p++)
         e->status = *p == ' ' ? moei_buffer_write(&text, meta, 3) : moei_buffer_write(&text, p, 1);
@@ -8203,7 +8219,17 @@ static uint32_t moei_special_at(const moe_tokenizer *t, const char *p, const cha
     return MOEI_NO_SYMBOL;
 }
 
-static int moei_is_white(int c) { return c == ' ' || (c >= 9 && c <= 13); }
+/* The start of the white space that ends at p; all of it has at most 3 bytes a character. */
+static const char *moei_white_before(const char *from, const char *p) {
+    size_t n;
+    for (n = 1; n <= 3 && n <= (size_t)(p - from); n++) {
+        const moei_rune r = moei_rune_at(p - n, p);
+        if (r.size != n || r.kind != MOEI_RUNE_SPACE) continue;
+        p -= n;
+        n = 0;
+    }
+    return p;
+}
 
 /* Encodes special tokens and the text between them. */
 static void moei_encode_text(moei_encoder *e, const char *p, const char *end, int flags) {
@@ -8216,13 +8242,11 @@ static void moei_encode_text(moei_encoder *e, const char *p, const char *end, in
             p++;
             continue;
         }
-        if ((moei_symbols(t)[id].kind & MOEI_SPECIAL_LEFT) != 0)
-            while (to > from && moei_is_white((unsigned char)to[-1])) to--;
+        if ((moei_symbols(t)[id].kind & MOEI_SPECIAL_LEFT) != 0) to = moei_white_before(from, p);
         moei_encode_stretch(e, from, to);
         moei_encode_push(e, (int32_t)id);
         p += moei_symbols(t)[id].size;
-        if ((moei_symbols(t)[id].kind & MOEI_SPECIAL_RIGHT) != 0)
-            while (p < end && moei_is_white((unsigned char)*p)) p++;
+        if ((moei_symbols(t)[id].kind & MOEI_SPECIAL_RIGHT) != 0) p = moei_runes(p, end, MOEI_RUNE_SPACE, 0);
         e->begun = 1;
         from = p;
     }

@@ -248,9 +248,9 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
     M(s, file_bytes) M(s, owned)
 #define MOEI_OF_moe_tokenizer(M, s) M(s, n_tokens) M(s, bos) M(s, eos) M(s, eot) M(s, unknown) M(s, padding) \
     M(s, kind) M(s, add_bos) M(s, add_eos) M(s, wants_nfc) M(s, chat_template) M(s, architecture) M(s, space) \
-    M(s, strip) M(s, whole) M(s, n_passes) M(s, passes) M(s, n_symbols) M(s, longest) M(s, lowest) M(s, n_special) \
-    M(s, bytes) M(s, allocator) M(s, texts) M(s, symbols) M(s, lookup) M(s, merges) M(s, pairs) M(s, special) \
-    M(s, chat)
+    M(s, strip) M(s, whole) M(s, fuse) M(s, n_passes) M(s, passes) M(s, n_symbols) M(s, longest) M(s, lowest) \
+    M(s, n_special) M(s, bytes) M(s, allocator) M(s, texts) M(s, symbols) M(s, lookup) M(s, merges) M(s, pairs) \
+    M(s, special) M(s, chat)
 #define MOEI_OF_moe_decoder(M, s) M(s, tokenizer) M(s, flags) M(s, begun) M(s, n_held) M(s, held)
 #define MOEI_OF_moe_chat(M, s) M(s, name) M(s, marks) M(s, architectures) M(s, begin) M(s, before) M(s, after) \
     M(s, reply) M(s, joined)

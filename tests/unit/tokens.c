@@ -445,6 +445,11 @@ static void test_stripping(void) {
          "\342\226\201a|\342\226\201b|<l>|\342\226\201a|<r>|\342\226\201b"},
         {"\"prepend_scheme\":\"always\"", "  <l>\342\226\201a<r> ", "<l>|\342\226\201a|<r>"},
         {"\"prepend_scheme\":\"first\"", "a<r>b", "\342\226\201a|<r>|b"},
+        {"\"prepend_scheme\":\"first\"", " a<r> b", "\342\226\201a|<r>|b"},
+        {"\"prepend_scheme\":\"first\"", "\342\226\201a b", "\342\226\201a|\342\226\201b"},
+        {"\"prepend_scheme\":\"first\"", "<l>a", "<l>|a"},
+        {"\"prepend_scheme\":\"never\"", "a\xE3\x80\x80\xC2\x85 <l>\xC2\xA0<r>\xE2\x80\xA8\r\xC2\xA0 b<l>",
+         "a|<l>|?|<r>|b|<l>"},
         {"\"prepend_scheme\":\"never\"", "a b", "a|\342\226\201b"},
         {"\"add_prefix_space\":true", " a", "\342\226\201a"},
         {"\"add_prefix_space\":false,\"split\":false", "a", "a"},
@@ -460,6 +465,28 @@ static void test_stripping(void) {
         if (!CHECKF(moe_import_read_tokenizer(&t, &source, 1, NULL, &error) == MOE_OK, "%s", error.message)) return;
         CHECK(t.n_tokens == 9 && t.kind == MOE_TOKENIZER_RANKS);
         encodes(&t, rows[i][1], MOE_TOKENIZER_SPECIAL, rows[i][2]);
+        moe_tokenizer_free(&t);
+    }
+}
+
+/* fuse_unk: unknown characters side by side in a word are one unknown token. */
+static void test_fused(void) {
+    static const char text[] =
+        "{\"pre_tokenizer\":{\"type\":\"Metaspace\",\"prepend_scheme\":\"never\"},\"model\":{\"type\":\"BPE\","
+        "\"byte_fallback\":true,\"fuse_unk\":%s,\"unk_token\":\"?\",\"vocab\":{\"a\":0,\"\342\226\201\":1,\"?\":2,"
+        "\"<0x7A>\":3},\"merges\":[]}}";
+    static const char *const rows[][3] = {{"true", "axyzxa", "a|?|<0x7A>|?|a"},
+                                          {"false", "axyzxa", "a|?|?|<0x7A>|?|a"},
+                                          {"true", "xy\xFFxa xx x", "?|a|\342\226\201|?|\342\226\201|?"}};
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof *rows; i++) {
+        char whole[400];
+        moe_tokenizer t;
+        moe_import_source source;
+        sprintf(whole, text, rows[i][0]);
+        source = moe_import_memory("tokenizer.json", whole, strlen(whole));
+        if (!CHECKF(moe_import_read_tokenizer(&t, &source, 1, NULL, &error) == MOE_OK, "%s", error.message)) return;
+        encodes(&t, rows[i][1], 0, rows[i][2]);
         moe_tokenizer_free(&t);
     }
 }
@@ -736,6 +763,10 @@ static void test_refused_json(void) {
         {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[[7,\"a\"]]}}", "not a pair of strings", MOE_ERR_FORMAT},
         {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[[\"a\",7]]}}", "not a pair of strings", MOE_ERR_FORMAT},
         {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[[\"a\",\"a\",\"a\"]]}}", "not a pair of strings", MOE_ERR_FORMAT},
+        {"{\"pre_tokenizer\":{\"type\":\"Metaspace\",\"replacement\":\"_\"},\"model\":{}}", "\"_\"",
+         MOE_ERR_UNSUPPORTED},
+        {"{\"added_tokens\":[{\"id\":1,\"content\":\"x\",\"single_word\":true}],\"model\":{\"vocab\":{\"a\":0}}}",
+         "single_word", MOE_ERR_UNSUPPORTED},
         {"[]", "object", MOE_ERR_FORMAT}};
     char longest[700];
     size_t i;
@@ -1527,6 +1558,7 @@ int main(void) {
     CASE(test_cuts());
     CASE(test_special());
     CASE(test_stripping());
+    CASE(test_fused());
     CASE(test_decoding());
     CASE(test_decoder());
     CASE(test_decoder_pieces());
