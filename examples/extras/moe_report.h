@@ -462,6 +462,8 @@ struct moei_plot {
     size_t number_width, name_width, head_width;  /* of the widest number, name of a row and of a column */
 };
 
+/* In place of the number of an expert: all others, from MOEI_LEGEND_MOST on. */
+#define MOEI_OTHERS "64+"
 enum { MOEI_LEGEND_MOST = 64, MOEI_TINTS = 16, MOEI_LEVELS = 10, MOEI_STROKES = 8, MOEI_TOKENS_MOST = 3000 };
 
 /* In pixels; most figures are as wide as a phone. */
@@ -769,7 +771,8 @@ static void moei_chip(moei_plot *q, double x, double y, double width, double hei
     moei_write_at(q, x + width / 2.0, y + height - 4.0, "e n", moei_number(buffer, (double)e, 0), 9);
 }
 
-/* The share of expert e among the cells with an expert, in row `row` or in all rows (SIZE_MAX). */
+/* The share of expert e among the cells with an expert, in row `row` or in all rows (SIZE_MAX).
+   MOEI_LEGEND_MOST: of this expert and all after it. */
 static double moei_expert_share(const moei_plot *q, size_t row, int32_t e) {
     size_t rows = (q->f->rows - 1) / q->row_step + 1, columns = (q->f->columns - 1) / q->column_step + 1;
     size_t r = row < rows ? row : 0, end = row < rows ? row + 1 : rows;
@@ -778,7 +781,7 @@ static double moei_expert_share(const moei_plot *q, size_t row, int32_t e) {
         for (c = 0; c < columns; c++) {
             int32_t found = moei_figure_expert(q, r, c);
             all += found >= 0;
-            of_expert += found == e;
+            of_expert += e < MOEI_LEGEND_MOST ? found == e : found >= e;
         }
     return all > 0 ? (double)of_expert / (double)all : 0.0;
 }
@@ -787,12 +790,13 @@ static double moei_expert_share(const moei_plot *q, size_t row, int32_t e) {
 static double moei_legend(moei_plot *q, double y, int draw) {
     char buffer[MOEI_LABEL_SIZE];
     size_t e, shown = 0, lines;
-    for (e = 0; e < moei_min_size(q->n_experts, MOEI_LEGEND_MOST); e++) {
+    for (e = 0; e < moei_min_size(q->n_experts, MOEI_LEGEND_MOST + 1); e++) {
         double share = moei_expert_share(q, SIZE_MAX, (int32_t)e);
         double x = (double)(shown % 4) * 85.0, at = y + (double)(shown / 4) * 22.0;
-        if (!(share > 0.0) && q->f->n_experts <= 0) continue;
+        if (!(share > 0.0) && (q->f->n_experts <= 0 || e == MOEI_LEGEND_MOST)) continue;
         if (draw) {
-            moei_chip(q, x, at, 28.0, 18.0, (int32_t)e);
+            if (e < MOEI_LEGEND_MOST) moei_chip(q, x, at, 28.0, 18.0, (int32_t)e);
+            else moei_write_at(q, x, at + 14.0, "m", MOEI_OTHERS, 4);
             moei_begin_text(q, x + 33.0, at + 14.0, "m");
             moei_pen_print(q->p, "%s %%", moei_number(buffer, 100.0 * share, 1));
             moei_end_text(q);
@@ -1034,6 +1038,13 @@ static void moei_draw_bar(moei_plot *q, size_t row, size_t column, double y) {
     moei_end_text(q);
 }
 
+/* The digits after the point of the reference, which need not be an integer if the values are. */
+static int moei_reference_decimals(const moei_plot *q) {
+    const double at = q->f->reference;
+    if (q->decimals != 0 || q->f->decimals != 0 || moei_is_integer(at)) return q->decimals;
+    return moei_decimals_for(at < 0.0 ? -at : at, 0);
+}
+
 static void moei_draw_bar_reference(moei_plot *q, double bottom) {
     char buffer[MOEI_LABEL_SIZE];
     double x = moei_pixel_x(q, q->f->reference);
@@ -1041,7 +1052,7 @@ static void moei_draw_bar_reference(moei_plot *q, double bottom) {
     moei_pen_print(q->p, "<path d=\"M%c %cV%c\" class=\"a d1\"/>", x, q->top - 2.0, bottom);
     moei_begin_text(q, x, bottom + 13.0, class_name);
     (void)moei_pen_clip(q->p, moei_label(q->f->reference_name, "reference"), 24);
-    moei_pen_print(q->p, " %s", moei_number(buffer, q->f->reference, q->decimals));
+    moei_pen_print(q->p, " %s", moei_number(buffer, q->f->reference, moei_reference_decimals(q)));
     moei_end_text(q);
 }
 
@@ -1400,13 +1411,16 @@ static void moei_draw_tokens(moei_plot *q) {
 static void moei_describe_experts(moei_plot *q) {
     char buffer[MOEI_LABEL_SIZE];
     size_t r, e, groups = q->kind->transposed ? q->rows : moei_min_size(q->rows, 1);
+    double others;
     for (r = 0; r < groups; r++) {
         if (q->kind->transposed) moei_pen_print(q->p, "%t: ", moei_row_name(q, r, buffer));
         for (e = 0; e < moei_min_size(q->n_experts, MOEI_LEGEND_MOST); e++) {
             double share = moei_expert_share(q, q->kind->transposed ? r : SIZE_MAX, (int32_t)e);
             if (share > 0.0) moei_pen_print(q->p, "expert %z %s %%, ", e, moei_number(buffer, 100.0 * share, 1));
         }
-        moei_pen_print(q->p, "no other. ");
+        others = moei_expert_share(q, q->kind->transposed ? r : SIZE_MAX, MOEI_LEGEND_MOST);
+        if (others > 0.0) moei_pen_print(q->p, "others %s %%. ", moei_number(buffer, 100.0 * others, 1));
+        else moei_pen_print(q->p, "no other. ");
     }
 }
 
@@ -1747,7 +1761,7 @@ static void moei_text_bars(moei_plot *q, size_t columns) {
         for (c = 0; c < q->columns; c++) moei_text_bar_line(q, r, c, heads, columns > used + 8 ? columns - used : 8);
     if (!moei_has_reference(q)) return;
     moei_pen_print(q->p, "|: ");
-    moei_text_reference(q, q->decimals, ", ");
+    moei_text_reference(q, moei_reference_decimals(q), ", ");
 }
 
 enum { MOEI_TEXT_HEIGHT = 15, MOEI_TEXT_WIDTH = 400 };
@@ -2171,10 +2185,11 @@ static void moei_page_tokens(moei_plot *q) {
     moei_pen_print(q->p, ".");
     if (q->columns < q->f->columns) moei_pen_print(q->p, " The first %z of %z tokens.", q->columns, q->f->columns);
     moei_pen_print(q->p, " Shares of the experts:</p>\n<p>");
-    for (i = 0; i < moei_min_size(q->n_experts, MOEI_LEGEND_MOST); i++) {
+    for (i = 0; i < moei_min_size(q->n_experts, MOEI_LEGEND_MOST + 1); i++) {
         double percent = 100.0 * moei_expert_share(q, SIZE_MAX, (int32_t)i);
-        if (!(percent > 0.0) && q->f->n_experts <= 0) continue;
-        moei_pen_print(q->p, "<span class=\"y\"><i class=\"e c%d\">%z</i> ", (int)(i % MOEI_TINTS), i);
+        if (!(percent > 0.0) && (q->f->n_experts <= 0 || i == MOEI_LEGEND_MOST)) continue;
+        if (i == MOEI_LEGEND_MOST) moei_pen_print(q->p, "<span class=\"y\"><i>" MOEI_OTHERS "</i> ");
+        else moei_pen_print(q->p, "<span class=\"y\"><i class=\"e c%d\">%z</i> ", (int)(i % MOEI_TINTS), i);
         moei_pen_print(q->p, "%s %%</span>\n", moei_number(buffer, percent, 1));
     }
     moei_pen_print(q->p, "</p>\n");

@@ -1055,6 +1055,51 @@ static void test_bar_reference(void) {
 
 /* What lies at an edge: a wide letter that no longer fits, a number that rounds to 0, the lower end
    of an interval, the scale of values far from 0, heads of merged columns. */
+/* Experts beyond the legend count as others, in words and in the legend. */
+static void test_others(void) {
+    static const int32_t experts[2][4] = {{0, 64, 100, 300}, {0, 63, 0, 63}};
+    static const int kinds[2] = {MOE_FIGURE_TOKENS, MOE_FIGURE_MAP};
+    int i, k;
+    for (i = 0; i < 2; i++)
+        for (k = 0; k < 2; k++) {
+            moe_figure f;
+            memset(&f, 0, sizeof f);
+            f.kind = kinds[k];
+            f.rows = 1;
+            f.columns = 4;
+            f.experts = experts[i];
+            f.n_experts = i == 1 ? 100 : 0;
+            CHECK(write_as(&f, SVG) == MOE_OK);
+            CHECK(holds(i == 0 ? "expert 0 25.0 %, others 75.0 %. " : "expert 63 50.0 %, no other. "));
+            CHECKF(holds(">64+</text>") == (i == 0) && holds(">75.0 %</text>") == (i == 0), "%d %d", i, k);
+            CHECK(write_as(&f, HTML) == MOE_OK);
+            if (k == 0) CHECK(holds("<i>64+</i> 75.0 %<") == (i == 0));
+            CHECK(holds("others 75.0 %") == (i == 0));
+        }
+}
+
+/* The mean of integers need not be one. */
+static void test_even(void) {
+    static const double values[4] = {100, 50, 25, 75};
+    moe_figure f;
+    memset(&f, 0, sizeof f);
+    f.kind = MOE_FIGURE_BARS;
+    f.rows = 4;
+    f.columns = 1;
+    f.values = values;
+    f.reference = 62.5;
+    f.reference_name = "even";
+    CHECK(write_as(&f, SVG) == MOE_OK && holds(">even 62.50<") && holds(">100<"));
+    CHECK(write_as(&f, TEXT) == MOE_OK && holds("|: even, 62.50\n") && holds(" 100  "));
+    f.reference = 62;
+    CHECK(write_as(&f, SVG) == MOE_OK && holds(">even 62<"));
+    f.reference = 62.5;
+    f.decimals = -1;
+    CHECK(write_as(&f, SVG) == MOE_OK && holds(">even 63<"));
+    f.decimals = 1;
+    CHECK(write_as(&f, SVG) == MOE_OK && holds(">even 62.5<") && holds(">100.0<"));
+}
+
 static void test_edges(void) {
     static const double far_away[] = {100, 101, 100, 101}, tiny[] = {-0.001, 1, 1, 1};
     static const double ones[] = {1, 1}, wide[] = {3, 1};
@@ -1624,6 +1669,8 @@ int main(int count, char **words) {
     CASE(test_columns());
     CASE(test_drawn());
     CASE(test_bar_reference());
+    CASE(test_others());
+    CASE(test_even());
     CASE(test_edges());
     CASE(test_heads());
     CASE(test_bars());
