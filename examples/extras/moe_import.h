@@ -8478,7 +8478,7 @@ static const moe_chat moei_chats[] = {
     {"olmoe", {"<|assistant|>", "<|user|>"}, "olmoe", "", {"<|system|>\n", "<|user|>\n", "<|assistant|>\n"},
      {"\n", "\n", "<|endoftext|>\n"}, "<|assistant|>\n", 0},
     {"deepseek3", {MOEI_DEEP("Assistant"), NULL}, "deepseek_v3 deepseek3", "",
-     {"", MOEI_DEEP("User"), MOEI_DEEP("Assistant")}, {"\n\n", "", MOEI_SENTENCE_END}, MOEI_DEEP("Assistant"), 0},
+     {"", MOEI_DEEP("User"), MOEI_DEEP("Assistant")}, {"", "", MOEI_SENTENCE_END}, MOEI_DEEP("Assistant"), 0},
     {"ernie", {"<|begin_of_sentence|>", NULL}, "ernie4_5-moe ernie4_5_moe", "", {"", "User: ", "Assistant: "},
      {"\n", "\n", "<|end_of_sentence|>"}, "Assistant: ", 0},
     {"deepseek2", {"User: ", "Assistant: "}, "deepseek deepseek2 deepseek_v2", "", {"", "User: ", "Assistant: "},

@@ -1445,6 +1445,7 @@ static void test_ends(void) {
 
 /* ---- chat ---- */
 
+#define DEEP(word) "<\357\275\234" word "\357\275\234>"
 static void test_chat(void) {
     static const char *const rows[][3] = { /* template, architecture, a conversation */
         {"{{'<|im_start|>' + role}}", "",
@@ -1456,6 +1457,8 @@ static void test_chat(void) {
          "[gMASK]<sop><|system|>\nS<|user|>\nU<|assistant|>\nA<|user|>\nV<|assistant|>\n"},
         {"<|user|><|assistant|><|end|>", "olmoe",
          "<|system|>\nS<|end|>\n<|user|>\nU<|end|>\n<|assistant|>\nA<|end|>\n<|user|>\nV<|end|>\n<|assistant|>\n"},
+        {NULL, "deepseek_v3",
+         "S" DEEP("User") "U" DEEP("Assistant") "A" MOEI_SENTENCE_END DEEP("User") "V" DEEP("Assistant")},
         {NULL, "bailingmoe2",
          "<role>SYSTEM</role>S<|role_end|><role>HUMAN</role>U<|role_end|><role>ASSISTANT</role>A<|role_end|><role>HUMAN"
          "</role>V<|role_end|><role>ASSISTANT</role>"}};
