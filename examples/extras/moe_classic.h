@@ -1205,11 +1205,14 @@ static moe_status moei_modular_pass(moe_modular *m, const moe_data *batch, const
 /* The E-step: each sample keeps the best of its choices and the draws. */
 static moe_status moei_modular_expect(moe_modular *m, const moe_data *batch, int draws, int32_t *choices) {
     size_t n = batch->n, t, i;
-    int draw, known = 1;
+    int draw, known = 0, unknown = 0;
     moe_status status;
     for (i = 0; i < m->n_teacher; i++) m->teacher[i] = 0; /* this loss is ignored here */
-    for (i = 0; i < n * m->n_mixtures; i++) known &= choices[i] >= 0;
-    if (!known && draws < 1) return MOE_ERR_ARGUMENT;
+    for (i = 0; i < n * m->n_mixtures; i++) {
+        known |= choices[i] >= 0;
+        unknown |= choices[i] < 0;
+    }
+    if (unknown && draws < 1) return MOE_ERR_ARGUMENT;
     for (t = 0; t < n; t++) m->best[t] = -MOEI_HUGE;
     memset(m->changed, 0, n);
     if (known && (status = moei_modular_pass(m, batch, choices, m->best)) != MOE_OK) return status;

@@ -709,6 +709,25 @@ static void test_nets_refused(void) {
 
 /* ---- modular networks ---- */
 
+/* A sample without choices takes none from the others: with the same draws they keep what they keep
+   beside one that has some. */
+static void modular_newcomer(const int32_t *choices, moe_modular *modular, const moe_data *data) {
+    enum { SEEN = 96 };
+    int32_t beside[2][2 * SEEN];
+    moe_error error;
+    const moe_rng rng = modular->trainer->rng;
+    int i, k;
+    for (k = 0; k < 2; k++) {
+        memcpy(beside[k], choices, sizeof beside[k]);
+        if (k == 1) beside[k][7] = beside[k][SEEN + 7] = -1;
+        modular->trainer->rng = rng;
+        CHECK_STATUS(moe_modular_step(modular, data, 1, 0, beside[k], NULL, &error), MOE_OK, "one draw");
+    }
+    CHECK(beside[1][7] >= 0 && beside[1][SEEN + 7] >= 0, "the newcomer gets modules");
+    for (i = 0; i < 2 * SEEN; i++)
+        CHECK(i % SEEN == 7 || beside[0][i] == beside[1][i], "the others keep the best of theirs");
+}
+
 static void modular_steps(int32_t *choices, moe_modular *modular, moe_data *data) {
     enum { SEEN = 96 };
     int32_t kept[2 * SEEN];
@@ -737,6 +756,7 @@ static void modular_steps(int32_t *choices, moe_modular *modular, moe_data *data
     CHECK_STATUS(moe_modular_step(modular, data, 0, 0, choices, &result, &error), MOE_OK, "no draws");
     CHECK(memcmp(kept, choices, sizeof kept) == 0 && !(result.changed > 0), "without draws the choices stay");
     CHECK_CLOSE(result.log_likelihood, before, ROUNDING, "and so does their log-likelihood");
+    modular_newcomer(choices, modular, data);
     for (i = 0; i < 120; i++)
         CHECK_STATUS(moe_modular_step(modular, data, 4, 5, choices, &result, &error), MOE_OK, "EM");
     CHECK(result.log_likelihood > first.log_likelihood + 2 && result.last.loss < (moe_real)0.05,
