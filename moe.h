@@ -9822,7 +9822,9 @@ static moe_status moei_mixture_gradients(const moe_trainer *t, const moe_data *d
     moe_mixture m = moei_mixture_of(t->net, pass, data);
     moe_status status;
     size_t i, e;
-    if (routing->n_real != data->n) return moei_error(error, MOE_ERR_ARGUMENT, "a classical mixture takes no padding");
+    if (routing->plan.offsets[m.experts] != m.n * m.experts)
+        return moei_error(error, MOE_ERR_ARGUMENT,
+                          "a classical mixture takes no padding, and all experts in call.given");
     for (i = 0; i < m.n && temperature > 0; i++)
         moe_softmax(t->net->kernels, m.experts, routing->logits + i * m.experts, temperature,
                     b->expert_p + i * m.experts);

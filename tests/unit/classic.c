@@ -610,8 +610,12 @@ static void test_accuracy(void) {
     }
 }
 
-/* A loss that is too large ends the step, and says at which sample. */
+/* Forced routing names every expert, as the loss reads them all. A loss that is too large ends the
+   step, and says at which sample. */
 static void test_steps_refused(void) {
+    int32_t given[3 * CASES];
+    int i;
+    moe_call call;
     moe_net net;
     moe_error error;
     moe_train_config t;
@@ -624,7 +628,14 @@ static void test_steps_refused(void) {
     t.rate = (moe_real)0.01;
     if (!CHECK_STATUS(school(&net, CLASSIC, 1, &error), MOE_OK, "net")) return;
     if (!CHECK_STATUS(moe_trainer_init(&trainer, &net, &t, &error), MOE_OK, "trainer")) return;
+    memset(&call, 0, sizeof call);
+    call.given = given;
+    l.data.call = &call;
+    for (i = 0; i < 3 * CASES; i++) given[i] = 2 - i % 3;
     CHECK_STATUS(moe_trainer_step(&trainer, &l.data, NULL, &error), MOE_OK, "a step");
+    given[3 * 5 + 1] = -1;
+    CHECK_REFUSED(moe_trainer_step(&trainer, &l.data, NULL, &error), MOE_ERR_ARGUMENT, "all experts in call.given");
+    l.data.call = NULL;
     l.targets[7 * CLASSES] = (moe_real)(MOE_REAL_IS_DOUBLE ? 1e200 : 1e38);
     CHECK_REFUSED(moe_trainer_step(&trainer, &l.data, NULL, &error), MOE_ERR_NONFINITE,
                   "the loss of sample 7 is not finite");
