@@ -176,7 +176,8 @@ typedef struct moe_hme_config {
     int family;            /* MOE_HME_ [gaussian] */
     /* IRLS steps per EM iteration for a gate or softmax expert, 1 to 100 [2] */
     int steps;
-    /* fixed variance of all gaussian experts, 1e-12 to 1e12 [0: estimated, starting from 1] */
+    /* fixed variance of all gaussian experts, 1e-12 to 1e12 [0: estimated, starting from 1, or from
+       min_variance if that is larger] */
     moe_real variance;
     /* lower bound of estimates, 1e-12 to 1e12, without which the likelihood has no maximum
        [1e-6] */
@@ -665,12 +666,13 @@ static void moei_hme_layout(moe_hme *hme, moei_layout *l) {
    gates distinguish them. */
 static void moei_hme_start(moe_hme *hme, uint64_t seed) {
     double *p = hme->parameters, over_root = 1.0 / sqrt((double)hme->config.d_in);
+    const double least = (double)hme->config.min_variance; /* a start below it could only fall */
     moe_rng rng;
     moe_rng_seed(&rng, seed);
     for (; p < hme->experts; p++) *p = 2.0 * over_root * (double)moe_rng_normal(&rng);
     for (; p < hme->variances; p++) *p = 0.1 * over_root * (double)moe_rng_normal(&rng);
     for (; p < hme->parameters + hme->n_parameters; p++)
-        *p = hme->config.variance > 0 ? (double)hme->config.variance : 1.0;
+        *p = hme->config.variance > 0 ? (double)hme->config.variance : least > 1.0 ? least : 1.0;
 }
 
 moe_status moe_hme_create(moe_hme *hme, const moe_hme_config *config, uint64_t seed, const moe_allocator *allocator,

@@ -1627,26 +1627,29 @@ static void test_wrong_gate(void) {
     free(s);
 }
 
-/* Data that an expert fits exactly: the variance stops at its bound and the log-likelihood with
-   it. */
+/* Data that an expert fits exactly: the variance stops at its bound, also at one above 1, and the
+   log-likelihood with it. */
 static void test_bound(void) {
+    static const double bounds[] = {0.0009765625, 4};
     moe_hme_config c = hme_config(MOE_HME_GAUSSIAN, 2, 3, 1, 1);
-    moe_hme m;
-    samples *s;
     moe_rng rng = {28};
     moe_error error;
     double now = 0;
-    size_t t, i;
-    c.min_variance = (moe_real)0.0009765625;
-    m = new_hme(&c, 1);
-    s = random_samples(30, &c, &rng);
-    for (t = 0; t < 30; t++)
-        for (i = 0; i < 3; i++) s->y[t * 3 + i] = s->x[t * 2] - 2 * s->x[t * 2 + 1];
-    for (i = 0; i < 5; i++) CHECK_STATUS(moe_hme_em(&m, &s->data, s->h, &now, &error), MOE_OK, "em");
-    CHECK_CLOSE(m.variances[0], 0.0009765625, 0, "the bound");
-    CHECK_CLOSE(now, -1.5 * log(2 * 3.14159265358979324 * 0.0009765625), 1e-6, "the log-likelihood at the bound");
-    moe_hme_free(&m);
-    free(s);
+    size_t t, i, k;
+    for (k = 0; k < 2; k++) {
+        moe_hme m;
+        samples *s;
+        c.min_variance = (moe_real)bounds[k];
+        m = new_hme(&c, 1);
+        s = random_samples(30, &c, &rng);
+        for (t = 0; t < 30; t++)
+            for (i = 0; i < 3; i++) s->y[t * 3 + i] = (s->x[t * 2] - 2 * s->x[t * 2 + 1]) / 8;
+        for (i = 0; i < 5; i++) CHECK_STATUS(moe_hme_em(&m, &s->data, s->h, &now, &error), MOE_OK, "em");
+        CHECK_CLOSE(m.variances[0], bounds[k], 0, "the bound");
+        CHECK_CLOSE(now, -1.5 * log(2 * 3.14159265358979324 * bounds[k]), 1e-6, "the log-likelihood at the bound");
+        moe_hme_free(&m);
+        free(s);
+    }
 }
 
 /* Squares beyond the numbers: no likelihood is left to compare, and still all is finite. */
