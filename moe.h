@@ -1324,7 +1324,8 @@ typedef struct moe_data {
     const moe_real *targets; /* [n,d_out] for squared error */
     /* moe_trainer_step: other inputs of routers (token_ids, sequences, given, teacher,
        attention_weights, ...) for these n rows; its n_tokens, x, training and rng are ignored.
-       NULL: none. It must be NULL for moe_fit and moe_evaluate */
+       Rows with mask = 0 count in the criterion: give them a negative label. NULL: none. It must be
+       NULL for moe_fit and moe_evaluate */
     const moe_call *call;
     /* [n] for networks with d_in = 0, which read no x, and for hash routers; those of call take
        precedence */
@@ -1393,7 +1394,7 @@ typedef struct moe_train_config {
     int batch;               /* samples per batch; a step takes `accumulate` batches [32] */
     moe_real rate;           /* learning rate [0.001; sgd 0.01] */
     moe_real final_rate;     /* last learning rate as a fraction of rate, see schedule [1: constant] */
-    moe_real momentum;       /* sgd [0.9]; negative: none */
+    moe_real momentum;       /* of sgd, -1 to 0.999999 [0.9]; negative: none */
     moe_real beta1, beta2;   /* adamw [0.9, 0.999] */
     moe_real epsilon;        /* adamw [1e-8] */
     moe_real decay;          /* weight decay [0] */
