@@ -1827,7 +1827,10 @@ static int check_files(void) {
         twice = written_twice(outputs, 4, &one, 1);
         at = at[length] == ',' ? at + length + 1 : NULL;
     }
-    if (twice != NULL) return fail(twice, WRITTEN_TWICE) * EXIT_USAGE;
+    if (twice != NULL) {
+        fail(twice, WRITTEN_TWICE);
+        return EXIT_USAGE;
+    }
     if (rank == 0 && (wrong = report_checked("mpi")) != 0) return wrong;
     if (set.resume && !exists(set.checkpoint)) return fail(set.checkpoint, "does not exist: nothing to resume");
     if (!set.resume && exists(set.checkpoint))

@@ -777,12 +777,14 @@ static void modular_steps(int32_t *choices, moe_modular *modular, moe_data *data
                   "must be 1 to batch");
 }
 
+static const char *const modular_settings =
+    "n_experts=3 top_k=1 select=sample weight=one loss_distill=1 expert=linear";
+
 /* Two layers of linear modules fit a function that is linear in pieces. The assigned choices'
    log-likelihood never falls in an E-step that only adds draws; the module that the gate prefers in
    the end is the one that was assigned; errors name what is wrong. */
 static void test_modular(void) {
     enum { SEEN = 96 };
-    static const char *const settings = "n_experts=3 top_k=1 select=sample weight=one loss_distill=1 expert=linear";
     moe_real x[SEEN * 2], targets[SEEN];
     int32_t choices[2 * SEEN];
     moe_layer_config c;
@@ -806,7 +808,7 @@ static void test_modular(void) {
         targets[i] = x[2 * i] > 0 ? 3 * x[2 * i + 1] : 1 - 3 * x[2 * i + 1];
     }
     for (i = 0; i < 2 * SEEN; i++) choices[i] = -1;
-    CHECK_STATUS(moe_fields_apply(moe_layer_fields(), &c, settings, &error), MOE_OK, settings);
+    CHECK_STATUS(moe_fields_apply(moe_layer_fields(), &c, modular_settings, &error), MOE_OK, modular_settings);
     moe_net_init(&net, 2, MOE_KERNELS_C, NULL);
     c.d_out = 4;
     moe_net_mixture(&net, &c);
@@ -843,7 +845,6 @@ static void test_modular(void) {
    chooses several has no single module to keep. */
 static void modular_none(const char *settings, int switched, moe_status begun, moe_status stepped) {
     enum { SEEN = 32 };
-    static const char *const common = "n_experts=3 top_k=1 select=sample weight=one loss_distill=1 expert=linear";
     moe_real x[SEEN * 2], targets[SEEN] = {0};
     int32_t choices[SEEN];
     moe_layer_config c;
@@ -862,14 +863,15 @@ static void modular_none(const char *settings, int switched, moe_status begun, m
     memset(&data, 0, sizeof data);
     for (i = 0; i < 2 * SEEN; i++) x[i] = moe_rng_normal(&rng);
     for (i = 0; i < SEEN; i++) choices[i] = -1;
-    CHECK_STATUS(moe_fields_apply(moe_layer_fields(), &c, common, &error), MOE_OK, common);
+    CHECK_STATUS(moe_fields_apply(moe_layer_fields(), &c, modular_settings, &error), MOE_OK, modular_settings);
     CHECK_STATUS(moe_fields_apply(moe_layer_fields(), &c, settings, &error), MOE_OK, settings);
     c.d_out = 1;
     if (switched) c.router.switch_at = 100;
     moe_net_init(&net, 2, MOE_KERNELS_C, NULL);
     moe_net_mixture(&net, &c);
     t.criterion = MOE_CRITERION_SQUARED_ERROR;
-    t.batch = data.n = SEEN;
+    t.batch = SEEN;
+    data.n = SEEN;
     data.x = x;
     data.targets = targets;
     if (!CHECK_STATUS(moe_net_build(&net, 1, 3, &error), MOE_OK, "build")) return;

@@ -433,6 +433,20 @@ static void test_special(void) {
     test_most_tokens();
 }
 
+/* A tokenizer.json with the first text of a row in the place of its %s reads the second as the
+   tokens in the third. */
+static void json_encodes(const char *format, const char *const row[3], int n_tokens) {
+    char whole[1200];
+    moe_tokenizer t;
+    moe_import_source source;
+    sprintf(whole, format, row[0]);
+    source = moe_import_memory("tokenizer.json", whole, strlen(whole));
+    if (!CHECKF(moe_import_read_tokenizer(&t, &source, 1, NULL, &error) == MOE_OK, "%s", error.message)) return;
+    CHECK(t.n_tokens == n_tokens && t.kind == MOE_TOKENIZER_RANKS);
+    encodes(&t, row[1], MOE_TOKENIZER_SPECIAL, row[2]);
+    moe_tokenizer_free(&t);
+}
+
 /* Special tokens of tokenizer.json that take white space with them; a space before each stretch. */
 static void test_stripping(void) {
     static const char text[] =
@@ -456,17 +470,7 @@ static void test_stripping(void) {
         {"\"add_prefix_space\":false,\"split\":false", "a b", "a|\342\226\201|b"},
         {"\"prepend_scheme\":\"never\"", "azz", "a|?|?"}};
     size_t i;
-    for (i = 0; i < sizeof rows / sizeof *rows; i++) {
-        char whole[1200];
-        moe_tokenizer t;
-        moe_import_source source;
-        sprintf(whole, text, rows[i][0]);
-        source = moe_import_memory("tokenizer.json", whole, strlen(whole));
-        if (!CHECKF(moe_import_read_tokenizer(&t, &source, 1, NULL, &error) == MOE_OK, "%s", error.message)) return;
-        CHECK(t.n_tokens == 9 && t.kind == MOE_TOKENIZER_RANKS);
-        encodes(&t, rows[i][1], MOE_TOKENIZER_SPECIAL, rows[i][2]);
-        moe_tokenizer_free(&t);
-    }
+    for (i = 0; i < sizeof rows / sizeof *rows; i++) json_encodes(text, rows[i], 9);
 }
 
 /* fuse_unk: unknown characters side by side in a word are one unknown token. */
@@ -479,16 +483,7 @@ static void test_fused(void) {
                                           {"false", "axyzxa", "a|?|?|<0x7A>|?|a"},
                                           {"true", "xy\xFFxa xx x", "?|a|\342\226\201|?|\342\226\201|?"}};
     size_t i;
-    for (i = 0; i < sizeof rows / sizeof *rows; i++) {
-        char whole[400];
-        moe_tokenizer t;
-        moe_import_source source;
-        sprintf(whole, text, rows[i][0]);
-        source = moe_import_memory("tokenizer.json", whole, strlen(whole));
-        if (!CHECKF(moe_import_read_tokenizer(&t, &source, 1, NULL, &error) == MOE_OK, "%s", error.message)) return;
-        encodes(&t, rows[i][1], 0, rows[i][2]);
-        moe_tokenizer_free(&t);
-    }
+    for (i = 0; i < sizeof rows / sizeof *rows; i++) json_encodes(text, rows[i], 4);
 }
 
 /* Whether a place is not inside a character. */
