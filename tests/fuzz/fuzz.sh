@@ -82,11 +82,12 @@ has_libfuzzer() {
         clang -fsanitize=fuzzer -x c - -o "$scratch/probe" >/dev/null 2>&1
 }
 
-# The mutator of files knows what they are made of: to be shown every comparison would only make it
-# slower, by half.
+# Only texts gain by being shown every comparison. The mutator of files knows what they are made of,
+# and configurations are choices: it would make them slower, files by half, and what is tried depend
+# on addresses.
 build_libfuzzer() { # target program
     seen=
-    [ "$1" != files ] || seen=-fno-sanitize-coverage=trace-cmp
+    [ "$1" = texts ] || seen=-fno-sanitize-coverage=trace-cmp
     build "$1" "$2" clang "$sanitizers -fsanitize=fuzzer-no-link $seen" '-DFUZZ_ENGINE -fsanitize=fuzzer'
 }
 
@@ -126,7 +127,7 @@ fuzz() { # target
     $fixed true 2>"$scratch/$1.log" || fixed=
     $fixed "$scratch/$1" -seed="${FUZZ_SEED:-1}" -entropic=0 -len_control=0 -max_len="$(longest "$1")" "$limit" \
         -timeout=3600 -rss_limit_mb=2048 -print_final_stats=1 -artifact_prefix=build/ \
-        -seed_inputs=@"$scratch/$1.seeds" "$new" >"$scratch/$1.log" 2>&1 </dev/null
+        -reload=0 -seed_inputs=@"$scratch/$1.seeds" "$new" >"$scratch/$1.log" 2>&1 </dev/null
     status=$?
     runs=$(sed -n 's/^stat::number_of_executed_units: *//p' "$scratch/$1.log")
     reached=$(sed -n 's/.*cov: \([0-9]*\) ft: \([0-9]*\).*/\1 edges, \2 features/p' "$scratch/$1.log" | tail -n 1)
