@@ -554,12 +554,13 @@ static size_t most_choices(const moe_router_config *c) {
     return (size_t)(c->k_end > c->top_k ? c->k_end : c->top_k);
 }
 
-static int32_t *draw_given(fuzz *f, const moe_router_config *c, size_t n) {
+/* whole: as many experts as a token may have. */
+static int32_t *draw_given(fuzz *f, const moe_router_config *c, size_t n, int whole) {
     size_t k = most_choices(c), t, i;
     int32_t *given = (int32_t *)grab(f, n * k, sizeof *given);
     for (t = 0; t < n; t++) {
         size_t first = (size_t)moe_rng_below(&f->rng, (uint64_t)c->n_experts);
-        size_t count = (size_t)moe_rng_below(&f->rng, k + 1);
+        size_t count = whole ? k : (size_t)moe_rng_below(&f->rng, k + 1);
         for (i = 0; i < k; i++) given[t * k + i] = i < count ? (int32_t)((first + i) % (size_t)c->n_experts) : -1;
     }
     return given;
@@ -570,7 +571,7 @@ static void supply(fuzz *f, const moe_router_config *c, int kind, moe_call *call
     size_t n = call->n_tokens, d = (size_t)c->d_model;
     size_t experts = (size_t)c->n_experts, heads = (size_t)c->heads;
     call->rng = (moe_rng *)grab(f, 1, sizeof(moe_rng));
-    if (c->select == MOE_SELECT_GIVEN) call->given = draw_given(f, c, n);
+    if (c->select == MOE_SELECT_GIVEN) call->given = draw_given(f, c, n, 0);
     if (c->loss_distill > 0 && !c->student) call->teacher = numbers(f, n * experts, DATA_NORMAL);
     if (c->table_size > 0) call->token_ids = integers(f, n, 0, c->table_size);
     if (c->loss_locality > 0 && draw(f, 2)) call->token_machine = integers(f, n, 0, c->nodes);
@@ -1511,6 +1512,7 @@ typedef struct net_run {
     moe_call call;
     moe_net_pass pass;
     matter m;
+    int classical; /* its loss reads all experts of the last module */
 } net_run;
 
 static int least_of(int a, int b) { return a < b ? a : b; }
@@ -1582,7 +1584,7 @@ static void supply_net(fuzz *f, net_run *r) {
             const moe_layer_config *l = mixture_of(&r->net, i);
             size_t count = l != NULL && l->router.select != MOE_SELECT_SOFT ? n * most_choices(&l->router) : 0;
             if (count > 0) {
-                memcpy(at, draw_given(f, &l->router, n), count * sizeof *at);
+                memcpy(at, draw_given(f, &l->router, n, r->classical && i + 1 == r->net.n_modules), count * sizeof *at);
                 at += count;
             }
         }
@@ -2021,7 +2023,7 @@ static void train_on(fuzz *f, const plan *p, const moe_train_config *c, moe_trai
     moe_buffer_free(&buffer);
 }
 
-static void run_trainer(fuzz *f, const plan *p, net_run *r, const moe_train_config *c, int classical) {
+static void run_trainer(fuzz *f, const plan *p, net_run *r, const moe_train_config *c) {
     moe_trainer t;
     moe_data data;
     moe_error error;
@@ -2035,7 +2037,7 @@ static void run_trainer(fuzz *f, const plan *p, net_run *r, const moe_train_conf
         check_error(f, status, &error);
         return;
     }
-    data = data_of(f, r, classical);
+    data = data_of(f, r, r->classical);
     for (i = 0; i < 3 && r->m.n > 0; i++) {
         const moe_real *before = copy_of(f, &r->net);
         moe_step step;
@@ -2092,24 +2094,23 @@ static void fuzz_train(fuzz *f) {
     plan p;
     net_run r;
     moe_train_config c;
-    int classical;
+    memset(&r, 0, sizeof r);
     draw_plan(f, &p);
     draw_training(f, &c);
-    classical = one_in(f, 4) && p.n + (size_t)p.d_in > 0;
-    if (classical) draw_classical(f, &p, &c);
-    memset(&r, 0, sizeof r);
+    r.classical = one_in(f, 4) && p.n + (size_t)p.d_in > 0;
+    if (r.classical) draw_classical(f, &p, &c);
     if (build_net(f, &p, &r.net) == MOE_OK && !too_many_heads(&r.net)) {
+        if (r.net.n_modules > 0 && r.net.modules[r.net.n_modules - 1].layer.config.router.expert_temperature > 0)
+            r.classical = 1;
         net_call(f, &r, c.batch > 0 ? (size_t)c.batch : 1);
         if (r.m.data >= DATA_FINITE) {
             r.m.data = DATA_NORMAL;
             r.call.x = r.net.d_in > 0 ? numbers(f, r.m.n * (size_t)r.net.d_in, DATA_NORMAL) : NULL;
         }
-        classical |=
-            r.net.n_modules > 0 && r.net.modules[r.net.n_modules - 1].layer.config.router.expert_temperature > 0;
-        if (classical) r.call.mask = NULL;
+        if (r.classical) r.call.mask = NULL;
         if (!net_fits(&r) || moe_net_parameter_count(&r.net, NULL) > MOST_NUMBERS / 8) r.m.n = 0;
         else if (one_in(f, 3)) run_fit(f, &r, &c);
-        else run_trainer(f, &p, &r, &c, classical);
+        else run_trainer(f, &p, &r, &c);
     }
     moe_net_free(&r.net);
 }
