@@ -361,11 +361,12 @@
    IEEE arithmetic (-ffast-math) void these guarantees.
 
    Threads. There are no globals. Several threads may run inference on one layer or network, each
-   with its own workspace; only one thread may train a network. A call distributes the experts' work
-   over OpenMP's threads if OpenMP is enabled (-fopenmp; OMP_NUM_THREADS=1 limits it to one), else
-   over those of call.parallel, a function of the caller's that runs tasks. Every thread computes
-   the same number of columns of each expert and owns what it writes: no thread waits for a popular
-   expert, and the bits are the same for any number of threads. Small calls use one thread.
+   with its own workspace; only one thread may train a network. A call distributes the work
+   of experts, attention and other products over OpenMP's threads if OpenMP is enabled (-fopenmp;
+   OMP_NUM_THREADS=1 limits it to one), else over those of call.parallel, a function of the caller's
+   that runs tasks. Every thread computes the same number of columns of each expert and owns what it
+   writes: no thread waits for a popular expert, and the bits are the same for any number of
+   threads. Small calls use one thread.
 */
 #ifndef MOE_H
 #define MOE_H
@@ -1772,9 +1773,6 @@ MOE_API moe_status moe_infer_choices(const moe_model *model, size_t mixture, con
 
 #ifndef MOE_NO_MALLOC
 #include <stdlib.h>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 #endif
 
 /* ---- memory ---- */
@@ -1799,8 +1797,7 @@ MOEI_TOOL int moei_can_allocate(const moe_allocator *a) {
 }
 
 MOEI_TOOL moe_status moei_allocator_check(const moe_allocator *a, moe_error *error) {
-    return moei_can_allocate(a) ? MOE_OK
-                                : moei_error(error, MOE_ERR_ARGUMENT, "allocator is required with MOE_NO_MALLOC");
+    return moei_can_allocate(a) ? MOE_OK : MOEI_REFUSE(error, "allocator is required with MOE_NO_MALLOC");
 }
 
 /* The resize of an allocator as moe_allocator describes it; NULL allocator or function: the
@@ -2032,9 +2029,9 @@ moe_status moe_file_read(const char *path, moe_buffer *buffer, moe_error *error)
     FILE *f;
     moe_status status;
     int reason;
-    if (path == NULL || buffer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "path or buffer is NULL");
+    if (path == NULL || buffer == NULL) return MOEI_REFUSE(error, "path or buffer is NULL");
     if (buffer->data != NULL || buffer->size != 0 || buffer->capacity != 0)
-        return moei_error(error, MOE_ERR_ARGUMENT, "the buffer is not empty");
+        return MOEI_REFUSE(error, "the buffer is not empty");
     f = moei_file_open(path, &reason);
     if (f == NULL) return moei_file_failed(error, "cannot open", path, reason);
     errno = 0;
@@ -2325,11 +2322,10 @@ moe_status moe_file_replace(const char *path, moe_status (*write_contents)(void 
     moe_error before;
     moe_status status;
     size_t length;
-    if (path == NULL || write_contents == NULL)
-        return moei_error(error, MOE_ERR_ARGUMENT, "path or write_contents is NULL");
+    if (path == NULL || write_contents == NULL) return MOEI_REFUSE(error, "path or write_contents is NULL");
     length = moei_strlen(path);
     if (length + 8 > MOEI_PATH_SIZE)
-        return moei_error(error, MOE_ERR_ARGUMENT, "the path is longer than %d bytes", (int)MOEI_PATH_SIZE - 8);
+        return MOEI_REFUSE(error, "the path is longer than %d bytes", (int)MOEI_PATH_SIZE - 8);
     memcpy(out.target, path, length + 1);
     out.file = NULL;
     out.failed = out.reason = out.synced = 0;
@@ -2851,7 +2847,7 @@ static moe_status moei_file_check(moe_file *file, const unsigned char *bytes, si
 }
 
 moe_status moe_file_open(moe_file *file, const void *bytes, size_t size, moe_error *error) {
-    if (file == NULL || bytes == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "file or bytes is NULL");
+    if (file == NULL || bytes == NULL) return MOEI_REFUSE(error, "file or bytes is NULL");
     return moei_file_check(file, (const unsigned char *)bytes, size, 0, error);
 }
 
@@ -2927,7 +2923,7 @@ static size_t moei_file_modules(const moe_file *file) {
 moe_status moe_file_limit(const moe_file *file, const moe_limits *limits, moe_error *error) {
     static const char *const names[] = {"bytes", "tensors", "metadata entries", "modules"};
     size_t has[4], most[4], i;
-    if (file == NULL || limits == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "file or limits is NULL");
+    if (file == NULL || limits == NULL) return MOEI_REFUSE(error, "file or limits is NULL");
     has[0] = file->size;
     has[1] = file->n_tensors;
     has[2] = file->n_metadata;
@@ -3205,13 +3201,13 @@ static moe_status moei_write_check(const moe_tensor *t, size_t index, size_t *by
     size_t count = 1;
     int i;
     if (moei_memchr(t->name, '\0', MOE_NAME_SIZE) == NULL)
-        return moei_error(error, MOE_ERR_ARGUMENT, "tensor %z: the name is not terminated", index);
-    if (!moei_is_utf8(t->name)) return moei_error(error, MOE_ERR_ARGUMENT, "tensor %z: the name is not UTF-8", index);
+        return MOEI_REFUSE(error, "tensor %z: the name is not terminated", index);
+    if (!moei_is_utf8(t->name)) return MOEI_REFUSE(error, "tensor %z: the name is not UTF-8", index);
     if (moei_strcmp(t->name, "__metadata__") == 0)
-        return moei_error(error, MOE_ERR_ARGUMENT, "tensor %z: the name __metadata__ is reserved", index);
+        return MOEI_REFUSE(error, "tensor %z: the name __metadata__ is reserved", index);
     if (t->n_dims < 0 || t->n_dims > MOE_MAX_DIMS)
-        return moei_error(error, MOE_ERR_ARGUMENT, "tensor %z, %s: n_dims = %d, allowed are 0 to %d", index, t->name,
-                          t->n_dims, (int)MOE_MAX_DIMS);
+        return MOEI_REFUSE(error, "tensor %z, %s: n_dims = %d, allowed are 0 to %d", index, t->name, t->n_dims,
+                           (int)MOE_MAX_DIMS);
     for (i = 0; i < t->n_dims; i++)
         if (!moei_mul(count, t->shape[i], &count)) break;
     if (i < t->n_dims || !moei_mul(count, sizeof(moe_real), bytes))
@@ -3220,8 +3216,7 @@ static moe_status moei_write_check(const moe_tensor *t, size_t index, size_t *by
     if (count != t->count)
         return moei_error(error, MOE_ERR_SHAPE, "tensor %z, %s: count = %z, but the shape has %z elements", index,
                           t->name, t->count, count);
-    if (t->data == NULL && count > 0)
-        return moei_error(error, MOE_ERR_ARGUMENT, "tensor %z, %s: data is NULL", index, t->name);
+    if (t->data == NULL && count > 0) return MOEI_REFUSE(error, "tensor %z, %s: data is NULL", index, t->name);
     return MOE_OK;
 }
 
@@ -3230,9 +3225,9 @@ static moe_status moei_header_metadata(moei_header *h, const moe_metadata *metad
     moei_header_put_text(h, "\"__metadata__\":{");
     for (i = 0; i < n; i++) {
         if (metadata[i].key == NULL || metadata[i].value == NULL)
-            return moei_error(error, MOE_ERR_ARGUMENT, "metadata %z: key or value is NULL", i);
+            return MOEI_REFUSE(error, "metadata %z: key or value is NULL", i);
         if (!moei_is_utf8(metadata[i].key) || !moei_is_utf8(metadata[i].value))
-            return moei_error(error, MOE_ERR_ARGUMENT, "metadata %z: key or value is not UTF-8", i);
+            return MOEI_REFUSE(error, "metadata %z: key or value is not UTF-8", i);
         if (i > 0) moei_header_put(h, ",", 1);
         moei_header_put_string(h, metadata[i].key);
         moei_header_put(h, ":", 1);
@@ -3285,8 +3280,7 @@ static moe_status moei_header_unique(const moei_header *h, const moei_names *whe
     w.bytes = (const unsigned char *)h->text;
     problem = n > 1 ? moei_names_problem(w, n, &name) : NULL;
     if (problem == NULL) return MOE_OK;
-    return moei_error(error, MOE_ERR_ARGUMENT, "%s '%s': %s", w.texts ? "metadata" : "tensor",
-                      moei_span_text(name, shown), problem);
+    return MOEI_REFUSE(error, "%s '%s': %s", w.texts ? "metadata" : "tensor", moei_span_text(name, shown), problem);
 }
 
 /* Ends the object with a brace and spaces up to a multiple of 8, and sets the length before it. */
@@ -3298,8 +3292,7 @@ static moe_status moei_header_end(moei_header *h, moe_error *error) {
     if (h->failed) return moei_error(error, MOE_ERR_MEMORY, "out of memory: the header of the file");
     length = moei_header_length(h) - 8;
     if (length > MOEI_FILE_MAX_HEADER)
-        return moei_error(error, MOE_ERR_ARGUMENT,
-                          "names and metadata need a header of %z bytes, allowed are 100000000", length);
+        return MOEI_REFUSE(error, "names and metadata need a header of %z bytes, allowed are 100000000", length);
     for (i = 0; i < 8; i++) h->text[i] = (char)(unsigned char)((uint64_t)length >> 8 * i & 0xffu);
     return MOE_OK;
 }
@@ -3365,13 +3358,12 @@ typedef struct moei_values {
 static moe_status moei_write_check_call(const moe_stream *stream, const moe_tensor *tensors, size_t n_tensors,
                                         const moe_metadata *metadata, size_t n_metadata, const moe_allocator *allocator,
                                         moe_error *error) {
-    if (stream == NULL || stream->write == NULL)
-        return moei_error(error, MOE_ERR_ARGUMENT, "stream or its write is NULL");
+    if (stream == NULL || stream->write == NULL) return MOEI_REFUSE(error, "stream or its write is NULL");
     if ((tensors == NULL && n_tensors > 0) || (metadata == NULL && n_metadata > 0))
-        return moei_error(error, MOE_ERR_ARGUMENT, "tensors or metadata is NULL");
+        return MOEI_REFUSE(error, "tensors or metadata is NULL");
     if (n_tensors > MOE_FILE_MAX_TENSORS || n_metadata > MOE_FILE_MAX_TENSORS)
-        return moei_error(error, MOE_ERR_ARGUMENT, "%z tensors, %z metadata: a file takes %z of each", n_tensors,
-                          n_metadata, (size_t)MOE_FILE_MAX_TENSORS);
+        return MOEI_REFUSE(error, "%z tensors, %z metadata: a file takes %z of each", n_tensors, n_metadata,
+                           (size_t)MOE_FILE_MAX_TENSORS);
     return moei_allocator_check(allocator, error);
 }
 
@@ -3731,7 +3723,7 @@ static moe_status moei_layer_clashes(const moe_layer_config *c, moe_error *error
 moe_status moe_layer_check(const moe_layer_config *config, moe_layer_config *out, moe_error *error) {
     moe_layer_config c;
     moe_status status;
-    if (config == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "config must not be NULL");
+    if (config == NULL) return MOEI_REFUSE(error, "config must not be NULL");
     c = *config;
     status = moe_router_check(&c.router, &c.router, error);
     if (status == MOE_OK) status = moei_fields_check(moei_layer_fields, &c, error);
@@ -3747,7 +3739,7 @@ moe_status moe_layer_preset(const char *name, moe_layer_config *config, moe_erro
     const moe_preset *preset = moe_preset_find(name);
     moe_layer_config made;
     moe_status status;
-    if (config == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "config must not be NULL");
+    if (config == NULL) return MOEI_REFUSE(error, "config must not be NULL");
     memset(&made, 0, sizeof made);
     status = moe_router_preset(name, &made.router, error);
     if (status == MOE_OK) status = moe_fields_apply(moei_layer_fields, &made, preset->layer, error);
@@ -3856,7 +3848,7 @@ moe_status moe_layer_init(moe_layer *layer, const moe_layer_config *config, moe_
     moe_parameter slot;
     moe_status status;
     int index;
-    if (layer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
+    if (layer == NULL) return MOEI_REFUSE(error, "layer must not be NULL");
     memset(&made, 0, sizeof made);
     status = moe_layer_check(config, &made.config, error);
     if (status != MOE_OK) return status;
@@ -3992,7 +3984,7 @@ moe_status moe_layer_create(moe_layer *layer, const moe_layer_config *config, in
     moe_layer made;
     moe_rng rng;
     moe_status status;
-    if (layer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
+    if (layer == NULL) return MOEI_REFUSE(error, "layer must not be NULL");
     status = moei_allocator_check(allocator, error);
     if (status == MOE_OK) status = moe_layer_init(&made, config, error);
     status = moei_vote(t, status, error);
@@ -4140,7 +4132,7 @@ moe_status moe_layer_pack(moe_layer *layer, int type, void *memory, size_t size,
     moei_packing p;
     moe_status status;
     if (layer == NULL || memory == NULL)
-        return moei_error(error, MOE_ERR_ARGUMENT, "%s must not be NULL", layer == NULL ? "layer" : "memory");
+        return MOEI_REFUSE(error, "%s must not be NULL", layer == NULL ? "layer" : "memory");
     p = moei_packing_begin(layer->kernels, type, 1, NULL, error);
     status = moei_pack_layer(&p, layer, packed);
     if (status != MOE_OK) return status;
@@ -4281,28 +4273,33 @@ static int moei_uses_packed(const moe_layer *layer, const moe_call *call) {
     return layer->is_packed && !call->training && !call->keep && !moei_has_external(layer);
 }
 
+/* out [n,o] = in [n,i] times o rows of packed weights, from panel `first` on; rows: in quantized, for
+   types that read it so. */
+static void moei_panels_product(const moe_kernels *k, int type, const void *packed, size_t first, size_t n, size_t o,
+                                size_t i, const moe_real *in, size_t ldi, const void *rows, moe_real *out, size_t ldo) {
+    size_t panel = 0;
+    const unsigned char *b = (const unsigned char *)packed;
+    if (moe_panel_size(type, i, &panel) != MOE_OK) return; /* checked when they were packed */
+    b += first * panel;
+#ifndef MOE_NO_QUANT
+    if (moei_is_quantized(type)) {
+        moe_matmul_quantized(k, type, n, o, i, rows, b, 1, out, ldo);
+        return;
+    }
+#endif
+    moe_matmul_packed(k, type, n, o, i, in, ldi, b, out, ldo);
+    (void)rows;
+}
+
 /* Columns j .. j + count of the result of a product with packed weights. The rest of the last panel
    is scratch if the row has room for it. */
 static void moei_packed_product(const moei_expert_run *run, const moei_step *step, size_t j, size_t count) {
     const moe_layer *layer = run->layer;
-    size_t width = run->width[step->from], ld = run->ld[step->to];
-    size_t panel = 0;
-    size_t whole = moei_panels(count) * MOEI_PANEL;
-    const unsigned char *b = (const unsigned char *)layer->packed[step->weight];
-    moe_real *out = run->activation[step->to] + j;
-    /* moe_layer_pack checked it */
-    if (moe_panel_size(layer->packed_type, width, &panel) != MOE_OK) return;
-    b += (run->expert * moei_panels(run->width[step->to]) + j / MOEI_PANEL) * panel;
-    if (j + whole <= ld) count = whole;
-#ifndef MOE_NO_QUANT
-    if (moei_is_quantized(layer->packed_type)) {
-        const unsigned char *rows = run->quantized[step->from != MOEI_X];
-        moe_matmul_quantized(layer->kernels, layer->packed_type, run->n, count, width, rows, b, 1, out, ld);
-        return;
-    }
-#endif
-    moe_matmul_packed(layer->kernels, layer->packed_type, run->n, count, width, run->activation[step->from],
-                      run->ld[step->from], b, out, ld);
+    size_t first = run->expert * moei_panels(run->width[step->to]) + j / MOEI_PANEL, ld = run->ld[step->to];
+    if (j + moei_panels(count) * MOEI_PANEL <= ld) count = moei_panels(count) * MOEI_PANEL;
+    moei_panels_product(layer->kernels, layer->packed_type, layer->packed[step->weight], first, run->n, count,
+                        run->width[step->from], run->activation[step->from], run->ld[step->from],
+                        run->quantized[step->from != MOEI_X], run->activation[step->to] + j, ld);
 }
 
 #ifndef MOE_NO_QUANT
@@ -4350,7 +4347,7 @@ static void moei_matmul_columns(const moei_expert_run *run, const moei_step *ste
     else
         moe_matmul(k, MOE_MATMUL_NT, MOE_TYPE_REAL, run->n, count, from, in, run->ld[step->from],
                    moei_block(run, step->weight, to * from) + j * from, from, out, ld, 0);
-    for (i = 0; bias != NULL && i < run->n; i++) moe_axpy(k, count, MOEI_R(1.0), bias + j, out + i * ld);
+    for (i = 0; bias != NULL && i < run->n; i++) MOEI_ADD(k, count, bias + j, out + i * ld);
     if (added != NULL) moei_external_add(k, added + run->expert, j, run->n, count, out, ld);
 }
 
@@ -4449,7 +4446,7 @@ static void moei_weight_backward(const moei_expert_run *run, const moei_step *st
     if (d_w != NULL)
         moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, count, from, run->n, d_out, ld, in, run->ld[step->from],
                    d_w + j * from, from, 1);
-    for (i = 0; d_bias != NULL && i < run->n; i++) moe_axpy(k, count, MOEI_R(1.0), d_out + i * ld, d_bias + j);
+    for (i = 0; d_bias != NULL && i < run->n; i++) MOEI_ADD(k, count, d_out + i * ld, d_bias + j);
 }
 
 /* Columns j .. j + count of the gradient of what a product reads; sum: added to what is there. */
@@ -4500,7 +4497,7 @@ static void moei_plain_backward(const moei_expert_run *run, const moei_step *ste
     for (from = 0; from < n; from += count) {
         count = moei_smaller(n - from, MOEI_STAGE_COLUMNS);
         moe_activate_backward(k, run->act, count, in + from, d_out + from, part);
-        moe_axpy(k, count, MOEI_R(1.0), part, d_in + from);
+        MOEI_ADD(k, count, part, d_in + from);
     }
 }
 
@@ -4713,49 +4710,14 @@ static void moei_layer_router(const moe_layer *layer, moe_router *router) {
     memcpy(router->tensors, layer->tensors, sizeof router->tensors);
 }
 
-/* ==== threads ================================================================================= */
-
-#ifdef _OPENMP
-static void moei_openmp_run(void *ctx, void (*task)(void *work, int index), void *work, int count) {
-    int i;
-    (void)ctx;
-#pragma omp parallel for schedule(static, 1) num_threads(count)
-    for (i = 0; i < count; i++) task(work, i);
-}
-#endif
-
-/* The threads of a call: the caller's, or OpenMP's where the compiler has it on, or one. */
-static moe_parallel moei_team(const moe_call *call) {
-    moe_parallel team;
-    memset(&team, 0, sizeof team);
-    team.threads = 1;
-    if (call->parallel != NULL) {
-        team = *call->parallel;
-        if (team.threads < 1 || team.run == NULL) team.threads = 1;
-        return team;
-    }
-#ifdef _OPENMP
-    if (!omp_in_parallel()) {
-        team.threads = omp_get_max_threads();
-        team.run = moei_openmp_run;
-    }
-#endif
-    return team;
-}
-
-/* The number of tasks worth starting for `rows` rows and `experts` experts of a kind: starting
-   takes a few microseconds. The time of one thread is estimated in nanoseconds: one for 50
-   multiplications or 20 bytes beyond the second-level cache. */
 static int moei_task_count(const moe_parallel *team, const moei_expert_run *run, size_t rows, size_t experts) {
-    double weights = 0.0, bytes, time;
+    double weights = 0.0;
     int i;
     for (i = 0; i < run->kind->n_steps; i++) {
         const moei_step *step = &run->kind->steps[i];
         if (step->op == MOEI_STEP_MATMUL) weights += (double)run->width[step->to] * (double)run->width[step->from];
     }
-    bytes = weights * (double)moei_smaller(experts, rows) * (double)sizeof(moe_real) - 1e6;
-    time = weights * (double)rows / 50.0 + (bytes > 0.0 ? bytes / 20.0 : 0.0);
-    return time < 4e4 && !team->always ? 1 : team->threads;
+    return moei_tasks_worth(team, weights, rows, moei_smaller(experts, rows));
 }
 
 /* ==== expert runs of a call =================================================================== */
@@ -5090,7 +5052,7 @@ static void moei_weights_backward(const moei_task *task, const moei_expert_run *
                 moe_dot(k, d, run->gradient[MOEI_X] + row * run->ld[MOEI_X], p->inputs + t * d);
         for (a = 0; a < MOE_NODE_COUNT; a++)
             if (task->frontier >> a & 1u)
-                moe_axpy(k, run->width[a], MOEI_R(1.0), run->gradient[a] + i * run->ld[a],
+                MOEI_ADD(k, run->width[a], run->gradient[a] + i * run->ld[a],
                          p->d_all[a] + (run->expert * p->call.n_tokens + t) * run->width[a]);
     }
 }
@@ -5355,7 +5317,7 @@ static moe_status moei_layer_call_check(const moe_layer *layer, const moei_exper
                           "a MOE_KEEP_ macro has left the experts' activation out of this build");
     if (!MOEI_FITS_INT32(call->n_tokens))
         return moei_error(call->error, MOE_ERR_OVERFLOW, "call.n_tokens = %z: too many", call->n_tokens);
-    if (call->n_tokens > 0 && call->x == NULL) return moei_error(call->error, MOE_ERR_ARGUMENT, "call.x is NULL");
+    if (call->n_tokens > 0 && call->x == NULL) return MOEI_REFUSE(call->error, "call.x is NULL");
     for (i = 0; i < MOE_LAYER_PARAMETER_COUNT; i++) set |= (uint64_t)(layer->tensors[i] != NULL) << i;
     if (set == layer->present && !call->training) return MOE_OK; /* the common case */
     for (i = 0; i < MOE_LAYER_PARAMETER_COUNT; i++) {
@@ -5364,8 +5326,7 @@ static moe_status moei_layer_call_check(const moe_layer *layer, const moei_exper
                               "%s lies in a file (layer.external): it cannot be trained", moei_layer_parameter_name(i));
         if (layer->external[i] != NULL || moei_parameter_is_set(i, layer->present, layer->tensors[i])) continue;
         if (layer->packed[i] != NULL && moei_uses_packed(layer, call)) continue;
-        return moei_error(call->error, MOE_ERR_ARGUMENT, "%s is not set: layer.tensors[%d] is NULL",
-                          moei_layer_parameter_name(i), i);
+        return MOEI_REFUSE(call->error, "%s is not set: layer.tensors[%d] is NULL", moei_layer_parameter_name(i), i);
     }
     return MOE_OK;
 }
@@ -5380,14 +5341,14 @@ moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_r
     moe_router router;
     moe_status status;
     if (call == NULL) return MOE_ERR_ARGUMENT;
-    if (layer == NULL) return moei_error(call->error, MOE_ERR_ARGUMENT, "layer is NULL");
+    if (layer == NULL) return MOEI_REFUSE(call->error, "layer is NULL");
     if (layer->config.transport != NULL)
         return moei_group(layer->config.transport)->hooks->forward(layer, call, y, work, work_size, pass);
     if (work == NULL || (call->n_tokens > 0 && y == NULL))
-        return moei_error(call->error, MOE_ERR_ARGUMENT, "%s is NULL", work == NULL ? "work" : "y");
+        return MOEI_REFUSE(call->error, "%s is NULL", work == NULL ? "work" : "y");
     if (call->batch != NULL)
-        return moei_error(call->error, MOE_ERR_ARGUMENT,
-                          "call.batch is set: a layer decides over several calls with config.transport only");
+        return MOEI_REFUSE(call->error,
+                           "call.batch is set: a layer decides over several calls with config.transport only");
     run = moei_expert_run_begin(layer, layer->config.expert, moei_keeps(call));
     status = moei_layer_call_check(layer, &run, call);
     if (status != MOE_OK) return status;
@@ -5599,7 +5560,7 @@ moe_status moe_layer_backward(const moe_layer *layer, const moe_real *dy, moe_re
     if (pass->d_rows == NULL || !pass->call.training)
         return moei_error(pass->call.error, MOE_ERR_STATE, MOEI_NOT_TRAINING);
     if (pass->call.n_tokens == 0) return MOE_OK;
-    if (dy == NULL) return moei_error(pass->call.error, MOE_ERR_ARGUMENT, "dy is NULL");
+    if (dy == NULL) return MOEI_REFUSE(pass->call.error, "dy is NULL");
     return moei_layer_backward(layer, &back, dx, d_router_x, pass);
 }
 
@@ -5627,8 +5588,7 @@ moe_status moe_layer_backward_experts(const moe_layer *layer, const moe_real *d_
                           "%s: a loss on single experts does not include it", unseen);
     if (pass->call.n_tokens == 0) return MOE_OK;
     if (d_outputs == NULL || d_weights == NULL)
-        return moei_error(pass->call.error, MOE_ERR_ARGUMENT, "%s is NULL",
-                          d_outputs == NULL ? "d_outputs" : "d_weights");
+        return MOEI_REFUSE(pass->call.error, "%s is NULL", d_outputs == NULL ? "d_outputs" : "d_weights");
     back.dy = NULL;
     back.d_outputs = d_outputs;
     back.d_weights = d_weights;
@@ -5809,7 +5769,7 @@ static moe_status moei_measure(const moe_layer *packed, const moe_call *calibrat
 
 static moe_status moei_report_check(const moe_call *calibration, const void *work, moe_error *error) {
     if (calibration != NULL && work != NULL && calibration->n_tokens > 0) return MOE_OK;
-    return moei_error(error, MOE_ERR_ARGUMENT, "a report needs calibration with at least one token, and work");
+    return MOEI_REFUSE(error, "a report needs calibration with at least one token, and work");
 }
 
 /* Checks a report's workspace; status is that of counting the bytes. */
@@ -5825,7 +5785,7 @@ moe_status moe_layer_quantize(moe_layer *layer, int type, void *memory, size_t s
     moe_layer made;
     moe_status status = MOE_OK;
     size_t bytes = 0;
-    if (layer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
+    if (layer == NULL) return MOEI_REFUSE(error, "layer must not be NULL");
     if (errors != NULL && layer->config.transport != NULL)
         return moei_error(error, MOE_ERR_UNSUPPORTED,
                           "a report needs all experts, and the layer holds those of one rank: errors must be NULL");
@@ -6748,7 +6708,7 @@ static moe_status moei_net_ready(const moe_net *net, moe_error *error) {
 
 moe_status moe_net_build(moe_net *net, int trainable, uint64_t seed, moe_error *error) {
     moe_status status;
-    if (net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
+    if (net == NULL) return MOEI_REFUSE(error, "net must not be NULL");
     status = moei_vote(net->transport, moei_net_ready(net, error), error);
     if (status == MOE_OK && net->transport != NULL)
         status = moei_group(net->transport)->hooks->net_agree(net, trainable, seed, error);
@@ -7056,6 +7016,7 @@ static moe_status moei_module_layout(const moe_net *net, size_t i, const moei_ex
 typedef struct moei_room {
     /* [rows,keys] attention: one block of A, its gradient, and the slopes of a cap */
     moe_real *a, *d_a, *slopes;
+    size_t rows, columns, parts; /* of arrays of scores; so many threads have their own */
     moe_real *keys;     /* [MOEI_KEYS,width] unpacked from a cache */
     moe_real *unpacked; /* MLA: [MOEI_KEYS,kv_lora] rows of K_h */
     void *quantized;    /* rows, for products */
@@ -7086,8 +7047,11 @@ static void moei_attention_room(const moe_net *net, const moe_module *m, const m
                                 moei_room *room) {
     const moe_attention_config *c = &m->attention;
     moei_heads s = moei_heads_of(m);
-    size_t n = e->n, rows = moei_larger(moei_smaller(n, MOEI_ATTENTION_ROWS), s.group);
+    size_t n = e->n, rows = moei_larger(moei_smaller(n, MOEI_ATTENTION_ROWS), s.heads);
     size_t columns = moei_keys_seen(c, e->past + n) + (size_t)c->sinks, widest = moei_larger(s.q, s.k);
+    room->parts = e->training ? moei_smaller(s.kv, 4) : 1;
+    room->rows = rows *= room->parts;
+    room->columns = columns;
     room->a = moei_take_reals(l, rows, columns);
     if (e->decoding && net->cache_type != MOE_TYPE_REAL)
         room->keys = moei_take_reals(l, MOEI_KEYS, moei_kept_width(moei_larger(s.w, s.u)));
@@ -7329,8 +7293,7 @@ static moe_status moei_pack_net(moei_packing p, const moe_net *net, moe_module *
 moe_status moe_net_pack(moe_net *net, int type, void *memory, size_t size, moe_error *error) {
     size_t bytes, i;
     moe_status status;
-    if (net == NULL || memory == NULL)
-        return moei_error(error, MOE_ERR_ARGUMENT, "%s must not be NULL", net == NULL ? "net" : "memory");
+    if (net == NULL || memory == NULL) return MOEI_REFUSE(error, "%s must not be NULL", net == NULL ? "net" : "memory");
     if (!net->built) return moei_error(error, MOE_ERR_STATE, "the network is not built");
     status = moei_pack_net(moei_packing_begin(net->kernels, type, 0, NULL, error), net, NULL, &bytes);
     if (status != MOE_OK) return status;
@@ -7362,6 +7325,8 @@ moe_status moe_net_pack_size(const moe_net *net, int type, size_t n_tokens, size
 /* One module's pass over the n rows of a call. */
 typedef struct moei_run {
     const moe_net *net;
+    const moe_kernels *k;
+    const moe_call *call;
     const moe_module *m;
     struct moe_module_pass *p;
     moe_net_pass *pass;
@@ -7376,6 +7341,8 @@ static moei_run moei_run_begin(const moe_net *net, moe_net_pass *pass, size_t i)
     moei_extent e;
     moei_run r;
     r.net = net;
+    r.k = net->kernels;
+    r.call = &pass->call;
     r.m = &net->modules[i];
     r.p = &pass->modules[i];
     r.pass = pass;
@@ -7392,7 +7359,7 @@ static moei_run moei_run_begin(const moe_net *net, moe_net_pass *pass, size_t i)
 
 static moei_room moei_run_room(const moei_run *r) {
     moei_layout l = moei_layout_begin(r->pass->scratch);
-    moei_extent e = moei_extent_of(r->n, moei_keeps(&r->pass->call));
+    moei_extent e = moei_extent_of(r->n, moei_keeps(r->call));
     e.past = r->pass->past;
     e.decoding = r->pass->most > 0;
     return moei_room_layout(r->net, r->m, &e, &l);
@@ -7400,35 +7367,70 @@ static moei_room moei_run_room(const moei_run *r) {
 
 /* ---- products with a module's matrices: tensors or as they lie in other programs' files ---- */
 
-/* out [n,o] = in [n,i] times a packed matrix [o,i]. */
-static void moei_packed_module(const moei_run *r, const void *packed, size_t n, size_t i, size_t o, const moe_real *in,
-                               size_t ldi, moe_real *out, size_t ldo) {
-    const moe_kernels *k = r->net->kernels;
-    const int type = r->m->layer.packed_type;
-#ifndef MOE_NO_QUANT
-    if (moei_is_quantized(type)) {
-        void *rows = moei_run_room(r).quantized;
-        moe_rows_quantize(k, type, n, i, in, ldi, rows);
-        moe_matmul_quantized(k, type, n, o, i, rows, packed, 1, out, ldo);
-        return;
-    }
-#endif
-    moe_matmul_packed(k, type, n, o, i, in, ldi, packed, out, ldo);
+/* A product of rows with parameter `place`, or its gradients. */
+typedef struct moei_rows_product {
+    const moei_run *r;
+    int place, bias, n_tasks; /* bias 0: none */
+    size_t first, n, i, o, ldi, ldo;
+    const moe_real *in;
+    moe_real *out;
+    const moe_real *weights;
+    const void *packed, *rows; /* rows: in, quantized */
+    const moe_external *external;
+    const moe_real *d_out;
+    moe_real *d_in; /* or NULL */
+} moei_rows_product;
+
+static void moei_product_run(moei_rows_product *p, size_t rows, void (*task)(void *work, int index)) {
+    const moe_parallel team = moei_team(p->r->call);
+    p->n_tasks = moei_tasks_worth(&team, (double)p->i * (double)p->o, rows, 1);
+    moei_tasks_run(&team, p->n_tasks, task, p);
+}
+
+/* A task's columns. */
+static void moei_product_task(void *work, int index) {
+    const moei_rows_product *p = (const moei_rows_product *)work;
+    const moe_real *bias = p->bias != 0 ? p->r->m->tensors[p->bias] : NULL;
+    const moe_kernels *k = p->r->k;
+    moe_real *out;
+    size_t j, o, t;
+    moei_columns_of(p->o, index, p->n_tasks, &j, &o);
+    if ((o -= j) == 0) return;
+    out = p->out + j;
+    if (p->external != NULL)
+        moei_external_columns(k, p->external, p->first + j, p->n, o, p->i, p->in, p->ldi,
+                              (const unsigned char *)p->rows, out, p->ldo);
+    else if (p->packed != NULL)
+        moei_panels_product(k, p->r->m->layer.packed_type, p->packed, j / MOEI_PANEL, p->n, o, p->i, p->in, p->ldi,
+                            p->rows, out, p->ldo);
+    else
+        moe_matmul(k, MOE_MATMUL_NT, MOE_TYPE_REAL, p->n, o, p->i, p->in, p->ldi, p->weights + (p->first + j) * p->i,
+                   p->i, out, p->ldo, 0);
+    for (t = 0; t < p->n && bias != NULL; t++) MOEI_ADD(k, o, bias + j, out + t * p->ldo);
 }
 
 /* out [n,o], rows ldo apart, = in [n,i], rows ldi apart, times rows first .. first + o of parameter
-   `place`, [..,i]. */
-static void moei_module_product(const moei_run *r, int place, size_t first, size_t n, size_t i, size_t o,
+   `place`, [..,i], + bias. */
+static void moei_module_product(const moei_run *r, int place, int bias, size_t first, size_t n, size_t i, size_t o,
                                 const moe_real *in, size_t ldi, moe_real *out, size_t ldo) {
     const moe_module *m = moei_weights_of(r->net, r->m);
-    const moe_external *w = r->pass->training ? NULL : moei_external_of(m, place);
-    const void *packed = moei_uses_packed(&r->m->layer, &r->pass->call) ? r->m->layer.packed[place] : NULL;
-    if (w != NULL)
-        moe_matmul_external(r->net->kernels, w, first, n, o, i, in, ldi, moei_run_room(r).quantized, out, ldo);
-    else if (packed != NULL) moei_packed_module(r, packed, n, i, o, in, ldi, out, ldo);
-    else
-        moe_matmul(r->net->kernels, MOE_MATMUL_NT, MOE_TYPE_REAL, n, o, i, in, ldi, m->tensors[place] + first * i, i,
-                   out, ldo, 0);
+    const int type = r->m->layer.packed_type;
+    moei_rows_product p = {r, place, bias, 1, first, n, i, o, ldi, ldo, in, out, NULL, NULL, NULL, NULL, NULL, NULL};
+    void *rows = NULL;
+    p.weights = m->tensors[place];
+    p.external = r->pass->training ? NULL : moei_external_of(m, place);
+    if (moei_uses_packed(&r->m->layer, r->call)) p.packed = r->m->layer.packed[place];
+    if (p.external != NULL || p.packed != NULL) p.rows = rows = moei_run_room(r).quantized;
+#ifndef MOE_NO_QUANT
+    if (p.external != NULL && moei_external_quantizes(p.external))
+        moei_external_quantize(r->k, n, i, in, ldi, (unsigned char *)rows);
+    else if (p.external == NULL && p.packed != NULL && moei_is_quantized(type))
+        moe_rows_quantize(r->k, type, n, i, in, ldi, rows);
+#else
+    (void)type;
+    (void)rows;
+#endif
+    moei_product_run(&p, n, moei_product_task);
 }
 
 /* MLA: whether KEY has the rows of V_h too. */
@@ -7439,12 +7441,12 @@ static int moei_is_joint(const moe_module *m) {
 /* MLA: out [n,c] = in [n,i] K_h for head h of H, K_h [i,c]. */
 static void moei_mla_product(const moei_run *r, size_t h, size_t i, size_t c, const moe_real *in, size_t ldi,
                              moe_real *out, size_t ldo) {
-    const moe_kernels *k = r->net->kernels;
+    const moe_kernels *k = r->k;
     const moe_external *w = r->pass->training ? NULL : moei_external_of(r->m, MOE_MODULE_KEY);
     size_t first = h * (i + moei_head_value(&r->m->attention)), at, count, j;
     moe_real *room;
     if (!moei_is_joint(r->m)) {
-        moei_module_product(r, MOE_MODULE_KEY, h * c, r->n, i, c, in, ldi, out, ldo);
+        moei_module_product(r, MOE_MODULE_KEY, 0, h * c, r->n, i, c, in, ldi, out, ldo);
         return;
     }
     if (w == NULL) {
@@ -7461,15 +7463,13 @@ static void moei_mla_product(const moei_run *r, size_t h, size_t i, size_t c, co
 }
 
 static moe_status moei_linear_forward(const moei_run *r) {
-    size_t t;
-    moei_module_product(r, MOE_MODULE_WEIGHT, 0, r->n, r->d_in, r->d_out, r->p->x, r->d_in, r->p->y, r->d_out);
-    for (t = 0; t < r->n && r->m->tensors[MOE_MODULE_BIAS] != NULL; t++)
-        moe_axpy(r->net->kernels, r->d_out, MOEI_R(1.0), r->m->tensors[MOE_MODULE_BIAS], r->p->y + t * r->d_out);
+    moei_module_product(r, MOE_MODULE_WEIGHT, MOE_MODULE_BIAS, 0, r->n, r->d_in, r->d_out, r->p->x, r->d_in, r->p->y,
+                        r->d_out);
     return MOE_OK;
 }
 
 static moe_status moei_activation_forward(const moei_run *r) {
-    moe_activate(r->net->kernels, r->m->act, r->n * r->d_in, r->p->x, r->p->y);
+    moe_activate(r->k, r->m->act, r->n * r->d_in, r->p->x, r->p->y);
     return MOE_OK;
 }
 
@@ -7486,10 +7486,10 @@ static moe_status moei_layer_norm_forward(const moei_run *r) {
 static moe_status moei_rms_norm_forward(const moei_run *r) {
     size_t t;
     for (t = 0; t < r->n; t++)
-        moei_rms_norm_row(r->net->kernels, r->d_in, r->p->x + t * r->d_in, r->m->tensors[MOE_MODULE_WEIGHT],
+        moei_rms_norm_row(r->k, r->d_in, r->p->x + t * r->d_in, r->m->tensors[MOE_MODULE_WEIGHT],
                           moei_eps_of(r->m->eps), r->p->y + t * r->d_in, r->p->rstd + t);
     for (t = 0; t < r->n && r->m->bias; t++)
-        moe_axpy(r->net->kernels, r->d_in, MOEI_R(1.0), r->m->tensors[MOE_MODULE_BIAS], r->p->y + t * r->d_in);
+        MOEI_ADD(r->k, r->d_in, r->m->tensors[MOE_MODULE_BIAS], r->p->y + t * r->d_in);
     return MOE_OK;
 }
 
@@ -7497,9 +7497,9 @@ static moe_status moei_embedding_forward(const moei_run *r) {
     const moe_external *w = r->pass->training ? NULL : moei_external_of(r->m, MOE_MODULE_WEIGHT);
     size_t t;
     for (t = 0; t < r->n; t++) {
-        size_t id = (size_t)r->pass->call.token_ids[t];
+        size_t id = (size_t)r->call->token_ids[t];
         moe_real *y = r->p->y + t * r->d_out;
-        if (w != NULL) w->type->unpack(r->net->kernels, w, id, 0, r->d_out, y);
+        if (w != NULL) w->type->unpack(r->k, w, id, 0, r->d_out, y);
         else memcpy(y, r->m->tensors[MOE_MODULE_WEIGHT] + id * r->d_out, r->d_out * sizeof(moe_real));
     }
     return MOE_OK;
@@ -7508,10 +7508,10 @@ static moe_status moei_embedding_forward(const moei_run *r) {
 static moe_status moei_positions_forward(const moei_run *r) {
     size_t i, from, to;
     memcpy(r->p->y, r->p->x, r->n * r->d_in * sizeof(moe_real));
-    for (i = 0; i < moei_sequence_count(&r->pass->call); i++) {
-        moei_sequence(&r->pass->call, i, &from, &to);
-        moe_axpy(r->net->kernels, (to - from) * r->d_in, MOEI_R(1.0),
-                 r->m->tensors[MOE_MODULE_WEIGHT] + r->pass->past * r->d_in, r->p->y + from * r->d_in);
+    for (i = 0; i < moei_sequence_count(r->call); i++) {
+        moei_sequence(r->call, i, &from, &to);
+        MOEI_ADD(r->k, (to - from) * r->d_in, r->m->tensors[MOE_MODULE_WEIGHT] + r->pass->past * r->d_in,
+                 r->p->y + from * r->d_in);
     }
     return MOE_OK;
 }
@@ -7526,13 +7526,13 @@ static moe_status moei_dropout_forward(const moei_run *r) {
     moe_real factor = MOEI_R(1.0) / (MOEI_R(1.0) - r->m->rate);
     int draws = r->pass->training && r->m->rate > 0;
     size_t i;
-    if (draws) moei_skip(r->pass->call.rng, r->pass->first, r->d_in);
+    if (draws) moei_skip(r->call->rng, r->pass->first, r->d_in);
     memcpy(r->p->y, r->p->x, r->n * r->d_in * sizeof(moe_real));
     for (i = 0; r->pass->training && i < r->n * r->d_in; i++) {
-        r->p->stays[i] = !(r->m->rate > 0) || moe_rng_uniform(r->pass->call.rng) >= r->m->rate;
+        r->p->stays[i] = !(r->m->rate > 0) || moe_rng_uniform(r->call->rng) >= r->m->rate;
         r->p->y[i] = r->p->stays[i] ? r->p->x[i] * factor : 0;
     }
-    if (draws) moei_skip(r->pass->call.rng, r->pass->total - r->pass->first - r->n, r->d_in);
+    if (draws) moei_skip(r->call->rng, r->pass->total - r->pass->first - r->n, r->d_in);
     return MOE_OK;
 }
 
@@ -7542,9 +7542,9 @@ static moe_status moei_dropout_forward(const moei_run *r) {
    out, because its values times 0 need not be 0. */
 static size_t moei_run_of_real(const moei_run *r, size_t *start, size_t to) {
     size_t length = 0;
-    while (*start < to && !moei_is_real(&r->pass->call, *start)) ++*start;
-    if (r->pass->call.mask == NULL) return to - *start;
-    while (*start + length < to && moei_is_real(&r->pass->call, *start + length)) length++;
+    while (*start < to && !moei_is_real(r->call, *start)) ++*start;
+    if (r->call->mask == NULL) return to - *start;
+    while (*start + length < to && moei_is_real(r->call, *start + length)) length++;
     return length;
 }
 
@@ -7552,13 +7552,10 @@ static size_t moei_run_of_real(const moei_run *r, size_t *start, size_t to) {
    is [N,i] and begins with token 0, out [count,o] with token `at`. */
 static void moei_project(const moei_run *r, int place, int bias, size_t at, size_t count, size_t i, size_t o,
                          const moe_real *in, moe_real *out) {
-    size_t run, length, t;
-    if (r->pass->call.mask != NULL) memset(out, 0, count * o * sizeof(moe_real));
-    for (run = at; (length = moei_run_of_real(r, &run, at + count)) > 0; run += length) {
-        moei_module_product(r, place, 0, length, i, o, in + run * i, i, out + (run - at) * o, o);
-        for (t = 0; t < length && bias != 0; t++)
-            moe_axpy(r->net->kernels, o, MOEI_R(1.0), r->m->tensors[bias], out + (run - at + t) * o);
-    }
+    size_t run, length;
+    if (r->call->mask != NULL) memset(out, 0, count * o * sizeof(moe_real));
+    for (run = at; (length = moei_run_of_real(r, &run, at + count)) > 0; run += length)
+        moei_module_product(r, place, bias, 0, length, i, o, in + run * i, i, out + (run - at) * o, o);
 }
 
 /* The angle of pair i per position. */
@@ -7608,8 +7605,8 @@ static double moei_rotary_magnitude(const moe_attention_config *c) {
 static void moei_rotations_fill(const moei_run *r, moe_real *rotations) {
     size_t half = moei_rotary_dims(&r->m->attention) / 2, i, t, from, to, longest = 0;
     double magnitude = moei_rotary_magnitude(&r->m->attention);
-    for (i = 0; i < moei_sequence_count(&r->pass->call); i++) {
-        moei_sequence(&r->pass->call, i, &from, &to);
+    for (i = 0; i < moei_sequence_count(r->call); i++) {
+        moei_sequence(r->call, i, &from, &to);
         if (to - from > longest) longest = to - from;
     }
     for (i = 0; i < half; i++) {
@@ -7626,7 +7623,7 @@ static moei_row_kind moei_row_kind_of(const moei_run *r, int is_query) {
     const moe_attention_config *c = &r->m->attention;
     int gain = is_query ? MOE_MODULE_QUERY_NORM : MOE_MODULE_KEY_NORM;
     moei_row_kind kind;
-    kind.k = r->net->kernels;
+    kind.k = r->k;
     kind.heads = is_query ? r->p->t.s.heads : r->p->t.s.kv;
     kind.width = is_query || c->kv_lora == 0 ? (size_t)c->d_head : r->p->t.s.w;
     kind.pairs = c->rotary ? moei_rotary_dims(c) / 2 : 0;
@@ -7654,8 +7651,8 @@ static void moei_rows_finish(const moei_run *r, int is_query, size_t at, size_t 
     moei_row_kind kind = moei_row_kind_of(r, is_query);
     const moe_real *rotations = r->pass->modules[moei_rotation_of(r->net, r->i)].rotations;
     size_t i, t, from, to;
-    for (i = 0; i < moei_sequence_count(&r->pass->call); i++) {
-        moei_sequence(&r->pass->call, i, &from, &to);
+    for (i = 0; i < moei_sequence_count(r->call); i++) {
+        moei_sequence(r->call, i, &from, &to);
         for (t = from > at ? from : at; t < to && t < at + count; t++)
             moei_row_finish(&kind, moei_rotation_at(r, rotations, t - from), r->pass->past + t - from,
                             rows + (t - at) * kind.heads * kind.width);
@@ -7678,7 +7675,7 @@ static moe_status moei_cache_slide(const moei_run *r, size_t at, size_t count) {
     size_t position = r->pass->past + at;
     r->p->t.first = position > 0 ? *r->p->first : 0;
     if (!moei_keys_slide(&r->p->t, position, count))
-        return moei_error(r->pass->call.error, MOE_ERR_STATE,
+        return moei_error(r->call->error, MOE_ERR_STATE,
                           "cache.n_tokens = %z: the window's earlier tokens are gone; 0 begins a new sequence",
                           r->pass->past);
     *r->p->first = r->p->t.first;
@@ -7712,7 +7709,7 @@ static void moei_queries_make(const moei_run *r) {
     const moe_real *in = lora > 0 ? r->p->query_normed : r->p->x;
     if (lora > 0) moei_project(r, MOE_MODULE_QUERY_DOWN, 0, 0, r->n, r->d_in, lora, r->p->x, r->p->query_down);
     for (t = 0; t < r->n && lora > 0; t++)
-        moei_rms_norm_row(r->net->kernels, lora, r->p->query_down + t * lora, r->m->tensors[MOE_MODULE_QUERY_NORM],
+        moei_rms_norm_row(r->k, lora, r->p->query_down + t * lora, r->m->tensors[MOE_MODULE_QUERY_NORM],
                           moei_eps_of(c->eps), r->p->query_normed + t * lora, NULL);
     moei_project(r, MOE_MODULE_QUERY, c->bias ? MOE_MODULE_QUERY_BIAS : 0, 0, r->n, lora > 0 ? lora : r->d_in, width,
                  in, rows);
@@ -7731,7 +7728,7 @@ static void moei_keys_make(const moei_run *r, size_t at, size_t count, moe_real 
                  s.k, r->p->x, k);
     if (r->p->raw[1] != NULL) memcpy(r->p->raw[1] + at * s.k, k, count * s.k * sizeof(moe_real));
     for (t = 0; t < count && latent; t++)
-        moei_rms_norm_row(r->net->kernels, s.u, k + t * s.k, r->m->tensors[MOE_MODULE_LATENT_NORM], moei_eps_of(c->eps),
+        moei_rms_norm_row(r->k, s.u, k + t * s.k, r->m->tensors[MOE_MODULE_LATENT_NORM], moei_eps_of(c->eps),
                           k + t * s.k, NULL);
     moei_rows_finish(r, 0, at, count, k);
     if (latent) return;
@@ -7750,7 +7747,7 @@ static void moei_attention_outputs(const moei_run *r, size_t at, size_t count, c
         if (past > 0 && at == 0)
             memcpy(o, r->p->past_outputs + h * r->pass->most * r->d_out, past * r->d_out * sizeof(moe_real));
         o += (past + at) * r->d_out;
-        moe_matmul(r->net->kernels, MOE_MATMUL_NT, MOE_TYPE_REAL, count, r->d_out, s.u, v + h / s.group * s.u, s.v,
+        moe_matmul(r->k, MOE_MATMUL_NT, MOE_TYPE_REAL, count, r->d_out, s.u, v + h / s.group * s.u, s.v,
                    r->m->tensors[MOE_MODULE_OUTPUT] + h * s.u, s.mixed, o, r->d_out, 0);
         for (i = 0; i < count * r->d_out; i++) o[i] *= (moe_real)s.heads;
         if (r->p->past_outputs != NULL)
@@ -7767,22 +7764,55 @@ static void moei_attention_output(const moei_run *r) {
     const moe_real *in = c->kv_lora > 0 ? r->p->values : r->p->t.mixed;
     for (h = 0; h < s.heads && c->kv_lora > 0; h++) {
         int joint = moei_is_joint(r->m);
-        moei_module_product(r, joint ? MOE_MODULE_KEY : MOE_MODULE_VALUE, joint ? h * (n + value) + n : h * value, r->n,
-                            s.u, value, r->p->t.mixed + h * s.u, s.mixed, r->p->values + h * value, s.heads * value);
+        moei_module_product(r, joint ? MOE_MODULE_KEY : MOE_MODULE_VALUE, 0, joint ? h * (n + value) + n : h * value,
+                            r->n, s.u, value, r->p->t.mixed + h * s.u, s.mixed, r->p->values + h * value,
+                            s.heads * value);
     }
     moei_project(r, MOE_MODULE_OUTPUT, c->output_bias ? MOE_MODULE_OUTPUT_BIAS : 0, 0, r->n, s.heads * value, r->d_out,
                  in, r->p->y);
 }
 
+/* The blocks of a sequence; each task has `room` numbers of every array of scores. */
+typedef struct moei_attend_tasks {
+    const moei_attend *t;
+    size_t from, to, at, count, room;
+    void (*work)(const moei_attend *t, const moei_queries *b);
+} moei_attend_tasks;
+
+static void moei_attend_task(void *work, int index) {
+    const moei_attend_tasks *all = (const moei_attend_tasks *)work;
+    moei_attend t = *all->t;
+    size_t skip = (size_t)index * all->room;
+    t.task = (size_t)index;
+    t.a += skip;
+    if (t.d_a != NULL) t.d_a += skip;
+    if (t.slopes != NULL) t.slopes += skip;
+    moei_attend_blocks(&t, all->from, all->to, all->at, all->count, all->work);
+}
+
+/* The tasks for `count` queries. Those of a forward pass divide the rows of scores; a backward pass
+   needs whole blocks, in whose order it sums. */
+static int moei_attention_tasks(const moei_run *r, const moei_room *room, const moe_parallel *team, size_t count) {
+    const moei_attend *t = &r->p->t;
+    size_t least = room->d_a != NULL ? room->rows / room->parts : count == 1 ? t->s.group : 8;
+    double each = (double)(t->s.w + t->s.u) * (double)t->s.heads * (double)(t->past + t->n);
+    int tasks = t->unpacked == NULL ? moei_tasks_worth(team, each, count, 0) : 1;
+    if ((size_t)tasks > room->rows / least) tasks = (int)(room->rows / least);
+    return tasks > 1 ? tasks : 1;
+}
+
 /* work(block) for the queries of tokens [at, at + count). */
 static void moei_attention_blocks(const moei_run *r, size_t at, size_t count,
                                   void (*work)(const moei_attend *t, const moei_queries *b)) {
+    const moe_parallel team = moei_team(r->call);
     moei_room room = moei_run_room(r);
     moei_attend *t = &r->p->t;
-    size_t i, from, to;
+    moei_attend_tasks all = {t, 0, 0, at, count, 0, work};
+    size_t i;
+    int n_tasks;
     t->n = r->n;
     t->past = r->pass->past;
-    t->mask = r->pass->call.mask;
+    t->mask = r->call->mask;
     t->first = r->p->first != NULL ? *r->p->first : 0;
     t->unpacked = room.keys;
     t->a = room.a;
@@ -7795,9 +7825,13 @@ static void moei_attention_blocks(const moei_run *r, size_t at, size_t count,
     t->d_values_step = room.d_v_step;
     t->d_mixed = room.d_mixed;
     t->d_sinks = r->m->gradients[MOE_MODULE_SINKS];
-    for (i = 0; i < moei_sequence_count(&r->pass->call); i++) {
-        moei_sequence(&r->pass->call, i, &from, &to);
-        moei_attend_blocks(t, from, to, at, count, work);
+    n_tasks = moei_attention_tasks(r, &room, &team, count);
+    t->n_tasks = (size_t)n_tasks;
+    t->rows = moei_smaller(room.rows / t->n_tasks, MOEI_ATTENTION_ROWS);
+    all.room = room.rows / t->n_tasks * room.columns;
+    for (i = 0; i < moei_sequence_count(r->call); i++) {
+        moei_sequence(r->call, i, &all.from, &all.to);
+        moei_tasks_run(&team, n_tasks, moei_attend_task, &all);
     }
 }
 
@@ -7852,7 +7886,7 @@ static moe_status moei_convolution_states(const moei_run *r, const moe_real **no
     else
         while (i < 2 && r->p->counts[i] != past) i++;
     if (i == 2)
-        return moei_error(r->pass->call.error, MOE_ERR_STATE,
+        return moei_error(r->call->error, MOE_ERR_STATE,
                           "cache.n_tokens = %z: the tokens before it are gone; 0 begins a new sequence", past);
     *now = r->p->states + i * size;
     *next = r->p->states + (1 - i) * size;
@@ -7868,8 +7902,8 @@ static moe_status moei_convolution_forward(const moei_run *r) {
     moe_status status = moei_convolution_states(r, &state, &next);
     if (status != MOE_OK) return status;
     moei_project(r, MOE_MODULE_IN, 0, 0, r->n, d, 3 * d, r->p->x, r->p->parts);
-    for (i = 0; i < moei_sequence_count(&r->pass->call); i++) {
-        moei_sequence(&r->pass->call, i, &from, &to);
+    for (i = 0; i < moei_sequence_count(r->call); i++) {
+        moei_sequence(r->call, i, &from, &to);
         v = moei_convolve_of(r, from, state);
         moei_convolve_forward(&v, to - from, r->p->t.mixed + from * d);
         if (next != NULL) moei_convolve_state(&v, to, next);
@@ -7886,10 +7920,10 @@ static moe_status moei_feed_forward_forward(const moei_run *r) {
     memset(&call, 0, sizeof call);
     call.n_tokens = r->n;
     call.x = r->p->x;
-    call.parallel = r->pass->call.parallel;
-    call.training = r->pass->call.training;
-    call.keep = r->pass->call.keep;
-    call.error = r->pass->call.error;
+    call.parallel = r->call->parallel;
+    call.training = r->call->training;
+    call.keep = r->call->keep;
+    call.error = r->call->error;
     return moe_layer_forward(&r->m->layer, &call, r->p->y, r->p->work, r->p->work_size, r->p->layer);
 }
 
@@ -7984,7 +8018,7 @@ static void moei_mixture_remember(const moei_run *r) {
 }
 
 static moe_status moei_mixture_forward(const moei_run *r) {
-    moe_call call = r->pass->call;
+    moe_call call = *r->call;
     moe_status status;
     call.x = r->p->x;
     moei_mixture_own(r, &call);
@@ -8033,17 +8067,43 @@ static moe_status moei_scale_backward(const moei_run *r) {
     return MOE_OK;
 }
 
+/* A task's columns of d_in += d_out W, then its rows of dW += d_out^T in and d_bias += d_out. */
+static void moei_gradient_task(void *work, int index) {
+    const moei_rows_product *p = (const moei_rows_product *)work;
+    moe_real *const *gradients = p->r->m->gradients, *d_w = gradients[p->place];
+    moe_real *d_bias = p->bias != 0 ? gradients[p->bias] : NULL;
+    const moe_kernels *k = p->r->k;
+    size_t j, to, t;
+    moei_columns_of(p->i, index, p->n_tasks, &j, &to);
+    if (to > j && p->d_in != NULL)
+        moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, p->n, to - j, p->o, p->d_out, p->o, p->weights + j, p->i,
+                   p->d_in + j, p->i, 1);
+    moei_columns_of(p->o, index, p->n_tasks, &j, &to);
+    if (to > j && d_w != NULL)
+        moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, to - j, p->i, p->n, p->d_out + j, p->o, p->in, p->i, d_w + j * p->i,
+                   p->i, 1);
+    for (t = 0; t < p->n && to > j && d_bias != NULL; t++) MOEI_ADD(k, to - j, p->d_out + t * p->o + j, d_bias + j);
+}
+
+static void moei_product_backward(const moei_run *r, int place, int bias, size_t n, size_t i, size_t o,
+                                  const moe_real *in, const moe_real *d_out, moe_real *d_in) {
+    moei_rows_product p = {r, place, bias, 1, 0, n, i, o, i, o, in, NULL, NULL, NULL, NULL, NULL, NULL, NULL};
+    p.weights = r->m->tensors[place];
+    p.d_out = d_out;
+    p.d_in = d_in;
+    moei_product_run(&p, 2 * n, moei_gradient_task);
+}
+
 static moe_status moei_linear_backward(const moei_run *r) {
-    moei_affine_backward(r->net->kernels, r->n, r->d_out, r->d_in, r->p->x, r->m->tensors[MOE_MODULE_WEIGHT], r->dy,
-                         r->dx, r->m->gradients[MOE_MODULE_WEIGHT], r->m->gradients[MOE_MODULE_BIAS]);
+    moei_product_backward(r, MOE_MODULE_WEIGHT, MOE_MODULE_BIAS, r->n, r->d_in, r->d_out, r->p->x, r->dy, r->dx);
     return MOE_OK;
 }
 
 static moe_status moei_activation_backward(const moei_run *r) {
     moe_real *d_act = moei_run_room(r).d_act;
     if (r->dx == NULL) return MOE_OK;
-    moe_activate_backward(r->net->kernels, r->m->act, r->n * r->d_in, r->p->x, r->dy, d_act);
-    moe_axpy(r->net->kernels, r->n * r->d_in, MOEI_R(1.0), d_act, r->dx);
+    moe_activate_backward(r->k, r->m->act, r->n * r->d_in, r->p->x, r->dy, d_act);
+    MOEI_ADD(r->k, r->n * r->d_in, d_act, r->dx);
     return MOE_OK;
 }
 
@@ -8062,11 +8122,9 @@ static moe_status moei_rms_norm_backward(const moei_run *r) {
     size_t t, at;
     for (t = 0; t < r->n; t++) {
         at = t * r->d_in;
-        moei_rms_norm_row_backward(r->net->kernels, r->d_in, r->p->x + at, r->m->tensors[MOE_MODULE_WEIGHT],
-                                   r->p->rstd[t], r->dy + at, r->dx != NULL ? r->dx + at : NULL,
-                                   r->m->gradients[MOE_MODULE_WEIGHT]);
-        if (r->m->bias)
-            moe_axpy(r->net->kernels, r->d_in, MOEI_R(1.0), r->dy + at, r->m->gradients[MOE_MODULE_BIAS]);
+        moei_rms_norm_row_backward(r->k, r->d_in, r->p->x + at, r->m->tensors[MOE_MODULE_WEIGHT], r->p->rstd[t],
+                                   r->dy + at, r->dx != NULL ? r->dx + at : NULL, r->m->gradients[MOE_MODULE_WEIGHT]);
+        if (r->m->bias) MOEI_ADD(r->k, r->d_in, r->dy + at, r->m->gradients[MOE_MODULE_BIAS]);
     }
     return MOE_OK;
 }
@@ -8074,18 +8132,17 @@ static moe_status moei_rms_norm_backward(const moei_run *r) {
 static moe_status moei_embedding_backward(const moei_run *r) {
     size_t t;
     for (t = 0; t < r->n; t++)
-        moe_axpy(r->net->kernels, r->d_out, MOEI_R(1.0), r->dy + t * r->d_out,
-                 r->m->gradients[MOE_MODULE_WEIGHT] + (size_t)r->pass->call.token_ids[t] * r->d_out);
+        MOEI_ADD(r->k, r->d_out, r->dy + t * r->d_out,
+                 r->m->gradients[MOE_MODULE_WEIGHT] + (size_t)r->call->token_ids[t] * r->d_out);
     return MOE_OK;
 }
 
 static moe_status moei_positions_backward(const moei_run *r) {
     size_t i, from, to;
-    if (r->dx != NULL) moe_axpy(r->net->kernels, r->n * r->d_in, MOEI_R(1.0), r->dy, r->dx);
-    for (i = 0; i < moei_sequence_count(&r->pass->call); i++) {
-        moei_sequence(&r->pass->call, i, &from, &to);
-        moe_axpy(r->net->kernels, (to - from) * r->d_in, MOEI_R(1.0), r->dy + from * r->d_in,
-                 r->m->gradients[MOE_MODULE_WEIGHT]);
+    if (r->dx != NULL) MOEI_ADD(r->k, r->n * r->d_in, r->dy, r->dx);
+    for (i = 0; i < moei_sequence_count(r->call); i++) {
+        moei_sequence(r->call, i, &from, &to);
+        MOEI_ADD(r->k, (to - from) * r->d_in, r->dy + from * r->d_in, r->m->gradients[MOE_MODULE_WEIGHT]);
     }
     return MOE_OK;
 }
@@ -8103,14 +8160,13 @@ static void moei_project_backward(const moei_run *r, int place, int bias, size_t
                                   const moe_real *d_out, moe_real *d_in) {
     size_t run, length;
     for (run = 0; (length = moei_run_of_real(r, &run, r->n)) > 0; run += length)
-        moei_affine_backward(r->net->kernels, length, o, i, in + run * i, r->m->tensors[place], d_out + run * o,
-                             d_in != NULL ? d_in + run * i : NULL, r->m->gradients[place],
-                             bias != 0 ? r->m->gradients[bias] : NULL);
+        moei_product_backward(r, place, bias, length, i, o, in + run * i, d_out + run * o,
+                              d_in != NULL ? d_in + run * i : NULL);
 }
 
 /* The backward pass of o, which routers read: to v and to the output projection. */
 static void moei_attention_outputs_backward(const moei_run *r, moe_real *d_v) {
-    const moe_kernels *k = r->net->kernels;
+    const moe_kernels *k = r->k;
     moei_heads s = r->p->t.s;
     size_t h, i;
     for (h = 0; h < s.heads; h++) {
@@ -8127,8 +8183,8 @@ static void moei_rows_finish_backward(const moei_run *r, int is_query, moe_real 
     moei_row_kind kind = moei_row_kind_of(r, is_query);
     size_t width = kind.heads * kind.width, i, t, from, to;
     const moe_real *rotations = r->pass->modules[moei_rotation_of(r->net, r->i)].rotations;
-    for (i = 0; i < moei_sequence_count(&r->pass->call); i++) {
-        moei_sequence(&r->pass->call, i, &from, &to);
+    for (i = 0; i < moei_sequence_count(r->call); i++) {
+        moei_sequence(r->call, i, &from, &to);
         for (t = from; t < to; t++)
             moei_row_finish_backward(&kind, moei_rotation_at(r, rotations, t - from), t - from,
                                      moei_from_row(r->p->raw[!is_query], t * width), rows + t * width);
@@ -8141,13 +8197,13 @@ static void moei_norm_rows_backward(const moei_run *r, int gain, size_t width, c
                                     moe_real *rows) {
     size_t t;
     for (t = 0; t < r->n; t++)
-        moei_norm_gradient(r->net->kernels, width, x + t * ld, r->m->tensors[gain], moei_eps_of(r->m->attention.eps),
+        moei_norm_gradient(r->k, width, x + t * ld, r->m->tensors[gain], moei_eps_of(r->m->attention.eps),
                            rows + t * ld, r->m->gradients[gain], moei_run_room(r).row);
 }
 
 /* MLA: the gradients of the heads' values, of V_h, and of mixed from those of the values. */
 static void moei_mla_values_backward(const moei_run *r, const moei_room *room) {
-    const moe_kernels *k = r->net->kernels;
+    const moe_kernels *k = r->k;
     moei_heads s = r->p->t.s;
     size_t value = moei_head_value(&r->m->attention), n = moei_mla_plain(&r->m->attention), h;
     for (h = 0; h < s.heads; h++) {
@@ -8163,7 +8219,7 @@ static void moei_mla_values_backward(const moei_run *r, const moei_room *room) {
 /* MLA: the gradients of the heads of queries and of K_h from those of q. */
 static void moei_mla_queries_backward(const moei_run *r, const moei_room *room) {
     const moe_attention_config *c = &r->m->attention;
-    const moe_kernels *k = r->net->kernels;
+    const moe_kernels *k = r->k;
     moei_heads s = r->p->t.s;
     size_t n = moei_mla_plain(c), width = s.heads * (size_t)c->d_head, h, t;
     for (h = 0; h < s.heads; h++) {
@@ -8203,8 +8259,7 @@ static void moei_keys_backward(const moei_run *r, const moei_room *room) {
     moei_heads s = r->p->t.s;
     int latent = c->kv_lora > 0;
     size_t i;
-    for (i = 0; i < r->n && latent; i++)
-        moe_axpy(r->net->kernels, s.u, MOEI_R(1.0), room->d_v + i * room->d_v_step, room->d_k + i * s.k);
+    for (i = 0; i < r->n && latent; i++) MOEI_ADD(r->k, s.u, room->d_v + i * room->d_v_step, room->d_k + i * s.k);
     moei_rows_finish_backward(r, 0, room->d_k);
     if (latent) moei_norm_rows_backward(r, MOE_MODULE_LATENT_NORM, s.u, r->p->raw[1], s.k, room->d_k);
     moei_project_backward(r, latent ? MOE_MODULE_LATENT : MOE_MODULE_KEY, c->bias ? MOE_MODULE_KEY_BIAS : 0, r->d_in,
@@ -8245,8 +8300,8 @@ static moe_status moei_convolution_backward(const moei_run *r) {
     moei_convolve v;
     memset(d_mixed, 0, r->n * 4 * d * sizeof(moe_real));
     moei_project_backward(r, MOE_MODULE_OUT, 0, d, d, r->p->t.mixed, r->dy, d_mixed);
-    for (i = 0; i < moei_sequence_count(&r->pass->call); i++) {
-        moei_sequence(&r->pass->call, i, &from, &to);
+    for (i = 0; i < moei_sequence_count(r->call); i++) {
+        moei_sequence(r->call, i, &from, &to);
         v = moei_convolve_of(r, from, NULL);
         moei_convolve_backward(&v, to - from, d_mixed + from * d, d_parts + from * 3 * d,
                                r->m->gradients[MOE_MODULE_TAPS]);
@@ -8274,8 +8329,8 @@ static moe_status moei_mixture_backward(const moei_run *r) {
 
 static moe_status moei_residual_backward(const moei_run *r) {
     moe_real *earlier = moei_earlier_gradient(r, r->i - (size_t)r->m->span);
-    if (r->dx != NULL) moe_axpy(r->net->kernels, r->n * r->d_in, MOEI_R(1.0), r->dy, r->dx);
-    if (earlier != NULL) moe_axpy(r->net->kernels, r->n * r->d_in, MOEI_R(1.0), r->dy, earlier);
+    if (r->dx != NULL) MOEI_ADD(r->k, r->n * r->d_in, r->dy, r->dx);
+    if (earlier != NULL) MOEI_ADD(r->k, r->n * r->d_in, r->dy, earlier);
     return MOE_OK;
 }
 
@@ -8354,14 +8409,12 @@ static moe_status moei_module_call_check(const moe_net *net, const moe_call *cal
                           "module %z (%s): a MOE_KEEP_ macro has left it out of this build", i,
                           moei_module_names[m->kind]);
     if (m->kind == MOE_MODULE_EMBEDDING && !moei_ids_fit(m, call->n_tokens, call->token_ids))
-        return moei_error(call->error, MOE_ERR_ARGUMENT,
-                          "module %z (embedding): call.token_ids is NULL, or an id is not 0 to %d", i, m->n_rows - 1);
+        return MOEI_REFUSE(call->error, "module %z (embedding): call.token_ids is NULL, or an id is not 0 to %d", i,
+                           m->n_rows - 1);
     if (m->kind == MOE_MODULE_POSITIONS && !moei_positions_fit(m, call, past))
-        return moei_error(call->error, MOE_ERR_ARGUMENT, "module %z (positions): a sequence has more than %d tokens", i,
-                          m->n_rows);
+        return MOEI_REFUSE(call->error, "module %z (positions): a sequence has more than %d tokens", i, m->n_rows);
     if (m->kind == MOE_MODULE_DROPOUT && call->training && m->rate > 0 && call->rng == NULL)
-        return moei_error(call->error, MOE_ERR_ARGUMENT,
-                          "module %z (dropout): call.rng is NULL, and training draws from it", i);
+        return MOEI_REFUSE(call->error, "module %z (dropout): call.rng is NULL, and training draws from it", i);
     return MOE_OK;
 }
 
@@ -8372,34 +8425,31 @@ static moe_status moei_net_call_check(const moe_net *net, const moe_call *call, 
     size_t i;
     if (!MOEI_FITS_INT32(call->n_tokens))
         return moei_error(call->error, MOE_ERR_OVERFLOW, "call.n_tokens = %z: too many", call->n_tokens);
-    if (net->d_in > 0 && call->n_tokens > 0 && call->x == NULL)
-        return moei_error(call->error, MOE_ERR_ARGUMENT, "call.x is NULL");
+    if (net->d_in > 0 && call->n_tokens > 0 && call->x == NULL) return MOEI_REFUSE(call->error, "call.x is NULL");
     if (call->router_x != NULL) set = "router_x";
     if (call->activations != NULL) set = "activations";
     if (call->n_past > 0) set = "n_past";
-    if (set != NULL)
-        return moei_error(call->error, MOE_ERR_ARGUMENT, "call.%s is set: only a call of one layer takes it", set);
+    if (set != NULL) return MOEI_REFUSE(call->error, "call.%s is set: only a call of one layer takes it", set);
     if (call->batch != NULL)
-        return moei_error(call->error, MOE_ERR_ARGUMENT,
-                          "call.batch is set: a net decides over several calls with net.transport only");
+        return MOEI_REFUSE(call->error, "call.batch is set: a net decides over several calls with net.transport only");
     if (!moei_sequences_fit(call))
-        return moei_error(call->error, MOE_ERR_ARGUMENT,
-                          "call.sequences must begin with 0, not fall and end with n_tokens = %z", call->n_tokens);
+        return MOEI_REFUSE(call->error, "call.sequences must begin with 0, not fall and end with n_tokens = %z",
+                           call->n_tokens);
     if (net->external && call->training)
         return moei_error(call->error, MOE_ERR_UNSUPPORTED, "call.training = 1 is incompatible with net.external = 1");
     for (i = 0; i < net->n_modules && net->external && status == MOE_OK; i++)
         status = moei_module_is_set(net, i, call->error);
     if (status != MOE_OK) return status;
     if (!moei_supplied_fit(net, call))
-        return moei_error(call->error, MOE_ERR_ARGUMENT,
-                          "call.attention_* is set, but each router that reads it follows an attention module");
+        return MOEI_REFUSE(call->error,
+                           "call.attention_* is set, but each router that reads it follows an attention module");
     for (i = 0; i < net->n_modules && status == MOE_OK; i++) status = moei_module_call_check(net, call, i, past);
     return status;
 }
 
 /* Prefixes the message in call.error with the module. */
 static moe_status moei_module_error(const moei_run *r, moe_status status) {
-    moe_error *error = r->pass->call.error, why;
+    moe_error *error = r->call->error, why;
     if (status == MOE_OK || error == NULL) return status;
     why = *error;
     return moei_error(error, status, "module %z (%s): %s", r->i, moei_module_names[r->m->kind], why.message);
@@ -8502,8 +8552,7 @@ static moe_status moei_net_fits(const moe_net *net, const moe_call *call, const 
 static moe_status moei_net_forward_check(const moe_net *net, const moe_call *call, const void *work,
                                          const moe_net_pass *pass) {
     if (call == NULL) return MOE_ERR_ARGUMENT;
-    if (work == NULL || pass == NULL)
-        return moei_error(call->error, MOE_ERR_ARGUMENT, "%s is NULL", work == NULL ? "work" : "pass");
+    if (work == NULL || pass == NULL) return MOEI_REFUSE(call->error, "%s is NULL", work == NULL ? "work" : "pass");
     if (!net->built) return moei_error(call->error, MOE_ERR_STATE, "the network is not built");
     return moei_net_call_check(net, call, 0);
 }
@@ -8564,14 +8613,13 @@ moe_status moe_net_quantize(moe_net *net, int type, void *memory, size_t size, c
 static moe_status moei_net_decodes(const moe_net *net, moe_error *error) {
     moe_error why;
     size_t i;
-    if (net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
+    if (net == NULL) return MOEI_REFUSE(error, "net must not be NULL");
     if (net->transport != NULL)
         return moei_error(error, MOE_ERR_UNSUPPORTED,
                           "a network on several ranks cannot decode: load its file without transport");
     if (net->cache_type != MOE_TYPE_REAL && net->cache_type != MOE_TYPE_F16 && net->cache_type != MOE_TYPE_BF16 &&
         net->cache_type != MOE_TYPE_Q8_BLOCK)
-        return moei_error(error, MOE_ERR_ARGUMENT, "net.cache_type = %d: must be MOE_TYPE_REAL, F16, BF16 or Q8_BLOCK",
-                          net->cache_type);
+        return MOEI_REFUSE(error, "net.cache_type = %d: must be MOE_TYPE_REAL, F16, BF16 or Q8_BLOCK", net->cache_type);
     for (i = 0; i < net->n_modules; i++) {
         const moe_module *m = &net->modules[i];
         moe_status status = MOE_OK;
@@ -8657,7 +8705,7 @@ moe_status moe_net_cache_init(moe_cache *cache, const moe_net *net, size_t most,
     size_t wanted;
     moe_status status;
     if (cache == NULL || net == NULL || (memory == NULL && size > 0))
-        return moei_error(error, MOE_ERR_ARGUMENT, "cache, net and memory must not be NULL");
+        return MOEI_REFUSE(error, "cache, net and memory must not be NULL");
     status = moe_net_decode_size(net, most, 1, &wanted, NULL, error);
     if (status != MOE_OK) return status;
     if (size < wanted)
@@ -8676,15 +8724,14 @@ static moe_status moei_decode_check(const moe_net *net, const moe_cache *cache, 
     if (net->transport != NULL)
         return moei_error(call->error, MOE_ERR_UNSUPPORTED, "a network with a transport cannot decode");
     if (cache->net != net || cache->n_tokens > cache->most)
-        return moei_error(call->error, MOE_ERR_ARGUMENT,
-                          "the cache is of another network, or cache.n_tokens is above most");
+        return MOEI_REFUSE(call->error, "the cache is of another network, or cache.n_tokens is above most");
     if (call->training) set = "training";
     if (call->keep) set = "keep";
     if (call->sequences != NULL) set = "sequences";
     if (call->mask != NULL) set = "mask";
     if (call->past_u != NULL) set = "past_u";
     if (call->past_gate != NULL) set = "past_gate";
-    if (set != NULL) return moei_error(call->error, MOE_ERR_ARGUMENT, "call.%s is set: decoding does not take it", set);
+    if (set != NULL) return MOEI_REFUSE(call->error, "call.%s is set: decoding does not take it", set);
     if (call->n_tokens > cache->most - cache->n_tokens)
         return moei_error(call->error, MOE_ERR_SPACE, "call.n_tokens = %z: the cache has room for %z more",
                           call->n_tokens, cache->most - cache->n_tokens);
@@ -8700,7 +8747,7 @@ moe_status moe_net_decode(const moe_net *net, moe_cache *cache, const moe_call *
     moe_status status;
     if (call == NULL) return MOE_ERR_ARGUMENT;
     if (net == NULL || cache == NULL || work == NULL || pass == NULL)
-        return moei_error(call->error, MOE_ERR_ARGUMENT, "net, cache, work and pass must not be NULL");
+        return MOEI_REFUSE(call->error, "net, cache, work and pass must not be NULL");
     if ((status = moei_decode_check(net, cache, call)) != MOE_OK) return status;
     e = moei_extent_decoding(call->n_tokens, cache->most);
     if ((status = moei_net_fits(net, call, &e, work_size)) != MOE_OK) return status;
@@ -8765,15 +8812,14 @@ moe_status moe_sample(const moe_sampling *how, size_t n, const moe_real *logits,
     moei_sample s;
     moe_status status;
     if (logits == NULL || p == NULL || order == NULL || token == NULL)
-        return moei_error(error, MOE_ERR_ARGUMENT, "%s must not be NULL",
-                          logits == NULL  ? "logits"
-                          : p == NULL     ? "p"
-                          : order == NULL ? "order"
-                                          : "token");
-    if (n == 0 || !MOEI_FITS_INT32(n)) return moei_error(error, MOE_ERR_ARGUMENT, "n = %z: must be 1 to 2147483647", n);
+        return MOEI_REFUSE(error, "%s must not be NULL",
+                           logits == NULL  ? "logits"
+                           : p == NULL     ? "p"
+                           : order == NULL ? "order"
+                                           : "token");
+    if (n == 0 || !MOEI_FITS_INT32(n)) return MOEI_REFUSE(error, "n = %z: must be 1 to 2147483647", n);
     if ((status = moei_sample_begin(&s, how, n, logits, error)) != MOE_OK) return status;
-    if (!s.greedy && rng == NULL)
-        return moei_error(error, MOE_ERR_ARGUMENT, "rng must not be NULL: only greedy = 1 draws nothing");
+    if (!s.greedy && rng == NULL) return MOEI_REFUSE(error, "rng must not be NULL: only greedy = 1 draws nothing");
     s.order = order;
     if (s.greedy) {
         memset(p, 0, n * sizeof *p);
@@ -8822,7 +8868,7 @@ moe_status moe_net_backward(const moe_net *net, const moe_real *dy, moe_real *dx
         status = moei_error(pass->call.error, MOE_ERR_STATE, "the network is not built with trainable = 1");
     else if (!pass->training || pass->modules == NULL)
         status = moei_error(pass->call.error, MOE_ERR_STATE, MOEI_NOT_TRAINING);
-    else if (dy == NULL && pass->n_tokens > 0) status = moei_error(pass->call.error, MOE_ERR_ARGUMENT, "dy is NULL");
+    else if (dy == NULL && pass->n_tokens > 0) status = MOEI_REFUSE(pass->call.error, "dy is NULL");
     status = moei_vote(net->transport, status, pass->call.error);
     if (status != MOE_OK || pass->total == 0) return status;
     back.dy = dy != NULL ? dy : pass->y; /* unread: there are no rows */
@@ -9047,13 +9093,12 @@ static moe_status moei_inputs_check(const moe_net *net, const moe_data *data, mo
     size_t t, end = moei_token_ids_end(net);
     int in_call = data->call != NULL && data->call->token_ids != NULL;
     if (net->d_in == 0 && data->token_ids == NULL && !in_call)
-        return moei_error(error, MOE_ERR_ARGUMENT, "token_ids must not be NULL: the network reads them");
+        return MOEI_REFUSE(error, "token_ids must not be NULL: the network reads them");
     for (t = 0; data->token_ids != NULL && t < data->n; t++)
         if (data->token_ids[t] < 0 || (size_t)data->token_ids[t] >= end)
-            return moei_error(error, MOE_ERR_ARGUMENT, "token_ids[%z] = %d: must be 0 to %z", t,
-                              (int)data->token_ids[t], end - 1);
+            return MOEI_REFUSE(error, "token_ids[%z] = %d: must be 0 to %z", t, (int)data->token_ids[t], end - 1);
     if (net->d_in == 0) return MOE_OK;
-    if (data->x == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "x must not be NULL");
+    if (data->x == NULL) return MOEI_REFUSE(error, "x must not be NULL");
     return moei_reals_check("x", data->x, data->n, (size_t)net->d_in, error);
 }
 
@@ -9061,12 +9106,11 @@ static moe_status moei_inputs_check(const moe_net *net, const moe_data *data, mo
 static moe_status moei_labels_check(const moe_net *net, const moe_data *data, int criterion, moe_error *error) {
     int reads = moei_reads_experts(net, criterion);
     size_t t;
-    if (data->labels == NULL)
-        return moei_error(error, MOE_ERR_ARGUMENT, "labels must not be NULL for the cross-entropy");
+    if (data->labels == NULL) return MOEI_REFUSE(error, "labels must not be NULL for the cross-entropy");
     for (t = 0; t < data->n; t++)
         if (data->labels[t] >= net->d_out || (reads && data->labels[t] < 0))
-            return moei_error(error, MOE_ERR_ARGUMENT, "labels[%z] = %d: must be 0 to %d%s", t, (int)data->labels[t],
-                              net->d_out - 1, reads ? "" : ", or negative: no label");
+            return MOEI_REFUSE(error, "labels[%z] = %d: must be 0 to %d%s", t, (int)data->labels[t], net->d_out - 1,
+                               reads ? "" : ", or negative: no label");
     return MOE_OK;
 }
 
@@ -9077,23 +9121,22 @@ static moe_status moei_length_check(const moe_net *net, const moe_data *data, mo
     if (data->call != NULL && data->call->sequences != NULL) return MOE_OK;
     for (i = 0; i < net->n_modules; i++)
         if (net->modules[i].kind == MOE_MODULE_POSITIONS && data->length > (size_t)net->modules[i].n_rows)
-            return moei_error(error, MOE_ERR_ARGUMENT, "length = %z: module %z (positions) has most = %d", data->length,
-                              i, net->modules[i].n_rows);
+            return MOEI_REFUSE(error, "length = %z: module %z (positions) has most = %d", data->length, i,
+                               net->modules[i].n_rows);
     return MOE_OK;
 }
 
 static moe_status moei_data_check(const moe_net *net, const moe_data *data, int criterion, moe_error *error) {
     moe_status status;
-    if (data == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "data must not be NULL");
+    if (data == NULL) return MOEI_REFUSE(error, "data must not be NULL");
     if (data->n == 0) return MOE_OK;
     if (data->length > 0 && data->n % data->length != 0)
-        return moei_error(error, MOE_ERR_ARGUMENT, "n = %z: must be a multiple of length = %z", data->n, data->length);
+        return MOEI_REFUSE(error, "n = %z: must be a multiple of length = %z", data->n, data->length);
     status = moei_length_check(net, data, error);
     if (status == MOE_OK) status = moei_inputs_check(net, data, error);
     if (status != MOE_OK) return status;
     if (!moei_is_squared(criterion)) return moei_labels_check(net, data, criterion, error);
-    if (data->targets == NULL)
-        return moei_error(error, MOE_ERR_ARGUMENT, "targets must not be NULL for the squared error");
+    if (data->targets == NULL) return MOEI_REFUSE(error, "targets must not be NULL for the squared error");
     return moei_reals_check("targets", data->targets, data->n, (size_t)net->d_out, error);
 }
 
@@ -9101,14 +9144,12 @@ static moe_status moei_data_check(const moe_net *net, const moe_data *data, int 
    split too, and sequences need a known length. */
 static moe_status moei_samples_alone(const moe_net *net, const moe_data *data, moe_error *error) {
     size_t i;
-    if (data->call != NULL)
-        return moei_error(error, MOE_ERR_ARGUMENT, "call must be NULL here: only moe_trainer_step takes it");
+    if (data->call != NULL) return MOEI_REFUSE(error, "call must be NULL here: only moe_trainer_step takes it");
     for (i = 0; i < net->n_modules; i++) {
         const int kind = net->modules[i].kind;
         if (data->length == 0 && data->n > 0 &&
             (kind == MOE_MODULE_ATTENTION || kind == MOE_MODULE_POSITIONS || kind == MOE_MODULE_CONVOLUTION))
-            return moei_error(error, MOE_ERR_ARGUMENT, "length = 0: module %z needs to know how long the sequences are",
-                              i);
+            return MOEI_REFUSE(error, "length = 0: module %z needs to know how long the sequences are", i);
     }
     return MOE_OK;
 }
@@ -9148,23 +9189,23 @@ static moe_status moei_routers_check(const moe_net *net, const moe_data *data, s
                                      moe_error *error) {
     size_t i;
     if (n_sequences > moei_sequences_most(net))
-        return moei_error(error, MOE_ERR_ARGUMENT,
-                          "length = %z: a batch has %z sequences, but a router's soft_sequences allows %z",
-                          data->length, n_sequences, moei_sequences_most(net));
+        return MOEI_REFUSE(error, "length = %z: a batch has %z sequences, but a router's soft_sequences allows %z",
+                           data->length, n_sequences, moei_sequences_most(net));
     for (i = 0; i < net->n_modules; i++) {
         const moe_router_config *c = &net->modules[i].layer.config.router;
         unsigned lacks;
         if (!moei_routes(net, i)) continue;
         lacks = moei_router_lacks(net, i, data);
         if (lacks != 0)
-            return moei_error(error, MOE_ERR_ARGUMENT,
-                              "module %z (mixture): its router has the trait %s, but the samples have only x%s", i,
-                              moe_trait_name(lacks & (~lacks + 1u)), data->token_ids != NULL ? " and token_ids" : "");
+            return MOEI_REFUSE(error, "module %z (mixture): its router has the trait %s, but the samples have only x%s",
+                               i, moe_trait_name(lacks & (~lacks + 1u)),
+                               data->token_ids != NULL ? " and token_ids" : "");
         if (training && moei_wants_teacher(c) && (data->call == NULL || data->call->teacher == NULL))
-            return moei_error(error, MOE_ERR_ARGUMENT,
-                              "module %z (mixture): loss_distill needs a teacher, but the samples have only x; student "
-                              "= 1 needs none",
-                              i);
+            return MOEI_REFUSE(
+                error,
+                "module %z (mixture): loss_distill needs a teacher, but the samples have only x; student "
+                "= 1 needs none",
+                i);
     }
     return MOE_OK;
 }
@@ -9409,10 +9450,10 @@ static moe_status moei_evaluate(const moe_net *net, const moe_data *data, int cr
 static moe_status moei_evaluate_check(const moe_net *net, const moe_data *data, int criterion,
                                       const moe_evaluation *result, moe_error *error) {
     moe_status status;
-    if (result == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net and result must not be NULL");
+    if (result == NULL) return MOEI_REFUSE(error, "net and result must not be NULL");
     if (!net->built) return moei_error(error, MOE_ERR_STATE, "the network is not built");
     if (criterion < 0 || criterion >= MOE_CRITERION_COUNT)
-        return moei_error(error, MOE_ERR_ARGUMENT, "criterion = %d: no such criterion", criterion);
+        return MOEI_REFUSE(error, "criterion = %d: no such criterion", criterion);
     status = moei_data_check(net, data, criterion, error);
     if (status == MOE_OK) status = moei_samples_alone(net, data, error);
     if (status == MOE_OK && data->n > 0) status = moei_routers_check(net, data, 1, 0, error);
@@ -9424,7 +9465,7 @@ moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion,
     moe_status status;
     size_t size = 0;
     void *work = NULL;
-    if (net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net and result must not be NULL");
+    if (net == NULL) return MOEI_REFUSE(error, "net and result must not be NULL");
     status = moei_vote(net->transport, moei_evaluate_check(net, data, criterion, result, error), error);
     if (status == MOE_OK && net->transport != NULL)
         status = moei_group(net->transport)->hooks->data_agree(net, data, criterion, "the samples: ", error);
@@ -9703,7 +9744,7 @@ static void moei_trainer_plan(moe_trainer *t) {
 static moe_status moei_trainer_config(const moe_trainer *trainer, const moe_net *net, const moe_train_config *config,
                                       int fit, moe_train_config *c, moe_error *error) {
     moe_status status;
-    if (trainer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer and net must not be NULL");
+    if (trainer == NULL) return MOEI_REFUSE(error, "trainer and net must not be NULL");
     if (!net->built || !net->trainable)
         return moei_error(error, MOE_ERR_STATE, "the network is not built with trainable = 1");
     if (!fit && config != NULL && config->warmup > 0 && config->total_steps == 0)
@@ -9723,7 +9764,7 @@ static moe_status moei_trainer_make(moe_trainer *trainer, moe_net *net, const mo
     moe_status status;
     moe_real *factors;
     size_t i;
-    if (net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer and net must not be NULL");
+    if (net == NULL) return MOEI_REFUSE(error, "trainer and net must not be NULL");
     memset(&made, 0, sizeof made);
     made.net = net;
     status = moei_vote(net->transport, moei_trainer_config(trainer, net, config, fit, &made.config, error), error);
@@ -9824,8 +9865,7 @@ static moe_status moei_mixture_gradients(const moe_trainer *t, const moe_data *d
     moe_status status;
     size_t i, e;
     if (routing->plan.offsets[m.experts] != m.n * m.experts)
-        return moei_error(error, MOE_ERR_ARGUMENT,
-                          "a classical mixture takes no padding, and all experts in call.given");
+        return MOEI_REFUSE(error, "a classical mixture takes no padding, and all experts in call.given");
     for (i = 0; i < m.n && temperature > 0; i++)
         moe_softmax(t->net->kernels, m.experts, routing->logits + i * m.experts, temperature,
                     b->expert_p + i * m.experts);
@@ -9856,7 +9896,7 @@ static moe_status moei_trainer_meet(const moe_trainer *t, const moe_data *batch,
     if ((hooks = moei_hooks_of(t->net->transport, &status, error)) != NULL)
         status = hooks->train_meet(t, status, b, error);
     if (status == MOE_OK && batch != NULL && b->tokens.total == 0)
-        status = moei_error(error, MOE_ERR_ARGUMENT, "n = 0: at least one rank must have a sample");
+        status = MOEI_REFUSE(error, "n = 0: at least one rank must have a sample");
     return status;
 }
 
@@ -10025,18 +10065,18 @@ static void moei_trainer_move(moe_trainer *trainer, moe_real scale) {
 
 static moe_status moei_rate_check(const moe_trainer *trainer, moe_error *error) {
     if (moe_is_finite(trainer->rate)) return MOE_OK;
-    return moei_error(error, MOE_ERR_ARGUMENT, "rate = %g: must be a finite number", (double)trainer->rate);
+    return MOEI_REFUSE(error, "rate = %g: must be a finite number", (double)trainer->rate);
 }
 
 /* Checks a batch; changes nothing. */
 static moe_status moei_trainer_check(const moe_trainer *trainer, const moe_data *batch, moe_error *error) {
     moe_status status;
     size_t least = trainer->net->transport == NULL;
-    if (batch == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer and batch must not be NULL");
+    if (batch == NULL) return MOEI_REFUSE(error, "trainer and batch must not be NULL");
     if (trainer->n_accumulated == INT32_MAX)
         return moei_error(error, MOE_ERR_STATE, "%d batches since the last update", trainer->n_accumulated);
     if (batch->n < least || batch->n > trainer->most)
-        return moei_error(error, MOE_ERR_ARGUMENT, "n = %z: must be %z to batch = %z", batch->n, least, trainer->most);
+        return MOEI_REFUSE(error, "n = %z: must be %z to batch = %z", batch->n, least, trainer->most);
     status = moei_rate_check(trainer, error);
     if (status != MOE_OK) return status;
     status = moei_data_check(trainer->net, batch, trainer->config.criterion, error);
@@ -10075,7 +10115,7 @@ static moe_status moei_trainer_add(moe_trainer *trainer, const moe_data *batch, 
     moe_call call;
     moei_brought brought;
     moe_status status;
-    if (trainer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer and batch must not be NULL");
+    if (trainer == NULL) return MOEI_REFUSE(error, "trainer and batch must not be NULL");
     if (trainer->net == NULL) return moei_error(error, MOE_ERR_STATE, "the trainer is not made");
     status = moei_trainer_call(trainer, batch, &call, error);
     status = moei_trainer_meet(trainer, batch, status, &brought, error);
@@ -10124,7 +10164,7 @@ moe_status moe_trainer_accumulate(moe_trainer *trainer, const moe_data *batch, m
 static moe_status moei_update_check(const moe_trainer *trainer, moe_error *error) {
     if (trainer->n_accumulated < 1) return moei_error(error, MOE_ERR_STATE, "no batch since the last update");
     if (!moe_is_finite(trainer->rate))
-        return moei_error(error, MOE_ERR_ARGUMENT, "rate = %g: must be a finite number", (double)trainer->rate);
+        return MOEI_REFUSE(error, "rate = %g: must be a finite number", (double)trainer->rate);
     return MOE_OK;
 }
 
@@ -10132,7 +10172,7 @@ moe_status moe_trainer_update(moe_trainer *trainer, moe_step *step, moe_error *e
     moei_brought none;
     moe_real norm;
     moe_status status;
-    if (trainer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer must not be NULL");
+    if (trainer == NULL) return MOEI_REFUSE(error, "trainer must not be NULL");
     if (trainer->net == NULL) return moei_error(error, MOE_ERR_STATE, "no batch since the last update");
     status = moei_trainer_meet(trainer, NULL, moei_update_check(trainer, error), &none, error);
     if (status != MOE_OK) return status;
@@ -10436,7 +10476,7 @@ static moe_status moei_list_write(const moe_net *list, const moe_layer *layer, m
     memset(&c, 0, sizeof c);
     c.buffer.allocator = list->allocator;
     if (stream == NULL && moei_writes(list->transport))
-        status = moei_error(error, MOE_ERR_ARGUMENT, "%s and stream must not be NULL", layer != NULL ? "layer" : "net");
+        status = MOEI_REFUSE(error, "%s and stream must not be NULL", layer != NULL ? "layer" : "net");
     else if (layer == NULL && (!list->built || list->external))
         status = moei_error(error, MOE_ERR_STATE, "the network %s",
                             list->built ? "has tensors of the caller (net.external = 1)" : "is not built");
@@ -10453,7 +10493,7 @@ static moe_status moei_list_write(const moe_net *list, const moe_layer *layer, m
 }
 
 moe_status moe_net_write(const moe_net *net, moe_stream *stream, moe_error *error) {
-    if (net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net and stream must not be NULL");
+    if (net == NULL) return MOEI_REFUSE(error, "net and stream must not be NULL");
     return moei_list_write(net, NULL, stream, error);
 }
 
@@ -10461,7 +10501,7 @@ moe_status moe_layer_write(const moe_layer *layer, moe_stream *stream, moe_error
     moe_tensor tensors[MOE_LAYER_PARAMETER_COUNT];
     moe_module module;
     moe_net list;
-    if (layer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer and stream must not be NULL");
+    if (layer == NULL) return MOEI_REFUSE(error, "layer and stream must not be NULL");
     list = moei_layer_list(layer, tensors, &module);
     return moei_list_write(&list, layer, stream, error);
 }
@@ -10504,7 +10544,7 @@ static moe_status moei_net_save(const void *net, moe_stream *stream, moe_error *
 
 moe_status moe_net_save(const moe_net *net, const char *path, moe_error *error) {
     return net != NULL ? moei_save_on(net->transport, path, moei_net_save, net, error)
-                       : moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
+                       : MOEI_REFUSE(error, "net must not be NULL");
 }
 
 static moe_status moei_layer_save(const void *layer, moe_stream *stream, moe_error *error) {
@@ -10513,7 +10553,7 @@ static moe_status moei_layer_save(const void *layer, moe_stream *stream, moe_err
 
 moe_status moe_layer_save(const moe_layer *layer, const char *path, moe_error *error) {
     return layer != NULL ? moei_save_on(layer->config.transport, path, moei_layer_save, layer, error)
-                         : moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
+                         : MOEI_REFUSE(error, "layer must not be NULL");
 }
 
 #endif
@@ -11123,8 +11163,7 @@ static moe_status moei_object_read(int is_layer, void *object, moei_contents *c,
     moe_module module;
     moe_layer layer;
     moe_net net; /* or one that holds the layer's tensors */
-    if (object == NULL)
-        status = moei_error(error, MOE_ERR_ARGUMENT, "%s must not be NULL", is_layer ? "layer" : "net");
+    if (object == NULL) status = MOEI_REFUSE(error, "%s must not be NULL", is_layer ? "layer" : "net");
     memset(&layer, 0, sizeof layer);
     memset(&net, 0, sizeof net);
     if (status == MOE_OK)
@@ -11288,7 +11327,7 @@ static moe_status moei_checkpoint_write(const moe_trainer *trainer, const moei_c
     moe_metadata metadata[2];
     memset(&text, 0, sizeof text);
     if (status == MOE_OK && stream == NULL && moei_writes(trainer->net->transport))
-        status = moei_error(error, MOE_ERR_ARGUMENT, "stream or its write is NULL");
+        status = MOEI_REFUSE(error, "stream or its write is NULL");
     if (status == MOE_OK) status = moei_checkpoint_config(trainer->net, &text, error);
     moei_checkpoint_put(c, numbers);
     metadata[0].key = MOEI_CONFIG_KEY;
@@ -11301,7 +11340,7 @@ static moe_status moei_checkpoint_write(const moe_trainer *trainer, const moei_c
 }
 
 static moe_status moei_trainer_is_made(const moe_trainer *trainer, moe_error *error) {
-    if (trainer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer must not be NULL");
+    if (trainer == NULL) return MOEI_REFUSE(error, "trainer must not be NULL");
     return trainer->net != NULL ? MOE_OK : moei_error(error, MOE_ERR_STATE, "the trainer is not made");
 }
 
@@ -11559,8 +11598,7 @@ static moe_status moei_checkpoint_load(moe_trainer *trainer, const char *path, c
 }
 
 moe_status moe_trainer_load(moe_trainer *trainer, const char *path, moe_error *error) {
-    if (trainer == NULL || trainer->net == NULL)
-        return moei_error(error, MOE_ERR_ARGUMENT, "trainer must be made by moe_trainer_init");
+    if (trainer == NULL || trainer->net == NULL) return MOEI_REFUSE(error, "trainer must be made by moe_trainer_init");
     return moei_checkpoint_load(trainer, path, NULL, error);
 }
 
@@ -11621,17 +11659,15 @@ static moe_status moei_fit_check(const moei_fit *f, moe_error *error) {
     const moe_data *train = f->train;
     size_t batch = (size_t)f->trainer.config.batch;
     int criterion = f->trainer.config.criterion;
-    moe_status status = train != NULL ? moei_samples_alone(net, train, error)
-                                      : moei_error(error, MOE_ERR_ARGUMENT, "data must not be NULL");
+    moe_status status =
+        train != NULL ? moei_samples_alone(net, train, error) : MOEI_REFUSE(error, "data must not be NULL");
     if (status == MOE_OK)
         status =
             moei_routers_check(net, train, moei_batch_sequences(train, moei_smaller(train->n, batch)), 1, error);
     if (status == MOE_OK) status = moei_data_check(net, train, criterion, error);
-    if (status == MOE_OK && train->n == 0)
-        status = moei_error(error, MOE_ERR_ARGUMENT, "there are no samples to train on");
+    if (status == MOE_OK && train->n == 0) status = MOEI_REFUSE(error, "there are no samples to train on");
     if (status == MOE_OK && train->length > 0 && train->n > batch && batch % train->length != 0)
-        status =
-            moei_error(error, MOE_ERR_ARGUMENT, "batch = %z: must be a multiple of length = %z", batch, train->length);
+        status = MOEI_REFUSE(error, "batch = %z: must be a multiple of length = %z", batch, train->length);
     if (status == MOE_OK && f->test != NULL) status = moei_samples_alone(net, f->test, error);
     if (status == MOE_OK && f->test != NULL) status = moei_routers_check(net, f->test, 1, 0, error);
     return status == MOE_OK && f->test != NULL ? moei_data_check(net, f->test, criterion, error) : status;

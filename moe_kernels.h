@@ -7768,7 +7768,7 @@ MOEI_TOOL size_t moei_kept_size(int type, size_t width) {
     return type == MOE_TYPE_Q8_BLOCK ? moei_kept_width(width) / 32 * 34 : moei_kept_width(width) * 2;
 }
 
-/* Attention of the queries of a call, as pointers and numbers. */
+/* Attention of the queries of a call. */
 typedef struct moei_attend {
     const moe_kernels *k;
     moei_heads s;
@@ -7788,6 +7788,8 @@ typedef struct moei_attend {
     moe_real *unpacked; /* [MOEI_KEYS,moei_kept_width] */
     moe_real *weights;  /* [heads,n,past + n], or NULL */
     moe_real *a;        /* [rows,keys + 1 for sinks] */
+    /* of a block; tasks share blocks or, in training, heads of keys */
+    size_t rows, task, n_tasks;
     /* backward */
     moe_real *d_a, *slopes; /* slopes: with a cap, else NULL */
     const moe_real *d_weights;
@@ -7813,19 +7815,19 @@ static size_t moei_row_token(const moei_queries *b, size_t i) { return b->beside
 
 static size_t moei_row_head(const moei_queries *b, size_t i) { return b->beside ? b->head + i : b->head; }
 
-/* The distance between the rows of a block in an array [N,heads width]. */
+/* How far rows of a block lie apart in an array [N,heads width]. */
 static size_t moei_row_step(const moei_queries *b, size_t width) { return b->beside ? width : b->s.heads * width; }
 
-/* Row i of a block in such an array. */
+/* Row i of a block in one. */
 static moe_real *moei_row(const moei_queries *b, moe_real *rows, size_t width, size_t i) {
     return rows + (moei_row_token(b, i) * b->s.heads + moei_row_head(b, i)) * width;
 }
 
 /* The first key of its sequence that a query at a position sees or, rounded, the one that its sums
    begin at: the same for all queries of a block. */
-MOEI_TOOL size_t moei_first_key(size_t window, size_t chunk, size_t position, int rounded) {
-    size_t first = window > 0 && position >= window ? position + 1 - window : 0;
-    size_t of_chunk = chunk > 0 ? position - position % chunk : 0;
+static size_t moei_first_key(const moei_attend *t, size_t position, int rounded) {
+    size_t first = t->window > 0 && position >= t->window ? position + 1 - t->window : 0;
+    size_t of_chunk = t->chunk > 0 ? position - position % t->chunk : 0;
     if (rounded) first -= first % MOEI_WINDOW_STEP;
     return first > of_chunk ? first : of_chunk;
 }
@@ -7836,7 +7838,7 @@ static size_t moei_row_position(const moei_attend *t, const moei_queries *b, siz
 
 /* The keys of its block that row i sees are [skipped, seen). */
 static size_t moei_block_skipped(const moei_attend *t, const moei_queries *b, size_t i) {
-    return b->begin + moei_first_key(t->window, t->chunk, moei_row_position(t, b, i), 0) - b->from;
+    return b->begin + moei_first_key(t, moei_row_position(t, b, i), 0) - b->from;
 }
 
 /* seen; 0 for padding. */
@@ -7856,14 +7858,14 @@ MOEI_TOOL void moei_attend_blocks(const moei_attend *t, size_t begin, size_t to,
     b.beside = count == 1;
     for (b.head = 0; b.head < b.s.heads; b.head += b.beside ? b.s.group : 1)
         for (b.at = first; b.at < last; b.at += b.beside ? 1 : b.rows) {
-            size_t start = moei_first_key(t->window, t->chunk, t->past + b.at - begin, 1);
-            for (b.rows = 1; b.rows < MOEI_ATTENTION_ROWS && b.at + b.rows < last &&
-                             moei_first_key(t->window, t->chunk, t->past + b.at + b.rows - begin, 1) == start;)
+            size_t start = moei_first_key(t, t->past + b.at - begin, 1);
+            for (b.rows = 1; b.rows < t->rows && b.at + b.rows < last &&
+                             moei_first_key(t, t->past + b.at + b.rows - begin, 1) == start;)
                 b.rows++;
             b.from = begin + start;
             b.span = t->past + (t->full ? to : b.at + b.rows) - b.from;
             if (b.beside) b.rows = b.s.group;
-            work(t, &b);
+            if ((b.head / b.s.group + (t->d_q == NULL ? b.at / t->rows : 0)) % t->n_tasks == t->task) work(t, &b);
         }
 }
 
@@ -7889,7 +7891,7 @@ MOEI_TOOL void moei_kept_store(int type, size_t width, const moe_real *x, unsign
     }
 }
 
-/* out [count,moei_kept_width] = count of these, unpacked. */
+/* out [count,moei_kept_width]: count of them unpacked. */
 static void moei_kept_load(const moe_kernels *k, int type, size_t width, size_t count, const unsigned char *cells,
                            moe_real *out) {
     size_t blocks = count * (moei_kept_width(width) / 32), i, j;
@@ -7903,7 +7905,7 @@ static void moei_kept_load(const moe_kernels *k, int type, size_t width, size_t 
     }
 }
 
-/* Keys and values of tokens [position, position + count) into the cells. */
+/* Stores keys and values of tokens from `position` on. */
 MOEI_TOOL void moei_keys_keep(const moei_attend *t, size_t position, size_t count, const moe_real *keys,
                               const moe_real *values) {
     size_t i, h;
@@ -7923,10 +7925,10 @@ static void moei_rows_move(void *rows, size_t from, size_t count, size_t bytes) 
     if (rows != NULL) memmove(rows, (unsigned char *)rows + from * bytes, count * bytes);
 }
 
-/* Moves a window's keys and values so that tokens [position, position + count) have room; 0 if keys
-   that they see are no longer there. */
+/* Moves a window's keys and values so that tokens [position, position + count) fit; 0 if keys that
+   they see are gone. */
 MOEI_TOOL int moei_keys_slide(moei_attend *t, size_t position, size_t count) {
-    size_t needed = moei_first_key(t->window, t->chunk, position, 1), kept = position - needed, by, h;
+    size_t needed = moei_first_key(t, position, 1), kept = position - needed, by, h;
     if (t->first > needed || position - t->first > t->capacity) return 0;
     if (position - t->first + count <= t->capacity) return 1;
     by = needed - t->first;
@@ -7981,7 +7983,7 @@ static void moei_block_scores(const moei_attend *t, const moei_queries *b, moe_r
     }
 }
 
-/* c tanh(s / (root c)); slope (may be NULL) receives the derivative by s / root. */
+/* c tanh(s / (root c)); slope (or NULL) gets the derivative by s / root. */
 static void moei_scores_cap(const moei_attend *t, size_t n, moe_real *a, moe_real *slope) {
     size_t i;
     for (i = 0; i < n; i++) {
@@ -8012,7 +8014,7 @@ static void moei_block_weights(const moei_attend *t, const moei_queries *b, moe_
     }
 }
 
-/* Where row i of the block begins in weights or d_weights. */
+/* Where row i of a block begins in weights, d_weights. */
 static size_t moei_block_cell(const moei_attend *t, const moei_queries *b, size_t i) {
     return (moei_row_head(b, i) * t->n + moei_row_token(b, i)) * (t->past + t->n) + b->from;
 }

@@ -1089,7 +1089,7 @@ typedef struct moe_batch {
 typedef struct moe_call {
     size_t n_tokens;            /* N, padding included; 0 is allowed */
     const moe_real *x;          /* [N,d] */
-    /* threads for the experts, or NULL: OpenMP's if the compiler has it on, else one */
+    /* threads, or NULL: OpenMP's if the compiler has it on, else one */
     const moe_parallel *parallel;
     const moe_real *router_x;   /* [N,d], the router's own input, or NULL: x */
     /* [N], 1 real, 0 padding, or NULL: all real. Padding is routed nowhere and enters no
@@ -1626,9 +1626,16 @@ MOEI_API void moei_int_scale_weights(const moei_int_router *r, const unsigned ch
 #if defined(MOE_IMPLEMENTATION) && !defined(MOEI_ROUTERS_IMPLEMENTED)
 #define MOEI_ROUTERS_IMPLEMENTED
 
+#if defined(_OPENMP) && !defined(MOE_NO_FLOAT)
+#include <omp.h>
+#endif
+
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+#define MOEI_ADD(k, n, x, y) moe_axpy(k, n, MOEI_R(1.0), x, y)
+#define MOEI_REFUSE(error, ...) moei_error(error, MOE_ERR_ARGUMENT, __VA_ARGS__)
 
 /* ==== >>code: the implementation =================================================================
      >>code_fields      text of fields, the rows of a router
@@ -1832,8 +1839,7 @@ MOEI_TOOL moe_status moei_unknown_field(const moe_field *fields, const char *nam
 
 moe_status moe_field_set(const moe_field *fields, void *config, const char *name, const char *value, moe_error *error) {
     const moe_field *field = moe_field_find(fields, name);
-    if (config == NULL || value == NULL)
-        return moei_error(error, MOE_ERR_ARGUMENT, "config and value must not be NULL");
+    if (config == NULL || value == NULL) return MOEI_REFUSE(error, "config and value must not be NULL");
     if (field == NULL) return moei_unknown_field(fields, name, error);
     return moei_field_set_n(field, config, value, moei_strlen(value), error);
 }
@@ -1841,7 +1847,7 @@ moe_status moe_field_set(const moe_field *fields, void *config, const char *name
 moe_status moe_fields_apply(const moe_field *fields, void *config, const char *settings, moe_error *error) {
     const char *p = settings;
     if (p == NULL) return MOE_OK;
-    if (config == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "config must not be NULL");
+    if (config == NULL) return MOEI_REFUSE(error, "config must not be NULL");
     while (*p != '\0') {
         char name[MOEI_NAME_ROOM];
         const moe_field *field;
@@ -2562,7 +2568,7 @@ moe_status moe_router_check(const moe_router_config *config, moe_router_config *
     moe_status status;
     char text[40];
     const char *left_out;
-    if (config == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "config must not be NULL");
+    if (config == NULL) return MOEI_REFUSE(error, "config must not be NULL");
     c = *config;
     if (c.d_model == 0)
         return moei_error(error, MOE_ERR_CONFIG, "d_model = 0: the width of a token must be set, 1 to %d",
@@ -3075,7 +3081,7 @@ moe_status moe_router_preset(const char *name, moe_router_config *config, moe_er
     const moe_preset *preset = moe_preset_find(name);
     moe_router_config made;
     moe_status status;
-    if (config == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "config must not be NULL");
+    if (config == NULL) return MOEI_REFUSE(error, "config must not be NULL");
     if (preset == NULL)
         return moei_error(error, MOE_ERR_NOT_FOUND, "%s: unknown preset; moe_presets lists all",
                           name);
@@ -3420,7 +3426,7 @@ moe_status moe_router_init(moe_router *router, const moe_router_config *config, 
     moe_parameter parameter;
     moe_status status;
     int index;
-    if (router == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "router must not be NULL");
+    if (router == NULL) return MOEI_REFUSE(error, "router must not be NULL");
     memset(&made, 0, sizeof made);
     status = moe_router_check(config, &made.config, error);
     if (status != MOE_OK) return status;
@@ -3500,11 +3506,56 @@ moe_status moe_route_batch_size(const moe_router *router, size_t n_tokens, size_
     return moei_route_bytes(router, n_tokens, total, 1, training, bytes);
 }
 
+/* ==== threads ================================================================================= */
+
+#ifdef _OPENMP
+MOEI_TOOL void moei_openmp_run(void *ctx, void (*task)(void *work, int index), void *work, int count) {
+    int i;
+    (void)ctx;
+#pragma omp parallel for schedule(static, 1) num_threads(count)
+    for (i = 0; i < count; i++) task(work, i);
+}
+#endif
+
+/* The threads of a call: the caller's, or OpenMP's where the compiler has it on, or one. */
+MOEI_TOOL moe_parallel moei_team(const moe_call *call) {
+    moe_parallel team;
+    memset(&team, 0, sizeof team);
+    team.threads = 1;
+    if (call->parallel != NULL) {
+        team = *call->parallel;
+        if (team.threads < 1 || team.run == NULL) team.threads = 1;
+        return team;
+    }
+#ifdef _OPENMP
+    if (!omp_in_parallel()) {
+        team.threads = omp_get_max_threads();
+        team.run = moei_openmp_run;
+    }
+#endif
+    return team;
+}
+
+MOEI_TOOL void moei_tasks_run(const moe_parallel *team, int count, void (*task)(void *work, int index), void *work) {
+    if (count > 1) team->run(team->ctx, task, work, count);
+    else task(work, 0);
+}
+
+/* The number of tasks worth starting to multiply `rows` rows by matrices of so many weights each:
+   starting takes a few microseconds. The time of one thread is estimated in nanoseconds: one for 50
+   multiplications or 20 bytes beyond the second-level cache. */
+MOEI_TOOL int moei_tasks_worth(const moe_parallel *team, double weights, size_t rows, size_t matrices) {
+    double bytes = weights * (double)matrices * (double)sizeof(moe_real) - 1e6;
+    double time = weights * (double)rows / 50.0 + (bytes > 0.0 ? bytes / 20.0 : 0.0);
+    return time < 4e4 && !team->always ? 1 : team->threads;
+}
+
 /* ==== >>code_call ============================================================================= */
 
 /* The state that the stages of one call share. Gradients are set in the backward pass only. */
 typedef struct moei_pass {
     const moe_router *router;
+    const moe_kernels *k;
     const moe_router_config *c; /* the router's, or effective */
     const moe_call *call;
     moe_routing *r;
@@ -3613,7 +3664,7 @@ static void moei_affine(const moe_kernels *k, size_t n, size_t m, size_t inner, 
                         const moe_real *bias, moe_real *out) {
     size_t t;
     if (w != NULL) moe_matmul(k, MOE_MATMUL_NT, MOE_TYPE_REAL, n, m, inner, in, inner, w, inner, out, m, 0);
-    for (t = 0; t < n && bias != NULL; t++) moe_axpy(k, m, MOEI_R(1.0), bias, out + t * m);
+    for (t = 0; t < n && bias != NULL; t++) MOEI_ADD(k, m, bias, out + t * m);
 }
 
 /* An array of a batch from a row on, or NULL. */
@@ -3640,7 +3691,7 @@ static void moei_affine_backward(const moe_kernels *k, size_t n, size_t m, size_
     if (d_in != NULL) moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, n, inner, m, d_out, m, w, inner, d_in, inner, 1);
     if (d_w != NULL) moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, m, inner, n, d_out, m, in, inner, d_w, inner, 1);
     if (d_bias == NULL) return;
-    for (t = 0; t < n; t++) moe_axpy(k, m, MOEI_R(1.0), d_out + t * m, d_bias);
+    for (t = 0; t < n; t++) MOEI_ADD(k, m, d_out + t * m, d_bias);
 }
 #else
 #define MOEI_BACKWARD(f) NULL
@@ -3762,13 +3813,13 @@ static int moei_needs_rng(const moe_router_config *c, const moe_call *call) {
 
 /* The error of an array that a setting needs. */
 static moe_status moei_missing(const moe_call *call, const char *array, const char *needed_by) {
-    return moei_error(call->error, MOE_ERR_ARGUMENT, "call.%s is NULL: %s needs it", array, needed_by);
+    return MOEI_REFUSE(call->error, "call.%s is NULL: %s needs it", array, needed_by);
 }
 
 static moe_status moei_custom_missing(const moe_call *call, const char *function, const char *needed_by) {
-    return moei_error(call->error, MOE_ERR_ARGUMENT,
-                      "router.custom.%s is NULL: %s needs it; files hold no functions, so set it after loading, too",
-                      function, needed_by);
+    return MOEI_REFUSE(call->error,
+                       "router.custom.%s is NULL: %s needs it; files hold no functions, so set it after loading, too",
+                       function, needed_by);
 }
 
 /* Whether indices[n] are in [least, end). */
@@ -3777,8 +3828,8 @@ static moe_status moei_check_indices(const moe_call *call, const char *array, co
     size_t i;
     for (i = 0; i < n && indices != NULL; i++)
         if (indices[i] < least || indices[i] >= end)
-            return moei_error(call->error, MOE_ERR_ARGUMENT, "call.%s[%z] = %d: must be %d to %d", array, i,
-                              (int)indices[i], (int)least, end - 1);
+            return MOEI_REFUSE(call->error, "call.%s[%z] = %d: must be %d to %d", array, i, (int)indices[i], (int)least,
+                               end - 1);
     return MOE_OK;
 }
 
@@ -3787,8 +3838,7 @@ static moe_status moei_clustering_check(const moe_router_config *c, const moe_ca
     const char *needed_by = "input = adaptive_clustering";
     if (call->previous_experts == NULL) return moei_missing(call, "previous_experts", needed_by);
     if (call->previous_weights == NULL) return moei_missing(call, "previous_weights", needed_by);
-    if (call->n_previous == 0)
-        return moei_error(call->error, MOE_ERR_ARGUMENT, "call.n_previous = 0: %s needs at least 1", needed_by);
+    if (call->n_previous == 0) return MOEI_REFUSE(call->error, "call.n_previous = 0: %s needs at least 1", needed_by);
     if (c->ac_mode == MOE_AC_PAPER && call->previous_input == NULL)
         return moei_missing(call, "previous_input", "ac_mode = paper");
     return moei_check_indices(call, "previous_experts", call->previous_experts, call->n_tokens * call->n_previous, -1,
@@ -3821,8 +3871,8 @@ static moe_status moei_tensors_check(const moe_router *router, const moe_call *c
     for (i = 0; i < MOE_ROUTER_PARAMETER_COUNT; i++) {
         if (moei_parameter_is_set(i, present, router->tensors[i])) continue;
         if (present >> i & 1u)
-            return moei_error(call->error, MOE_ERR_ARGUMENT, "parameter %s is not set", moei_router_parameter_name(i));
-        return moei_error(call->error, MOE_ERR_ARGUMENT, "a parameter is set that the configuration does not have");
+            return MOEI_REFUSE(call->error, "parameter %s is not set", moei_router_parameter_name(i));
+        return MOEI_REFUSE(call->error, "a parameter is set that the configuration does not have");
     }
     return MOE_OK;
 }
@@ -3871,9 +3921,8 @@ static moe_status moei_supplies_check(const moe_router *router, const moe_call *
                           call->activation_width, moei_router_hidden(c));
     if ((moei_score_flags[c->score] & MOE_TRAIT_NEEDS_ALL_EXPERTS) &&
         (call->activations == NULL || call->activation_width == 0))
-        return moei_error(call->error, MOE_ERR_ARGUMENT,
-                          "call.activations or activation_width is not set: score = %s needs them",
-                          moei_score_names[c->score]);
+        return MOEI_REFUSE(call->error, "call.activations or activation_width is not set: score = %s needs them",
+                           moei_score_names[c->score]);
     if (c->compete_rate > 0 && call->training && call->activation_width > 0 && call->activations == NULL)
         return moei_missing(call, "activations", "compete_rate with activation_width");
     return MOE_OK;
@@ -3884,26 +3933,24 @@ static moe_status moei_sequences_check(const moe_router_config *c, const moe_cal
     size_t i;
     if (call->sequences != NULL) {
         if (call->n_sequences < 1 || call->sequences[0] != 0)
-            return moei_error(call->error, MOE_ERR_ARGUMENT, "call.sequences must begin with 0");
+            return MOEI_REFUSE(call->error, "call.sequences must begin with 0");
         for (i = 0; i < call->n_sequences; i++)
             if (call->sequences[i + 1] < call->sequences[i])
-                return moei_error(call->error, MOE_ERR_ARGUMENT, "call.sequences[%z] is below the offset before it",
-                                  i + 1);
+                return MOEI_REFUSE(call->error, "call.sequences[%z] is below the offset before it", i + 1);
         if ((size_t)call->sequences[call->n_sequences] != call->n_tokens)
-            return moei_error(call->error, MOE_ERR_ARGUMENT, "call.sequences must end with n_tokens = %z",
-                              call->n_tokens);
+            return MOEI_REFUSE(call->error, "call.sequences must end with n_tokens = %z", call->n_tokens);
     }
     if (call->n_past == 0) return MOE_OK;
     if (c->refine == MOE_REFINE_NONE || !c->causal || call->training || call->batch != NULL ||
         moei_sequence_count(call) != 1)
-        return moei_error(call->error, MOE_ERR_ARGUMENT,
-                          "call.n_past = %z: only a causal refine stage outside training, with one sequence and no "
-                          "batch, reads the past",
-                          call->n_past);
+        return MOEI_REFUSE(call->error,
+                           "call.n_past = %z: only a causal refine stage outside training, with one sequence and no "
+                           "batch, reads the past",
+                           call->n_past);
     if (call->past_u == NULL) return moei_missing(call, "past_u", "n_past");
     if (call->past_gate == NULL) return moei_missing(call, "past_gate", "n_past");
     if (!moei_fit_int32(call->n_past, call->n_tokens))
-        return moei_error(call->error, MOE_ERR_ARGUMENT, "call.n_past = %z: too many", call->n_past);
+        return MOEI_REFUSE(call->error, "call.n_past = %z: too many", call->n_past);
     return MOE_OK;
 }
 
@@ -3936,7 +3983,7 @@ static moe_status moei_call_check(const moe_router *router, const moe_call *call
     if (status != MOE_OK) return status;
     if (!MOEI_FITS_INT32(call->n_tokens))
         return moei_error(call->error, MOE_ERR_OVERFLOW, "call.n_tokens = %z: too many", call->n_tokens);
-    if (call->n_tokens > 0 && call->x == NULL) return moei_error(call->error, MOE_ERR_ARGUMENT, "call.x is NULL");
+    if (call->n_tokens > 0 && call->x == NULL) return MOEI_REFUSE(call->error, "call.x is NULL");
     status = moei_tensors_check(router, call);
     if (status == MOE_OK && (call->sequences != NULL || call->n_past > 0)) status = moei_sequences_check(c, call);
     if (status != MOE_OK) return status;
@@ -3949,9 +3996,8 @@ static moe_status moei_call_check(const moe_router *router, const moe_call *call
     if (call->training) status = moei_training_check(c, call);
     if (status != MOE_OK || !(router->parts & MOEI_PART_SUPPLIES)) return status;
     if (moei_is_soft(c) && (call->given != NULL || moei_sequence_count(call) > (size_t)c->soft_sequences))
-        return moei_error(call->error, MOE_ERR_ARGUMENT,
-                          "select = soft takes no call.given and at most soft_sequences = %d sequences",
-                          c->soft_sequences);
+        return MOEI_REFUSE(call->error, "select = soft takes no call.given and at most soft_sequences = %d sequences",
+                           c->soft_sequences);
     if (c->loss_locality > 0)
         status = moei_check_indices(call, "token_machine", call->token_machine, call->n_tokens, 0, c->nodes);
     if (c->loss_locality > 0 && status == MOE_OK)
@@ -4042,8 +4088,7 @@ static void moei_cluster_sums(const moei_pass *s, const moe_real *h) {
     size_t t;
     memset(s->m.clusters, 0, s->experts * s->d * sizeof(moe_real));
     for (t = 0; t < s->n; t++)
-        if (clusters[t] >= 0)
-            moe_axpy(s->router->kernels, s->d, MOEI_R(1.0), h + t * s->d, s->m.clusters + (size_t)clusters[t] * s->d);
+        if (clusters[t] >= 0) MOEI_ADD(s->k, s->d, h + t * s->d, s->m.clusters + (size_t)clusters[t] * s->d);
 }
 
 /* Replaces the sum of a cluster's tokens, two or more, by their dispersion s_kq. */
@@ -4054,7 +4099,7 @@ static void moei_cluster_dispersion(const moei_pass *s, const moe_real *h, const
     size_t i, j, q;
     if (s->c->ac_spread != MOE_SPREAD_PAIRWISE) {
         for (q = 0; q < s->d; q++) m[q] /= over;
-        moei_dispersion(s->router->kernels, s->c->ac_spread == MOE_SPREAD_VARIANCE, count, tokens, s->d, h, s->d, m, m);
+        moei_dispersion(s->k, s->c->ac_spread == MOE_SPREAD_VARIANCE, count, tokens, s->d, h, s->d, m, m);
         return;
     }
     memset(m, 0, s->d * sizeof *m);
@@ -4189,7 +4234,7 @@ static void moei_input_mix(const moei_pass *s, size_t t, moe_real *m) {
         if (best == s->call->n_previous) break;
         last = weights[best];
         last_at = best;
-        moe_axpy(s->router->kernels, s->d, weights[best], s->m.clusters + (size_t)experts[best] * s->d, m);
+        moe_axpy(s->k, s->d, weights[best], s->m.clusters + (size_t)experts[best] * s->d, m);
         sum += weights[best];
     }
     for (q = 0; q < s->d; q++) m[q] = sum < 0 || sum > 0 ? m[q] / sum : MOEI_R(1.0);
@@ -4205,14 +4250,14 @@ static void moei_input_clustered(const moei_pass *s, size_t t, const moe_real *x
         m = s->m.clusters + (cluster < 0 ? s->experts : (size_t)cluster) * s->d;
         if (s->call->training) memcpy(kept, m, s->d * sizeof *m);
     }
-    moei_multiply(s->router->kernels, s->d, x, m, u);
+    moei_multiply(s->k, s->d, x, m, u);
 }
 
 #ifndef MOE_NO_TRAIN
 static void moei_input_plain_backward(const moei_pass *s, size_t t, const moe_real *x, moe_real *du, moe_real *dx) {
     (void)t;
     (void)x;
-    moe_axpy(s->router->kernels, s->d, MOEI_R(1.0), du, dx);
+    MOEI_ADD(s->k, s->d, du, dx);
 }
 
 static void moei_input_factor_backward(const moei_pass *s, size_t t, const moe_real *x, moe_real *du, moe_real *dx) {
@@ -4301,14 +4346,14 @@ static void moei_route_input_backward(moei_pass *s, moe_real *dx) {
 
 static void moei_score_linear(moei_pass *s) {
     if (moei_tensor(s, MOE_ROUTER_WEIGHT) == NULL)
-        moe_matmul_external(s->router->kernels, s->router->external, 0, s->n, s->experts, s->d, s->r->u, s->d, NULL,
-                            s->r->logits, s->experts);
-    moei_affine(s->router->kernels, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_WEIGHT),
+        moe_matmul_external(s->k, s->router->external, 0, s->n, s->experts, s->d, s->r->u, s->d, NULL, s->r->logits,
+                            s->experts);
+    moei_affine(s->k, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_WEIGHT),
                 moei_tensor(s, MOE_ROUTER_BIAS), s->r->logits);
 }
 
 static void moei_score_mlp(moei_pass *s) {
-    const moe_kernels *k = s->router->kernels;
+    const moe_kernels *k = s->k;
     size_t h = moei_router_hidden(s->c);
     moei_affine(k, s->n, h, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_FC1_WEIGHT), moei_tensor(s, MOE_ROUTER_FC1_BIAS),
                 s->m.hidden);
@@ -4327,7 +4372,7 @@ static moe_real moei_tau(const moei_pass *s) {
 }
 
 static void moei_score_cosine(moei_pass *s) {
-    const moe_kernels *k = s->router->kernels;
+    const moe_kernels *k = s->k;
     size_t width = moei_vector_width(s), t, e;
     const moe_real *v = moei_cosine_tokens(s), *w = moei_tensor(s, MOE_ROUTER_WEIGHT);
     moe_real *token_inverse = s->m.lengths, *expert_inverse = s->m.lengths + s->n;
@@ -4377,8 +4422,7 @@ static void moei_score_grap(moei_pass *s) {
     moe_real over = MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)block);
     for (t = 0; t < s->n; t++) {
         const moe_real *u = s->r->u + t * s->d;
-        moe_real share =
-            s->c->grap_cosine ? moei_inverse_length(s->router->kernels, u, s->d) * over : MOEI_R(1.0) / (moe_real)block;
+        moe_real share = s->c->grap_cosine ? moei_inverse_length(s->k, u, s->d) * over : MOEI_R(1.0) / (moe_real)block;
         for (e = 0; e < s->experts; e++) {
             moe_real sum = 0;
             for (q = 0; q < block; q++) sum += u[e * block + q];
@@ -4390,7 +4434,7 @@ static void moei_score_grap(moei_pass *s) {
 /* query = W_Q act(W1 u + b1); keyed = query W_K, so that each expert costs one product of length
    h. */
 static void moei_score_attentive(moei_pass *s) {
-    const moe_kernels *k = s->router->kernels;
+    const moe_kernels *k = s->k;
     size_t h = s->call->activation_width, t, e;
     moe_real scale = MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)h);
     moei_affine(k, s->n, h, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_FC1_WEIGHT), moei_tensor(s, MOE_ROUTER_FC1_BIAS),
@@ -4453,13 +4497,13 @@ static void moei_score_dselect(moei_pass *s) {
     size_t k = (size_t)s->router->config.top_k, bits = moei_code_bits(s->experts);
     size_t all = s->n * k * bits, t, e, i;
     moe_real *mix = s->m.hidden_act + all;
-    moei_affine(s->router->kernels, s->n, k * bits, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_CODES), NULL, s->m.hidden);
-    moei_affine(s->router->kernels, s->n, k, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_MIX), NULL, s->m.hidden + all);
+    moei_affine(s->k, s->n, k * bits, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_CODES), NULL, s->m.hidden);
+    moei_affine(s->k, s->n, k, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_MIX), NULL, s->m.hidden + all);
     for (i = 0; i < all; i++) s->m.hidden_act[i] = moei_smooth_step(s->m.hidden[i]);
     for (t = 0; t < s->n; t++) {
         if (s->m.selectors != NULL)
             moei_selector_terms(s, k, bits, s->m.hidden_act + t * k * bits, s->m.selectors + 2 * t);
-        moe_softmax(s->router->kernels, k, s->m.hidden + all + t * k, MOEI_R(1.0), mix + t * k);
+        moe_softmax(s->k, k, s->m.hidden + all + t * k, MOEI_R(1.0), mix + t * k);
         for (e = 0; e < s->experts; e++) {
             moe_real sum = 0;
             for (i = 0; i < k; i++)
@@ -4492,19 +4536,18 @@ static const moe_real *moei_score_logits(const moei_pass *s) {
 }
 
 static void moei_score_linear_backward(moei_pass *s) {
-    moei_affine_backward(s->router->kernels, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_WEIGHT),
-                         s->m.d_logits, s->m.d_input, moei_gradient(s, MOE_ROUTER_WEIGHT),
-                         moei_gradient(s, MOE_ROUTER_BIAS));
+    moei_affine_backward(s->k, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_WEIGHT), s->m.d_logits,
+                         s->m.d_input, moei_gradient(s, MOE_ROUTER_WEIGHT), moei_gradient(s, MOE_ROUTER_BIAS));
 }
 
 /* Frozen: the gradient reaches the input but not the weights. */
 static void moei_score_random_backward(moei_pass *s) {
-    moei_affine_backward(s->router->kernels, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_WEIGHT),
-                         s->m.d_logits, s->m.d_input, NULL, NULL);
+    moei_affine_backward(s->k, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_WEIGHT), s->m.d_logits,
+                         s->m.d_input, NULL, NULL);
 }
 
 static void moei_score_mlp_backward(moei_pass *s) {
-    const moe_kernels *k = s->router->kernels;
+    const moe_kernels *k = s->k;
     size_t h = moei_router_hidden(s->c);
     memset(s->m.d_hidden, 0, s->n * h * sizeof(moe_real));
     moei_affine_backward(k, s->n, s->experts, h, s->m.hidden_act, moei_tensor(s, MOE_ROUTER_FC2_WEIGHT), s->m.d_logits,
@@ -4519,7 +4562,7 @@ static void moei_score_mlp_backward(moei_pass *s) {
                                                     dtau = - sum dz z / tau
    (cosine_keep_length: a = 1 and the term in a^2 is absent). */
 static void moei_score_cosine_backward(moei_pass *s) {
-    const moe_kernels *k = s->router->kernels;
+    const moe_kernels *k = s->k;
     size_t width = moei_vector_width(s), t, e;
     const moe_real *v = moei_cosine_tokens(s), *w = moei_tensor(s, MOE_ROUTER_WEIGHT);
     const moe_real *a = s->m.lengths, *b = s->m.lengths + s->n;
@@ -4580,21 +4623,20 @@ static void moei_score_grap_backward(moei_pass *s) {
     for (t = 0; t < s->n; t++) {
         const moe_real *u = s->r->u + t * s->d, *dz = s->m.d_logits + t * s->experts;
         const moe_real *z = moei_score_logits(s) + t * s->experts;
-        moe_real *du = s->m.d_input + t * s->d,
-                 inverse = s->c->grap_cosine ? moei_inverse_length(s->router->kernels, u, s->d) : 0;
+        moe_real *du = s->m.d_input + t * s->d, inverse = s->c->grap_cosine ? moei_inverse_length(s->k, u, s->d) : 0;
         moe_real along = 0;
         moe_real share = s->c->grap_cosine ? inverse * over : MOEI_R(1.0) / (moe_real)block;
         for (e = 0; e < s->experts; e++) {
             along += dz[e] * z[e];
             for (q = 0; q < block; q++) du[e * block + q] += dz[e] * share;
         }
-        if (s->c->grap_cosine) moe_axpy(s->router->kernels, s->d, -(along * inverse * inverse), u, du);
+        if (s->c->grap_cosine) moe_axpy(s->k, s->d, -(along * inverse * inverse), u, du);
     }
 }
 
 /* With a = q W_K / sqrt(h): z_e = a . h_e, so dh_e = dz_e a and da = sum_e dz_e h_e. */
 static void moei_score_attentive_backward(moei_pass *s) {
-    const moe_kernels *k = s->router->kernels;
+    const moe_kernels *k = s->k;
     size_t h = s->call->activation_width, t, e;
     moe_real scale = MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)h), *d_key = moei_gradient(s, MOE_ROUTER_KEY);
     memset(s->m.d_keyed, 0, s->n * h * sizeof(moe_real));
@@ -4649,7 +4691,7 @@ static moei_selector_slope moei_selector_slope_of(const moei_pass *s, size_t t, 
 }
 
 static void moei_score_dselect_backward(moei_pass *s) {
-    const moe_kernels *kernels = s->router->kernels;
+    const moe_kernels *kernels = s->k;
     size_t k = (size_t)s->router->config.top_k, bits = moei_code_bits(s->experts);
     size_t all = s->n * k * bits, t, e, i, j;
     for (i = 0; i < all + s->n * k; i++) s->m.d_hidden[i] = 0;
@@ -4732,7 +4774,7 @@ static void moei_route_noise(moei_pass *s) {
     size_t cells = s->n * s->experts, i;
     moei_skip_noise(s, s->before);
     if (s->c->noise == MOE_NOISE_NOISY_TOPK)
-        moei_affine(s->router->kernels, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_NOISE_WEIGHT), NULL,
+        moei_affine(s->k, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_NOISE_WEIGHT), NULL,
                     s->m.noise_raw);
     memcpy(s->m.clean_logits, s->r->logits, cells * sizeof(moe_real));
     for (i = 0; i < cells; i++) {
@@ -4748,9 +4790,8 @@ static void moei_route_noise(moei_pass *s) {
 /* z += W_g z' */
 static void moei_route_residual(const moei_pass *s) {
     if (s->call->previous_logits != NULL)
-        moe_matmul(s->router->kernels, MOE_MATMUL_NT, MOE_TYPE_REAL, s->n, s->experts, s->experts,
-                   s->call->previous_logits, s->experts, moei_tensor(s, MOE_ROUTER_RESIDUAL), s->experts, s->r->logits,
-                   s->experts, 1);
+        moe_matmul(s->k, MOE_MATMUL_NT, MOE_TYPE_REAL, s->n, s->experts, s->experts, s->call->previous_logits,
+                   s->experts, moei_tensor(s, MOE_ROUTER_RESIDUAL), s->experts, s->r->logits, s->experts, 1);
 }
 
 /* z = c tanh(z / c). Numbers that are not finite stay: they are errors. */
@@ -4779,14 +4820,13 @@ static void moei_route_residual_backward(moei_pass *s) {
     const size_t e = s->experts;
     size_t run, length;
     for (run = 0; call->d_clean_logits != NULL && (length = moei_real_run(s, &run, s->n)) > 0; run += length)
-        moe_axpy(s->router->kernels, length * e, MOEI_R(1.0), call->d_clean_logits + run * e, s->m.d_logits + run * e);
+        MOEI_ADD(s->k, length * e, call->d_clean_logits + run * e, s->m.d_logits + run * e);
     if (s->c->logit_cap > 0) moei_route_cap_backward(s);
     if (!s->c->router_residual || call->previous_logits == NULL) return;
     for (run = 0; (length = moei_real_run(s, &run, s->n)) > 0; run += length)
-        moei_affine_backward(s->router->kernels, length, e, e, call->previous_logits + run * e,
-                             moei_tensor(s, MOE_ROUTER_RESIDUAL), s->m.d_logits + run * e,
-                             moei_from_row(call->d_previous_logits, run * e), moei_gradient(s, MOE_ROUTER_RESIDUAL),
-                             NULL);
+        moei_affine_backward(s->k, length, e, e, call->previous_logits + run * e, moei_tensor(s, MOE_ROUTER_RESIDUAL),
+                             s->m.d_logits + run * e, moei_from_row(call->d_previous_logits, run * e),
+                             moei_gradient(s, MOE_ROUTER_RESIDUAL), NULL);
 }
 
 /* On entry d_noise is the load loss's gradient of the scale, d_clean that of the clean logits. */
@@ -4801,17 +4841,15 @@ static void moei_route_noise_backward(moei_pass *s) {
         if (!moei_is_real(s->call, i / s->experts)) s->m.d_noise[i] = 0;
     }
     if (s->c->noise == MOE_NOISE_NOISY_TOPK)
-        moei_affine_backward(s->router->kernels, s->n, s->experts, s->d, s->r->u,
-                             moei_tensor(s, MOE_ROUTER_NOISE_WEIGHT), s->m.d_noise, s->m.d_input,
-                             moei_gradient(s, MOE_ROUTER_NOISE_WEIGHT), NULL);
+        moei_affine_backward(s->k, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_NOISE_WEIGHT),
+                             s->m.d_noise, s->m.d_input, moei_gradient(s, MOE_ROUTER_NOISE_WEIGHT), NULL);
 }
 #endif
 
 static moe_status moei_check_token_id(const moei_pass *s, size_t t) {
     const int32_t id = s->call->token_ids[t];
     if (id >= 0 && id < s->c->table_size) return MOE_OK;
-    return moei_error(s->call->error, MOE_ERR_ARGUMENT, "call.token_ids[%z] = %d: must be 0 to %d", t, (int)id,
-                      s->c->table_size - 1);
+    return MOEI_REFUSE(s->call->error, "call.token_ids[%z] = %d: must be 0 to %d", t, (int)id, s->c->table_size - 1);
 }
 
 /* The weight of the student or predictor, and what it reads. */
@@ -4836,7 +4874,7 @@ static moe_status moei_route_student(moei_pass *s) {
         if (status != MOE_OK) return status;
         memcpy(row, table + (size_t)s->call->token_ids[t] * width, width * sizeof *row);
     }
-    moei_affine(s->router->kernels, s->n, s->experts, width, in, moei_tensor(s, weight),
+    moei_affine(s->k, s->n, s->experts, width, in, moei_tensor(s, weight),
                 s->competes ? moei_tensor(s, MOE_ROUTER_BIAS) : NULL, s->m.student_logits);
     if (s->c->predictor) s->r->predicted = s->m.student_logits;
     return moei_expect_finite(s, s->m.student_logits, s->experts,
@@ -4861,8 +4899,7 @@ static moe_status moei_route_score(moei_pass *s) {
 /* ==== >>code_gate: z -> r ===================================================================== */
 
 static void moei_gate_softmax(const moei_pass *s, size_t rows, const moe_real *z, moe_real *r) {
-    void (*softmax)(size_t n, const moe_real *x, moe_real temperature, moe_real *y) =
-        moei_table(s->router->kernels)->softmax;
+    void (*softmax)(size_t n, const moe_real *x, moe_real temperature, moe_real *y) = moei_table(s->k)->softmax;
     size_t t, columns = s->experts;
     for (t = 0; t < rows; t++) softmax(columns, z + t * columns, s->c->gate_temperature, r + t * columns);
 }
@@ -4870,7 +4907,7 @@ static void moei_gate_softmax(const moei_pass *s, size_t rows, const moe_real *z
 static void moei_gate_sigmoid(const moei_pass *s, size_t rows, const moe_real *z, moe_real *r) {
     size_t i, n = rows * s->experts;
     for (i = 0; i < n; i++) r[i] = z[i] / s->c->gate_temperature;
-    moe_activate(s->router->kernels, MOE_ACT_SIGMOID, n, r, r);
+    moe_activate(s->k, MOE_ACT_SIGMOID, n, r, r);
 }
 
 static void moei_gate_sqrt_softplus(const moei_pass *s, size_t rows, const moe_real *z, moe_real *r) {
@@ -4921,7 +4958,7 @@ static void moei_gate_identity_backward(const moei_pass *s, const moe_real *z, c
                                         moe_real *dz) {
     (void)z;
     (void)r;
-    moe_axpy(s->router->kernels, s->experts, MOEI_R(1.0), dr, dz);
+    MOEI_ADD(s->k, s->experts, dr, dz);
 }
 
 #endif
@@ -4987,9 +5024,9 @@ static const moe_real *moei_attention_row(const moei_pass *s, size_t h, size_t i
 static moe_real moei_attention_entropy(const moei_pass *s, size_t h, size_t i, size_t from, size_t to) {
     const moe_real *row = moei_attention_row(s, h, i, from);
     size_t seen = (s->c->causal ? i + 1 : to) - from, j;
-    if (s->call->mask == NULL) return moei_row_entropy(s->router->kernels, seen, row);
+    if (s->call->mask == NULL) return moei_row_entropy(s->k, seen, row);
     for (j = 0; j < seen; j++) s->m.column[j] = moei_refine_is_real(s, from + j) ? row[j] : 0;
-    return moei_row_entropy(s->router->kernels, seen, s->m.column);
+    return moei_row_entropy(s->k, seen, s->m.column);
 }
 
 /* The heads [first, end) that refine the sequence of tokens [from, to). */
@@ -5054,7 +5091,7 @@ static void moei_refine_gather(moei_pass *s) {
 
 /* Computes unit vectors, keys and entropies once per call. */
 static void moei_refine_prepare(const moei_pass *s) {
-    const moe_kernels *k = s->router->kernels;
+    const moe_kernels *k = s->k;
     size_t t, q;
     for (t = 0; t < s->span && s->m.entropy != NULL; t++)
         s->m.entropy[t] = moei_row_entropy(k, s->experts, s->all_gate + t * s->experts);
@@ -5072,8 +5109,7 @@ static void moei_refine_key_terms(const moei_pass *s, size_t head, size_t from, 
     size_t t;
     for (t = from; t < to && s->m.key_terms != NULL; t++) {
         const moe_real *o = s->call->attention_outputs + (head * s->span + t) * s->d;
-        s->m.key_terms[head * s->span + t] =
-            moei_refine_is_real(s, t) ? moe_dot(s->router->kernels, s->d, o, o) / MOEI_R(2.0) : 0;
+        s->m.key_terms[head * s->span + t] = moei_refine_is_real(s, t) ? moe_dot(s->k, s->d, o, o) / MOEI_R(2.0) : 0;
     }
 }
 
@@ -5088,12 +5124,12 @@ static void moei_refine_products(const moei_pass *s, size_t at, size_t rows, siz
                                  const moe_real *keys, moe_real *out, size_t width) {
     const moe_real *queries = moei_refine_queries(s) + at * s->d;
     size_t common = s->c->causal ? span - rows : span, i, step;
-    moe_matmul(s->router->kernels, MOE_MATMUL_NT, MOE_TYPE_REAL, rows, common, s->d, queries, s->d, keys + from * s->d,
-               s->d, out, width, 0);
+    moe_matmul(s->k, MOE_MATMUL_NT, MOE_TYPE_REAL, rows, common, s->d, queries, s->d, keys + from * s->d, s->d, out,
+               width, 0);
     for (i = 0; i < rows && s->c->causal; i += step) {
         step = moei_smaller(rows - i, MOEI_REFINE_STEP);
-        moe_matmul(s->router->kernels, MOE_MATMUL_NT, MOE_TYPE_REAL, step, i + step, s->d, queries + i * s->d, s->d,
-                   keys + at * s->d, s->d, out + i * width + common, width, 0);
+        moe_matmul(s->k, MOE_MATMUL_NT, MOE_TYPE_REAL, step, i + step, s->d, queries + i * s->d, s->d, keys + at * s->d,
+                   s->d, out + i * width + common, width, 0);
     }
 }
 
@@ -5109,7 +5145,7 @@ static void moei_refine_hide(const moei_pass *s, size_t i, size_t from, size_t s
 /* E of one row, span elements per head; returns Z, 0 if all tokens are excluded. */
 static moe_real moei_refine_row(const moei_pass *s, size_t i, size_t from, size_t span, size_t first, size_t end,
                                 moe_real *row) {
-    const moe_kernels *k = s->router->kernels;
+    const moe_kernels *k = s->k;
     size_t seen = s->c->causal ? i + 1 - from : span, h, j;
     moe_real scale = moei_refine_scale(s), max = -MOEI_INFINITY, top;
     moe_real sum = 0;
@@ -5157,9 +5193,8 @@ static void moei_refine_sequence(const moei_pass *s, size_t from, size_t to) {
         span = moei_refine_span(s, at, rows, from, to);
         moei_refine_block(s, at, rows, from, span, first, end, sums);
         for (h = first; h < end; h++)
-            moe_matmul(s->router->kernels, MOE_MATMUL_NN, MOE_TYPE_REAL, rows, experts, span,
-                       s->m.block + (h - first) * span, (end - first) * span, s->all_gate + from * experts, experts, p,
-                       experts, h > first);
+            moe_matmul(s->k, MOE_MATMUL_NN, MOE_TYPE_REAL, rows, experts, span, s->m.block + (h - first) * span,
+                       (end - first) * span, s->all_gate + from * experts, experts, p, experts, h > first);
         for (i = 0; i < rows; i++, p += experts) {
             if (sums[i] <= 0) memcpy(p, s->all_gate + (at + i) * experts, experts * sizeof(moe_real));
             else
@@ -5188,7 +5223,7 @@ static moe_status moei_route_refine(moei_pass *s) {
    and the keys [from, from + span). */
 static void moei_refine_products_backward(const moei_pass *s, size_t at, size_t rows, size_t from, size_t span,
                                           const moe_real *d_a, size_t width, const moe_real *keys, moe_real *d_keys) {
-    const moe_kernels *k = s->router->kernels;
+    const moe_kernels *k = s->k;
     size_t run, length, d = s->d;
     for (run = from; (length = moei_real_run(s, &run, from + span)) > 0; run += length)
         moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, rows, d, length, d_a + (run - from), width, keys + run * d, d,
@@ -5209,7 +5244,7 @@ static void moei_refine_block_backward(const moei_pass *s, size_t rows, size_t w
         most = d_row[j];
         /* only reduces rounding: in a row that is nearly one-hot dS nearly cancels */
         for (j = 0; j < width; j++) d_row[j] -= most;
-        along = moe_dot(s->router->kernels, width, row, d_row) / sums[i];
+        along = moe_dot(s->k, width, row, d_row) / sums[i];
         for (j = 0; j < width; j++) d_row[j] = row[j] > 0 ? row[j] * (d_row[j] - along) : 0;
     }
 }
@@ -5225,7 +5260,7 @@ static void moei_refine_attention_backward(const moei_pass *s, size_t head, size
     memset(columns, 0, span * sizeof(moe_real));
     for (i = 0; i < rows; i++, d_a += width) {
         size_t cell = (head * s->n + at + i) * s->n + from;
-        moe_axpy(s->router->kernels, span, MOEI_R(1.0), d_a, columns);
+        MOEI_ADD(s->k, span, d_a, columns);
         for (j = 0; j < span && d_w != NULL; j++) {
             const moe_real d = d_a[j] < 0 || d_a[j] > 0 ? d_a[j] / s->call->attention_weights[cell + j] : 0;
             d_w[cell + j] += d > most ? most : d < -most ? -most : d;
@@ -5234,14 +5269,13 @@ static void moei_refine_attention_backward(const moei_pass *s, size_t head, size
     for (j = 0; j < span && d_o != NULL; j++) {
         size_t key = (head * s->n + from + j) * s->d;
         if (moei_is_real(s->call, from + j))
-            moe_axpy(s->router->kernels, s->d, -(columns[j] * moei_refine_scale(s)), s->call->attention_outputs + key,
-                     d_o + key);
+            moe_axpy(s->k, s->d, -(columns[j] * moei_refine_scale(s)), s->call->attention_outputs + key, d_o + key);
     }
 }
 
 /* d_p -> d_gate, and through S to queries and keys. d_p is divided by Z. */
 static void moei_refine_sequence_backward(const moei_pass *s, size_t from, size_t to) {
-    const moe_kernels *k = s->router->kernels;
+    const moe_kernels *k = s->k;
     size_t first, end, at, rows, span, h, i, e, experts = s->experts, width, d = s->d;
     moe_real sums[MOEI_REFINE_ROWS], scale = moei_refine_scale(s);
     moei_refine_heads(s, from, to, &first, &end);
@@ -5254,7 +5288,7 @@ static void moei_refine_sequence_backward(const moei_pass *s, size_t from, size_
         for (i = 0; i < rows; i++) {
             if (sums[i] > 0)
                 for (e = 0; e < experts; e++) d_p[i * experts + e] /= sums[i];
-            else moe_axpy(k, experts, MOEI_R(1.0), d_p + i * experts, s->m.d_gate + (at + i) * experts);
+            else MOEI_ADD(k, experts, d_p + i * experts, s->m.d_gate + (at + i) * experts);
         }
         for (h = 0; h < end - first; h++) {
             moe_matmul(k, MOE_MATMUL_NT, MOE_TYPE_REAL, rows, span, experts, d_p, experts, s->r->gate + from * experts,
@@ -5282,15 +5316,14 @@ static void moei_unit_backward(const moei_pass *s, size_t rows, const moe_real *
     size_t i;
     for (i = 0; i < rows; i++) {
         size_t at = i * s->d;
-        moe_axpy(s->router->kernels, s->d, -moe_dot(NULL, s->d, unit + at, d_unit + at), unit + at, d_unit + at);
-        moe_axpy(s->router->kernels, s->d, moei_inverse_length(s->router->kernels, vector + at, s->d), d_unit + at,
-                 d_vector + at);
+        moe_axpy(s->k, s->d, -moe_dot(NULL, s->d, unit + at, d_unit + at), unit + at, d_unit + at);
+        moe_axpy(s->k, s->d, moei_inverse_length(s->k, vector + at, s->d), d_unit + at, d_vector + at);
     }
 }
 
 /* d_unit is the gradient of the queries, d_keys that of the keys. */
 static void moei_route_refine_backward(moei_pass *s) {
-    const moe_kernels *k = s->router->kernels;
+    const moe_kernels *k = s->k;
     size_t i, from, to, t, d = s->d;
     if (s->c->refine == MOE_REFINE_NONE) return;
     for (t = 0; t < s->n; t++)
@@ -5305,15 +5338,13 @@ static void moei_route_refine_backward(moei_pass *s) {
     if (s->c->similarity_learned)
         moei_affine_backward(k, s->n, d, d, moei_refine_queries(s), moei_tensor(s, MOE_ROUTER_SIMILARITY), s->m.d_keys,
                              s->m.d_unit, moei_gradient(s, MOE_ROUTER_SIMILARITY), NULL);
-    else
-        moe_axpy(k, s->n * d, MOEI_R(1.0), s->m.d_keys, s->m.d_unit);
+    else MOEI_ADD(k, s->n * d, s->m.d_keys, s->m.d_unit);
     if (s->c->refine == MOE_REFINE_ATTENTION && s->c->attention_u == MOE_ATTENTION_U_OUTPUT) {
-        if (s->call->d_attention_output != NULL)
-            moe_axpy(k, s->n * d, MOEI_R(1.0), s->m.d_unit, s->call->d_attention_output);
+        if (s->call->d_attention_output != NULL) MOEI_ADD(k, s->n * d, s->m.d_unit, s->call->d_attention_output);
         return;
     }
     if (s->m.unit != NULL) moei_unit_backward(s, s->n, s->r->u, s->m.unit, s->m.d_unit, s->m.d_input);
-    else moe_axpy(k, s->n * d, MOEI_R(1.0), s->m.d_unit, s->m.d_input);
+    else MOEI_ADD(k, s->n * d, s->m.d_unit, s->m.d_input);
 }
 
 #endif
@@ -5365,7 +5396,7 @@ static const moe_real *moei_selection_score(const moei_pass *s, size_t t) {
 }
 
 static size_t moei_top_k(const moei_pass *s, size_t n, const moe_real *score, size_t k, int32_t *index) {
-    return moei_table(s->router->kernels)->top_k(n, score, k, index);
+    return moei_table(s->k)->top_k(n, score, k, index);
 }
 
 /* Whether expert e is a candidate for choice number pick of sparsemixer: not picked before and
@@ -5440,7 +5471,7 @@ static moe_status moei_select_sampled(moei_pass *s) {
 }
 
 static moe_status moei_select_top_k(moei_pass *s) {
-    size_t (*top_k)(size_t n, const moe_real *score, size_t k, int32_t *index) = moei_table(s->router->kernels)->top_k;
+    size_t (*top_k)(size_t n, const moe_real *score, size_t k, int32_t *index) = moei_table(s->k)->top_k;
     const moe_real *score = moei_selection_score(s, 0);
     /* row: p + b is computed for each token */
     size_t t, stride = score == s->m.row ? 0 : s->experts;
@@ -5484,8 +5515,7 @@ static moe_status moei_select_given(moei_pass *s) {
             int32_t e = s->call->given[t * k + i];
             if (!moei_is_real(s->call, t) || e == -1) continue;
             if (e < 0 || (size_t)e >= s->experts || s->r->selected[t * s->experts + (size_t)e])
-                return moei_error(s->call->error, MOE_ERR_ARGUMENT, "call.given[%z] = %d: no expert, or a duplicate",
-                                  t * k + i, (int)e);
+                return MOEI_REFUSE(s->call->error, "call.given[%z] = %d: no expert, or a duplicate", t * k + i, (int)e);
             s->r->selected[t * s->experts + (size_t)e] = 1;
         }
     return MOE_OK;
@@ -5739,9 +5769,8 @@ static moe_status moei_select_hash(moei_pass *s) {
             moe_real e = table[(size_t)s->call->token_ids[t] * k + i];
             if (!(e >= 0) || !(e < (moe_real)s->experts) || e > (moe_real)(size_t)e ||
                 s->r->selected[t * s->experts + (size_t)e])
-                return moei_error(s->call->error, MOE_ERR_ARGUMENT,
-                                  "router.table: %g for token id %d is not an expert, or a duplicate", (double)e,
-                                  (int)s->call->token_ids[t]);
+                return MOEI_REFUSE(s->call->error, "router.table: %g for token id %d is not an expert, or a duplicate",
+                                   (double)e, (int)s->call->token_ids[t]);
             s->r->selected[t * s->experts + (size_t)e] = 1;
         }
     }
@@ -6336,7 +6365,7 @@ static const moei_weight moei_weights[] = {MOE_WEIGHTS(MOEI_WEIGHT_ROW)};
 static moei_token moei_token_of(const moei_pass *s, size_t t) {
     moei_token k;
     k.c = s->c;
-    k.kernels = s->router->kernels;
+    k.kernels = s->k;
     k.experts = s->experts;
     k.n = (size_t)s->r->n_choices[t];
     k.sampled = MOEI_IS_SAMPLED(s);
@@ -6479,14 +6508,13 @@ static moe_real moei_largest_cosine(const moei_pass *s, size_t width) {
     /* unused until there are weights */
     moe_real over_block = MOEI_F(sqrt)((moe_real)s->experts / (moe_real)s->d);
     size_t t, e, q, block = s->d / s->experts;
-    if (w != NULL) moei_affine(s->router->kernels, s->n, s->experts, width, v, w, NULL, product);
+    if (w != NULL) moei_affine(s->k, s->n, s->experts, width, v, w, NULL, product);
     for (t = 0; t < s->n; t++) {
-        moe_real inverse = moei_inverse_length(s->router->kernels, v + t * width, width); /* 0 of padding, which is 0 */
+        moe_real inverse = moei_inverse_length(s->k, v + t * width, width); /* 0 of padding, which is 0 */
         moe_real cosine;
         for (e = 0; e < s->experts; e++) {
             if (w != NULL)
-                cosine = product[t * s->experts + e] * moei_inverse_length(s->router->kernels, w + e * width, width) *
-                         inverse;
+                cosine = product[t * s->experts + e] * moei_inverse_length(s->k, w + e * width, width) * inverse;
             else { /* grap: a gating vector is 1 on its block of features */
                 cosine = 0;
                 for (q = 0; q < block; q++) cosine += v[t * width + e * block + q] * inverse * over_block;
@@ -6767,13 +6795,13 @@ static void moei_soft_logits(moei_pass *s) {
         for (i = 0; i < s->n + total; i++) {
             const moe_real *from = i < s->n ? u + i * s->d : phi + (i - s->n) * s->d;
             moe_real *to = i < s->n ? s->m.unit + i * s->d : s->m.keys + (i - s->n) * s->d,
-                     inverse = moei_inverse_length(s->router->kernels, from, s->d);
+                     inverse = moei_inverse_length(s->k, from, s->d);
             for (q = 0; q < s->d; q++) to[q] = from[q] * inverse;
         }
         u = s->m.unit;
         phi = s->m.keys;
     }
-    moei_affine(s->router->kernels, s->n, total, s->d, u, phi, NULL, s->r->logits);
+    moei_affine(s->k, s->n, total, s->d, u, phi, NULL, s->r->logits);
     if (!s->c->soft_normalise) return;
     for (i = 0; i < cells; i++) s->r->logits[i] *= moei_tensor(s, MOE_ROUTER_SLOT_SCALE)[0];
 }
@@ -6785,7 +6813,7 @@ static void moei_soft_dispatch(const moei_pass *s, size_t from, size_t to) {
         columns = moei_smaller(total - first, MOEI_COLUMNS);
         count = moei_transpose_columns(s, s->r->logits, total, first, columns, from, to, 0);
         for (i = 0; i < columns; i++)
-            moe_softmax(s->router->kernels, count, moei_transposed(s, i), MOEI_R(1.0), moei_transposed(s, i));
+            moe_softmax(s->k, count, moei_transposed(s, i), MOEI_R(1.0), moei_transposed(s, i));
         count = 0;
         for (t = from; t < to; t++) {
             int real = moei_is_real(s->call, t);
@@ -6847,7 +6875,7 @@ static moe_status moei_route_soft(moei_pass *s) {
     }
     for (t = 0; t < s->n; t++) {
         s->r->n_choices[t] = 0;
-        moe_softmax(s->router->kernels, total, s->r->logits + t * total, MOEI_R(1.0), s->r->probabilities + t * total);
+        moe_softmax(s->k, total, s->r->logits + t * total, MOEI_R(1.0), s->r->probabilities + t * total);
     }
     moei_soft_plan(s);
     return moei_expect_finite(s, s->r->logits, total, "a logit");
@@ -6882,7 +6910,7 @@ static void moei_soft_plan_backward(moei_pass *s) {
 }
 
 static void moei_route_soft_backward(moei_pass *s) {
-    const moe_kernels *k = s->router->kernels;
+    const moe_kernels *k = s->k;
     const moe_real *phi = moei_tensor(s, MOE_ROUTER_SLOT_VECTORS), *u = s->r->u;
     moe_real *d_phi = moei_gradient(s, MOE_ROUTER_SLOT_VECTORS), *d_scale = moei_gradient(s, MOE_ROUTER_SLOT_SCALE);
     const size_t total = moei_slot_total(s->c), cells = s->n * total;
@@ -7065,8 +7093,7 @@ static moe_real moei_loss_importance(moei_pass *s, moe_real factor, int backward
     }
     value = moei_squared_variation(s, factor, sums);
     for (t = 0; t < s->n && backward; t++)
-        if (moei_is_real(s->call, t))
-            moe_axpy(s->router->kernels, s->experts, MOEI_R(1.0), sums, target + t * s->experts);
+        if (moei_is_real(s->call, t)) MOEI_ADD(s->k, s->experts, sums, target + t * s->experts);
     return factor * value;
 }
 
@@ -7094,16 +7121,14 @@ static moe_real moei_loss_usage_entropy(moei_pass *s, moe_real factor, int backw
     size_t t, e;
     for (e = 0; e < s->experts; e++) mean[e] = 0;
     for (t = 0; t < s->n; t++)
-        if (moei_is_real(s->call, t))
-            moe_axpy(s->router->kernels, s->experts, over_n, s->r->probabilities + t * s->experts, mean);
+        if (moei_is_real(s->call, t)) moe_axpy(s->k, s->experts, over_n, s->r->probabilities + t * s->experts, mean);
     for (e = 0; e < s->experts; e++) {
         moe_real log_m = mean[e] > 0 ? MOEI_F(log)(mean[e]) : 0;
         sum += mean[e] * log_m;
         mean[e] = mean[e] > 0 ? factor * over_n * (log_m + MOEI_R(1.0)) : 0;
     }
     for (t = 0; t < s->n && backward; t++)
-        if (moei_is_real(s->call, t))
-            moe_axpy(s->router->kernels, s->experts, MOEI_R(1.0), mean, s->m.d_probabilities + t * s->experts);
+        if (moei_is_real(s->call, t)) MOEI_ADD(s->k, s->experts, mean, s->m.d_probabilities + t * s->experts);
     return factor * sum;
 }
 
@@ -7256,7 +7281,7 @@ static moe_real moei_loss_orthogonal(moei_pass *s, moe_real factor, int backward
     const moe_real *w = moei_tensor(s, MOE_ROUTER_WEIGHT);
     moe_real *d_w = moei_trained_weight(s, backward), sum = 0;
     size_t width = moei_vector_width(s), a, b;
-    const moe_kernels *k = s->router->kernels;
+    const moe_kernels *k = s->k;
     for (a = 0; a < s->experts; a++)
         for (b = 0; b < a; b++) {
             const moe_real *wa = w + a * width, *wb = w + b * width;
@@ -7282,7 +7307,7 @@ static moe_real moei_loss_diversity(moei_pass *s, moe_real factor, int backward)
 
 /* w mean_e |W_e|. */
 static moe_real moei_loss_simplicity(moei_pass *s, moe_real factor, int backward) {
-    const moe_kernels *k = s->router->kernels;
+    const moe_kernels *k = s->k;
     const moe_real *w = moei_tensor(s, MOE_ROUTER_WEIGHT);
     moe_real *d_w = moei_trained_weight(s, backward), sum = 0;
     const size_t width = moei_vector_width(s);
@@ -7304,8 +7329,8 @@ static moe_real moei_distill(const moei_pass *s, const moe_real *v, const moe_re
     size_t e, best = 0, count = s->experts;
     moe_real lse = moe_log_sum_exp(count, v), value = 0;
     int mse = s->c->distill == MOE_DISTILL_MSE;
-    moe_softmax(s->router->kernels, count, v, MOEI_R(1.0), q);
-    moe_softmax(s->router->kernels, count, teacher, MOEI_R(1.0), p);
+    moe_softmax(s->k, count, v, MOEI_R(1.0), q);
+    moe_softmax(s->k, count, teacher, MOEI_R(1.0), p);
     for (e = 1; e < count; e++)
         if (teacher[e] > teacher[best]) best = e;
     for (e = 0; e < count; e++) {
@@ -7317,7 +7342,7 @@ static moe_real moei_distill(const moei_pass *s, const moe_real *v, const moe_re
     if (d_v == NULL) return value;
     for (e = 0; e < count; e++) p[e] *= slope;
     if (mse) moe_softmax_backward(count, q, p, MOEI_R(1.0), d_v);
-    else moe_axpy(s->router->kernels, count, MOEI_R(1.0), p, d_v);
+    else MOEI_ADD(s->k, count, p, d_v);
     return value;
 }
 
@@ -7423,6 +7448,7 @@ static void moei_route_nothing(const moei_pass *s) {
 static void moei_pass_begin(moei_pass *s, const moe_router *router, const moe_call *call, moe_routing *r) {
     memset(s, 0, offsetof(moei_pass, m));
     s->router = router;
+    s->k = router->kernels;
     s->c = &router->config;
     s->call = call;
     s->r = r;
@@ -7538,8 +7564,7 @@ static moe_status moei_gather_call(const moe_call *call, moe_status status, size
     status = moei_gather_from(call, status, 1, NULL, m->batch_mask);
     if (status != MOE_OK) return status;
     if (!moei_sequences_of_flags(batch->total, m->batch_mask, m->batch_sequences))
-        return moei_error(call->error, MOE_ERR_ARGUMENT,
-                          "the processes of the batch differ in the arrays that they supply");
+        return MOEI_REFUSE(call->error, "the processes of the batch differ in the arrays that they supply");
     has = (unsigned)m->batch_sequences[batch->total + 2];
     if (m->batch_ids != NULL && !(has & MOEI_HAS_GIVEN))
         status = moei_gather_from(call, status, sizeof(int32_t), call->token_ids, m->batch_ids);
@@ -7685,10 +7710,9 @@ moe_status moe_route(const moe_router *router, const moe_call *call, void *works
     size_t n;
     int global;
     if (router == NULL || call == NULL) return MOE_ERR_ARGUMENT;
-    if (workspace == NULL || routing == NULL)
-        return moei_error(call->error, MOE_ERR_ARGUMENT, "workspace and routing must not be NULL");
+    if (workspace == NULL || routing == NULL) return MOEI_REFUSE(call->error, "workspace and routing must not be NULL");
     if (call->batch != NULL && !moei_batch_fits(call))
-        return moei_error(call->error, MOE_ERR_ARGUMENT, "call.batch: first, total or gather is invalid");
+        return MOEI_REFUSE(call->error, "call.batch: first, total or gather is invalid");
     status = moei_call_check(router, call);
     global = call->batch != NULL && moei_is_global(router, call);
     if (status != MOE_OK && !global) return status;
@@ -7730,13 +7754,12 @@ static void moei_route_student_backward(moei_pass *s) {
     size_t t, width;
     const int weight = moei_student_weight(s, &in, &width);
     if (s->c->student_dim > 0) memset(d_in, 0, s->n * width * sizeof *d_in);
-    moei_affine_backward(s->router->kernels, s->n, s->experts, width, in, moei_tensor(s, weight), s->m.d_student,
+    moei_affine_backward(s->k, s->n, s->experts, width, in, moei_tensor(s, weight), s->m.d_student,
                          s->c->predictor ? NULL : d_in, moei_gradient(s, weight),
                          s->competes ? moei_gradient(s, MOE_ROUTER_BIAS) : NULL);
     for (t = 0; t < s->n && s->c->student_dim > 0 && d_table != NULL; t++)
         if (moei_is_real(s->call, t))
-            moe_axpy(s->router->kernels, width, MOEI_R(1.0), d_in + t * width,
-                     d_table + (size_t)s->call->token_ids[t] * width);
+            MOEI_ADD(s->k, width, d_in + t * width, d_table + (size_t)s->call->token_ids[t] * width);
 }
 
 /* The backward pass of the call's own tokens, from the gradients of the plan's assignments and of
@@ -7832,7 +7855,7 @@ static void moei_observe_clusters(const moei_pass *s, moe_real *table) {
                 (s->m.clusters_of != NULL ? s->m.clusters_of[t] : moei_cluster(s, t)) != (int32_t)k)
                 continue;
             s->m.order[count++] = (int32_t)t;
-            moe_axpy(s->router->kernels, s->d, MOEI_R(1.0), h + t * s->d, m);
+            MOEI_ADD(s->k, s->d, h + t * s->d, m);
         }
         if (count < 2) continue;
         moei_cluster_dispersion(s, h, s->m.order, count, m);

@@ -654,8 +654,143 @@ static void test_feed_forward(void) {
     moe_net_free(&net);
 }
 
+/* ---- networks ---- */
+
+/* Attention of every form, and what else multiplies all rows by a matrix. */
+static void draw_attention(moe_attention_config *c, int d) {
+    static const int groups[] = {1, 2, 4};
+    memset(c, 0, sizeof *c);
+    c->heads = 4;
+    c->d_head = d / 4;
+    c->rotary = below(2);
+    c->sinks = below(2);
+    c->bias = below(2);
+    c->cap = below(3) == 0 ? (moe_real)5 : 0;
+    c->full = below(4) == 0;
+    if (!c->full && below(2)) c->window = 1 + below(90);
+    else if (!c->full && below(3) == 0) c->chunk = 1 + below(70);
+    c->kv_heads = groups[below(3)];
+    if (below(4) > 0) return;
+    c->rotary = 1;
+    c->rotary_dims = 4;
+    c->kv_heads = c->bias = 0;
+    c->kv_lora = 12;
+    c->q_lora = below(2) * 20;
+}
+
+/* The outputs of a call, forward and (training) backward, one after the other. */
+static moe_real *net_results(moe_net *net, moe_call *call, const moe_parallel *team, size_t *count) {
+    size_t n = call->n_tokens, in = (size_t)net->d_in, out = (size_t)net->d_out, bytes = 0, i, at;
+    moe_real *all, *dy = call->training ? normals(n * out) : NULL;
+    moe_net_pass pass;
+    void *work;
+    *count = n * (in + out) + moe_net_parameter_count(net, NULL);
+    all = (moe_real *)grab(*count, sizeof *all);
+    memset(all, 0, *count * sizeof *all);
+    call->parallel = team;
+    CHECK(moe_net_work_size(net, n, call->training, &bytes) == MOE_OK);
+    work = grab(1, bytes);
+    CHECK_STATUS(moe_net_forward(net, call, work, bytes, &pass), MOE_OK);
+    memcpy(all, pass.y, n * out * sizeof *all);
+    at = n * out;
+    if (call->training) {
+        for (i = 0; i < n * out; i++) dy[i] = pass.y[i] + (moe_real)0.5;
+        for (i = 0; i < net->n_tensors; i++)
+            if (net->tensors[i].gradient != NULL)
+                memset(net->tensors[i].gradient, 0, net->tensors[i].count * sizeof *all);
+        CHECK_STATUS(moe_net_backward(net, dy, all + at, &pass), MOE_OK);
+        at += n * in;
+        for (i = 0; i < net->n_tensors; at += net->tensors[i++].count)
+            if (net->tensors[i].gradient != NULL)
+                memcpy(all + at, net->tensors[i].gradient, net->tensors[i].count * sizeof *all);
+    }
+    free(dy);
+    free(work);
+    return all;
+}
+
+/* The tokens of a call one after the other, and then the last ones at once. */
+static moe_real *decoded(const moe_net *net, const moe_call *call, const moe_parallel *team, size_t *count) {
+    size_t n = call->n_tokens, in = (size_t)net->d_in, out = (size_t)net->d_out, bytes = 0, work_size = 0, t, step;
+    moe_real *all = (moe_real *)grab(n * out, sizeof *all);
+    moe_cache cache;
+    moe_net_pass pass;
+    moe_call part = *call;
+    void *memory, *work;
+    memset(&cache, 0, sizeof cache);
+    part.parallel = team;
+    CHECK_STATUS(moe_net_decode_size(net, n, n, &bytes, &work_size, NULL), MOE_OK);
+    memory = grab(1, bytes);
+    work = grab(1, work_size);
+    CHECK_STATUS(moe_net_cache_init(&cache, net, n, memory, bytes, NULL), MOE_OK);
+    for (t = 0; t < n; t += step) {
+        step = t < 70 ? 1 : n - t;
+        part.n_tokens = step;
+        part.x = call->x + t * in;
+        CHECK_STATUS(moe_net_decode(net, &cache, &part, work, work_size, &pass), MOE_OK);
+        memcpy(all + t * out, pass.y, step * out * sizeof *all);
+    }
+    free(memory);
+    free(work);
+    *count = n * out;
+    return all;
+}
+
+/* Threads change no bit of what nets compute; packed or not, decoding included. */
+static void test_nets(void) {
+    static const int types[] = {-1, MOE_TYPE_REAL, MOE_TYPE_BF16, MOE_TYPE_Q8};
+    int calls = 0, i, way, full;
+    for (i = 0; i < 24; i++) {
+        moe_attention_config attention;
+        moe_net net;
+        moe_call call;
+        moe_parallel team, alone;
+        int d = 16 * (2 + below(3));
+        size_t n = (size_t)(1 + below(180)), count, again, bytes = 0;
+        moe_real *one, *several, *x = normals(n * (size_t)d);
+        void *memory = NULL;
+        memset(&call, 0, sizeof call);
+        memset(&team, 0, sizeof team);
+        memset(&alone, 0, sizeof alone);
+        draw_attention(&attention, d);
+        full = attention.full;
+        CHECK_STATUS(moe_net_init(&net, d, MOE_KERNELS_AUTO, NULL), MOE_OK);
+        CHECK(moe_net_attention(&net, &attention) == MOE_OK && moe_net_residual(&net, 1) == MOE_OK &&
+              moe_net_linear(&net, 3 + below(60)) == MOE_OK);
+        CHECK_STATUS(moe_net_build(&net, 1, (uint64_t)i, NULL), MOE_OK);
+        call.n_tokens = n;
+        call.x = x;
+        team.ctx = &calls;
+        team.run = backwards;
+        team.always = 1;
+        team.threads = 2 + below(9);
+        for (way = 0; way < 6; way++) {
+            call.training = way == 0;
+            if (way == 5 && full) continue;
+            if (way > 1 && way < 5 && types[way - 1] >= 0) {
+                free(memory);
+                CHECK_STATUS(moe_net_pack_size(&net, types[way - 1], n, &bytes, NULL), MOE_OK);
+                memory = grab(1, bytes);
+                CHECK_STATUS(moe_net_pack(&net, types[way - 1], memory, bytes, NULL), MOE_OK);
+            }
+            one = way < 5 ? net_results(&net, &call, &alone, &count) : decoded(&net, &call, &alone, &count);
+            calls = 0;
+            several = way < 5 ? net_results(&net, &call, &team, &again) : decoded(&net, &call, &team, &again);
+            CHECKF(calls > 0 && count == again && same_reals(one, several, count), "net %d, way %d, %d threads", i, way,
+                   team.threads);
+            free(one);
+            free(several);
+        }
+        free(memory);
+        free(x);
+        moe_net_free(&net);
+    }
+}
+
 int main(void) {
+    setbuf(stdout, NULL);
     moe_rng_seed(&rng, 31);
+    CASE(test_nets());
     CASE(test_feed_forward());
     CASE(test_report_is_relative());
     CASE(test_mishaps());

@@ -145,12 +145,15 @@ static moe_layer_config mixture(const char *preset) {
 
 static void make_text(moe_net *net, uint64_t seed, int trainable) {
     const moe_layer_config config = mixture(NULL);
+    moe_attention_config attention;
     moe_error error;
+    memset(&attention, 0, sizeof attention);
+    attention.heads = 2;
     (void)moe_net_init(net, 0, MOE_KERNELS_AUTO, NULL);
     (void)moe_net_embedding(net, WORDS, WIDTH);
     (void)moe_net_positions(net, TOKENS);
     (void)moe_net_rms_norm(net);
-    (void)moe_net_attention(net, NULL);
+    (void)moe_net_attention(net, &attention);
     (void)moe_net_residual(net, 2);
     (void)moe_net_rms_norm(net);
     (void)moe_net_mixture(net, &config);
@@ -262,11 +265,13 @@ static void shared_layers_with_teams(job *j) {
 }
 
 static void shared_net(job *j) {
+    const moe_parallel own = team();
     moe_call call;
     moe_net_pass pass;
     size_t size = 0;
     void *work;
     memset(&call, 0, sizeof call);
+    call.parallel = j->number % 2 == 1 ? &own : NULL;
     call.n_tokens = TOKENS;
     call.token_ids = j->shared->ids;
     if (moe_net_work_size(&j->shared->text, TOKENS, 0, &size) != MOE_OK) fault(j, "moe_net_work_size");
@@ -278,6 +283,7 @@ static void shared_net(job *j) {
 
 /* A cache, a sequence and random numbers of its own. */
 static void shared_net_decoding(job *j) {
+    const moe_parallel own = team();
     const moe_net *net = &j->shared->text;
     moe_cache cache;
     moe_rng rng;
@@ -300,6 +306,7 @@ static void shared_net_decoding(job *j) {
         memset(&call, 0, sizeof call);
         call.n_tokens = 1;
         call.token_ids = &token;
+        call.parallel = j->number % 2 == 1 ? &own : NULL;
         if (moe_net_decode(net, &cache, &call, work, work_size, &pass) != MOE_OK) fault(j, "moe_net_decode");
         else if (moe_sample(NULL, WORDS, pass.y, &rng, p, order, &token, &error) != MOE_OK) fault(j, "moe_sample");
         result(j, &token, sizeof token);
@@ -429,6 +436,33 @@ static void own_gradients(job *j) {
     moe_layer_free(&layer);
 }
 
+/* The same of a net with attention. */
+static void own_net_gradients(job *j) {
+    const moe_parallel own = team();
+    moe_net net;
+    moe_net_pass pass;
+    moe_call call;
+    moe_real dy[TOKENS * WORDS];
+    size_t size = 0, i;
+    void *work;
+    memset(&call, 0, sizeof call);
+    call.n_tokens = TOKENS;
+    call.token_ids = j->shared->ids;
+    call.training = 1;
+    call.parallel = j->number % 2 == 1 ? &own : NULL;
+    make_text(&net, 9, 1);
+    if (moe_net_work_size(&net, TOKENS, 1, &size) != MOE_OK) fault(j, "moe_net_work_size");
+    work = grab(1, size);
+    for (i = 0; i < TOKENS * WORDS; i++) dy[i] = (moe_real)(i % 7) - 3;
+    if (moe_net_forward(&net, &call, work, size, &pass) != MOE_OK || moe_net_backward(&net, dy, NULL, &pass) != MOE_OK)
+        fault(j, "forward and backward");
+    else result(j, pass.y, sizeof dy);
+    for (i = 0; i < net.n_tensors; i++)
+        result(j, net.tensors[i].gradient, net.tensors[i].count * sizeof *net.tensors[i].gradient);
+    free(work);
+    moe_net_free(&net);
+}
+
 static void own_model(job *j) {
     moe_net net;
     moe_built_model built;
@@ -513,6 +547,7 @@ int main(int argc, char **argv) {
                  {shared_tables, "tables"},
                  {own_training, "training"},
                  {own_gradients, "gradients"},
+                 {own_net_gradients, "gradients of a net"},
                  {own_model, "own models"}};
     static shared s;
     size_t i;
