@@ -4273,8 +4273,8 @@ static int moei_uses_packed(const moe_layer *layer, const moe_call *call) {
     return layer->is_packed && !call->training && !call->keep && !moei_has_external(layer);
 }
 
-/* out [n,o] = in [n,i] times o rows of packed weights, from panel `first` on; rows: in quantized, for
-   types that read it so. */
+/* out [n,o] = in [n,i] times o rows of packed weights, from panel `first` on; rows: in quantized,
+   for types that read it so. */
 static void moei_panels_product(const moe_kernels *k, int type, const void *packed, size_t first, size_t n, size_t o,
                                 size_t i, const moe_real *in, size_t ldi, const void *rows, moe_real *out, size_t ldo) {
     size_t panel = 0;
@@ -8070,8 +8070,8 @@ static moe_status moei_scale_backward(const moei_run *r) {
 /* A task's columns of d_in += d_out W, then its rows of dW += d_out^T in and d_bias += d_out. */
 static void moei_gradient_task(void *work, int index) {
     const moei_rows_product *p = (const moei_rows_product *)work;
-    moe_real *const *gradients = p->r->m->gradients, *d_w = gradients[p->place];
-    moe_real *d_bias = p->bias != 0 ? gradients[p->bias] : NULL;
+    moe_real *d_w = p->r->m->gradients[p->place];
+    moe_real *d_bias = p->bias != 0 ? p->r->m->gradients[p->bias] : NULL;
     const moe_kernels *k = p->r->k;
     size_t j, to, t;
     moei_columns_of(p->i, index, p->n_tasks, &j, &to);

@@ -680,7 +680,9 @@ static void draw_attention(moe_attention_config *c, int d) {
 
 /* The outputs of a call, forward and (training) backward, one after the other. */
 static moe_real *net_results(moe_net *net, moe_call *call, const moe_parallel *team, size_t *count) {
-    size_t n = call->n_tokens, in = (size_t)net->d_in, out = (size_t)net->d_out, bytes = 0, i, at;
+    const size_t n = call->n_tokens;
+    const size_t in = (size_t)net->d_in, out = (size_t)net->d_out;
+    size_t bytes = 0, i, at;
     moe_real *all, *dy = call->training ? normals(n * out) : NULL;
     moe_net_pass pass;
     void *work;
@@ -711,7 +713,9 @@ static moe_real *net_results(moe_net *net, moe_call *call, const moe_parallel *t
 
 /* The tokens of a call one after the other, and then the last ones at once. */
 static moe_real *decoded(const moe_net *net, const moe_call *call, const moe_parallel *team, size_t *count) {
-    size_t n = call->n_tokens, in = (size_t)net->d_in, out = (size_t)net->d_out, bytes = 0, work_size = 0, t, step;
+    const size_t n = call->n_tokens;
+    const size_t in = (size_t)net->d_in, out = (size_t)net->d_out;
+    size_t bytes = 0, work_size = 0, t, step;
     moe_real *all = (moe_real *)grab(n * out, sizeof *all);
     moe_cache cache;
     moe_net_pass pass;
@@ -788,7 +792,6 @@ static void test_nets(void) {
 }
 
 int main(void) {
-    setbuf(stdout, NULL);
     moe_rng_seed(&rng, 31);
     CASE(test_nets());
     CASE(test_feed_forward());
