@@ -4717,7 +4717,7 @@ static int moei_task_count(const moe_parallel *team, const moei_expert_run *run,
         const moei_step *step = &run->kind->steps[i];
         if (step->op == MOEI_STEP_MATMUL) weights += (double)run->width[step->to] * (double)run->width[step->from];
     }
-    return moei_tasks_worth(team, weights, rows, moei_smaller(experts, rows));
+    return moei_is_short(weights, rows, moei_smaller(experts, rows)) && !team->always ? 1 : team->threads;
 }
 
 /* ==== expert runs of a call =================================================================== */
@@ -7375,16 +7375,18 @@ typedef struct moei_rows_product {
     const moe_real *in;
     moe_real *out;
     const moe_real *weights;
-    const void *packed, *rows; /* rows: in, quantized */
+    const void *packed;
+    void *rows; /* in, quantized */
     const moe_external *external;
     const moe_real *d_out;
     moe_real *d_in; /* or NULL */
 } moei_rows_product;
 
 static void moei_product_run(moei_rows_product *p, size_t rows, void (*task)(void *work, int index)) {
-    const moe_parallel team = moei_team(p->r->call);
-    p->n_tasks = moei_tasks_worth(&team, (double)p->i * (double)p->o, rows, 1);
-    moei_tasks_run(&team, p->n_tasks, task, p);
+    const moe_parallel team = moei_team_for(p->r->call, (double)p->i * (double)p->o, rows, 1);
+    p->n_tasks = team.threads;
+    if (p->n_tasks > 1) team.run(team.ctx, task, p, p->n_tasks);
+    else task(p, 0);
 }
 
 /* A task's columns. */
@@ -7414,21 +7416,16 @@ static void moei_product_task(void *work, int index) {
 static void moei_module_product(const moei_run *r, int place, int bias, size_t first, size_t n, size_t i, size_t o,
                                 const moe_real *in, size_t ldi, moe_real *out, size_t ldo) {
     const moe_module *m = moei_weights_of(r->net, r->m);
-    const int type = r->m->layer.packed_type;
     moei_rows_product p = {r, place, bias, 1, first, n, i, o, ldi, ldo, in, out, NULL, NULL, NULL, NULL, NULL, NULL};
-    void *rows = NULL;
     p.weights = m->tensors[place];
     p.external = r->pass->training ? NULL : moei_external_of(m, place);
     if (moei_uses_packed(&r->m->layer, r->call)) p.packed = r->m->layer.packed[place];
-    if (p.external != NULL || p.packed != NULL) p.rows = rows = moei_run_room(r).quantized;
+    if (p.external != NULL || p.packed != NULL) p.rows = moei_run_room(r).quantized;
 #ifndef MOE_NO_QUANT
     if (p.external != NULL && moei_external_quantizes(p.external))
-        moei_external_quantize(r->k, n, i, in, ldi, (unsigned char *)rows);
-    else if (p.external == NULL && p.packed != NULL && moei_is_quantized(type))
-        moe_rows_quantize(r->k, type, n, i, in, ldi, rows);
-#else
-    (void)type;
-    (void)rows;
+        moei_external_quantize(r->k, n, i, in, ldi, (unsigned char *)p.rows);
+    else if (p.external == NULL && p.packed != NULL && moei_is_quantized(r->m->layer.packed_type))
+        moe_rows_quantize(r->k, r->m->layer.packed_type, n, i, in, ldi, p.rows);
 #endif
     moei_product_run(&p, n, moei_product_task);
 }
@@ -7790,26 +7787,26 @@ static void moei_attend_task(void *work, int index) {
     moei_attend_blocks(&t, all->from, all->to, all->at, all->count, all->work);
 }
 
-/* The tasks for `count` queries. Those of a forward pass divide the rows of scores; a backward pass
-   needs whole blocks, in whose order it sums. */
-static int moei_attention_tasks(const moei_run *r, const moei_room *room, const moe_parallel *team, size_t count) {
+/* The threads for `count` queries. Those of a forward pass divide the rows of scores; a backward
+   pass needs whole blocks, in whose order it sums. */
+static moe_parallel moei_attention_team(const moei_run *r, const moei_room *room, size_t count) {
     const moei_attend *t = &r->p->t;
-    size_t least = room->d_a != NULL ? room->rows / room->parts : count == 1 ? t->s.group : 8;
-    double each = (double)(t->s.w + t->s.u) * (double)t->s.heads * (double)(t->past + t->n);
-    int tasks = t->unpacked == NULL ? moei_tasks_worth(team, each, count, 0) : 1;
-    if ((size_t)tasks > room->rows / least) tasks = (int)(room->rows / least);
-    return tasks > 1 ? tasks : 1;
+    const size_t least = room->d_a != NULL ? room->rows / room->parts : count == 1 ? t->s.group : 8;
+    const double each = (double)(t->s.w + t->s.u) * (double)t->s.heads * (double)(t->past + t->n);
+    moe_parallel team = moei_team_for(r->call, each, count, 0);
+    if ((size_t)team.threads > room->rows / least) team.threads = (int)(room->rows / least);
+    if (team.threads < 1 || room->keys != NULL) team.threads = 1;
+    return team;
 }
 
 /* work(block) for the queries of tokens [at, at + count). */
 static void moei_attention_blocks(const moei_run *r, size_t at, size_t count,
                                   void (*work)(const moei_attend *t, const moei_queries *b)) {
-    const moe_parallel team = moei_team(r->call);
     moei_room room = moei_run_room(r);
     moei_attend *t = &r->p->t;
+    moe_parallel team;
     moei_attend_tasks all = {t, 0, 0, at, count, 0, work};
     size_t i;
-    int n_tasks;
     t->n = r->n;
     t->past = r->pass->past;
     t->mask = r->call->mask;
@@ -7825,13 +7822,14 @@ static void moei_attention_blocks(const moei_run *r, size_t at, size_t count,
     t->d_values_step = room.d_v_step;
     t->d_mixed = room.d_mixed;
     t->d_sinks = r->m->gradients[MOE_MODULE_SINKS];
-    n_tasks = moei_attention_tasks(r, &room, &team, count);
-    t->n_tasks = (size_t)n_tasks;
+    team = moei_attention_team(r, &room, count);
+    t->n_tasks = (size_t)team.threads;
     t->rows = moei_smaller(room.rows / t->n_tasks, MOEI_ATTENTION_ROWS);
     all.room = room.rows / t->n_tasks * room.columns;
     for (i = 0; i < moei_sequence_count(r->call); i++) {
         moei_sequence(r->call, i, &all.from, &all.to);
-        moei_tasks_run(&team, n_tasks, moei_attend_task, &all);
+        if (team.threads > 1) team.run(team.ctx, moei_attend_task, &all, team.threads);
+        else moei_attend_blocks(t, all.from, all.to, at, count, work);
     }
 }
 

@@ -3536,18 +3536,22 @@ MOEI_TOOL moe_parallel moei_team(const moe_call *call) {
     return team;
 }
 
-MOEI_TOOL void moei_tasks_run(const moe_parallel *team, int count, void (*task)(void *work, int index), void *work) {
-    if (count > 1) team->run(team->ctx, task, work, count);
-    else task(work, 0);
+/* Whether to multiply `rows` rows by matrices of so many weights each takes less than to start
+   threads, a few microseconds. The time of one is estimated in nanoseconds: one for 50
+   multiplications or 20 bytes beyond the second-level cache. */
+MOEI_TOOL int moei_is_short(double weights, size_t rows, size_t matrices) {
+    double bytes = weights * (double)matrices * (double)sizeof(moe_real) - 1e6;
+    return weights * (double)rows / 50.0 + (bytes > 0.0 ? bytes / 20.0 : 0.0) < 4e4;
 }
 
-/* The number of tasks worth starting to multiply `rows` rows by matrices of so many weights each:
-   starting takes a few microseconds. The time of one thread is estimated in nanoseconds: one for 50
-   multiplications or 20 bytes beyond the second-level cache. */
-MOEI_TOOL int moei_tasks_worth(const moe_parallel *team, double weights, size_t rows, size_t matrices) {
-    double bytes = weights * (double)matrices * (double)sizeof(moe_real) - 1e6;
-    double time = weights * (double)rows / 50.0 + (bytes > 0.0 ? bytes / 20.0 : 0.0);
-    return time < 4e4 && !team->always ? 1 : team->threads;
+/* The threads for such a product. */
+MOEI_TOOL moe_parallel moei_team_for(const moe_call *call, double weights, size_t rows, size_t matrices) {
+    moe_parallel team;
+    if ((call->parallel != NULL && call->parallel->always) || !moei_is_short(weights, rows, matrices))
+        return moei_team(call);
+    memset(&team, 0, sizeof team);
+    team.threads = 1;
+    return team;
 }
 
 /* ==== >>code_call ============================================================================= */
