@@ -1456,7 +1456,9 @@ static uint32_t moei_added_at(moei_maker *m, uint32_t a, uint32_t b, double rang
     b = moei_widened(m, b);
     if (m->status != MOE_OK) return 0;
     if (!(scale > 0)) scale = range * 1.25 / MOEI_WIDE;
-    most = m->vectors[a].scale > m->vectors[b].scale ? m->vectors[a].scale : m->vectors[b].scale;
+    /* the scale of a vector of zeros says nothing */
+    most = m->vectors[a].range > 0 || !(m->vectors[b].range > 0) ? m->vectors[a].scale : 0;
+    if (m->vectors[b].range > 0 && m->vectors[b].scale > most) most = m->vectors[b].scale;
     if (!(scale > most / 64)) scale = most / 64;
     while (shift > 0 && ldexp(most / scale, shift) > 16383) shift--;
     out = moei_vector_new(m, m->vectors[a].width, MOEI_WIDE, scale, range);
@@ -2777,6 +2779,8 @@ static moei_sum_units moei_sum_units_of(moei_maker *m, const moei_summand *part,
     fine = to;
     if (m->status != MOE_OK) return to;
     moei_sum_units_direct(m, part, n, rest_scale, &to);
+    for (; !(range > 0) && to.shift < 15 && ldexp(1, to.shift) < 8.0 * (double)part->most; to.shift++)
+        to.scale *= 2; /* what additions round must not become a code */
     if (!(range > 0) || ldexp(range / to.scale, to.shift) >= (double)MOEI_SUM_STEPS * (double)part->most) return to;
     moei_sum_units_by_vectors(m, part, n, rest_scale, &fine);
     return fine.via_vector ? fine : to;
@@ -3369,6 +3373,8 @@ static uint32_t moei_module_norm(moei_maker *m, const moe_module *module, const 
     if (scale < most / 32000) scale = most / 32000;
     if (!(scale > 0)) scale = 1;
     bits = moei_shift_for(most / scale, 0, 25);
+    for (i = 0; bias != NULL && i < n; i++)
+        while (bits > 0 && fabs(ldexp((double)bias[i] / scale, bits + 5)) > 1073741823) bits--;
     while (ldexp((double)n * (double)n, 30 + 2 * factor) > ldexp(1, 60)) factor--;
     eps = ldexp((double)moei_eps_of(module->eps) * (double)n * (double)n, 2 * factor);
     if (eps > ldexp(m->vectors[x].scale * m->vectors[x].scale, 60))

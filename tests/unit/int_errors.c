@@ -133,10 +133,29 @@ static moe_status make_norm(moe_net *net, const trial *t) {
     return status != MOE_OK || t->variant < 2 ? status : moe_net_linear(net, 20);
 }
 
+/* Gains that are small beside the biases: the output is practically the biases. */
+static moe_status make_biases(moe_net *net, const trial *t) {
+    const moe_status status = moe_net_layer_norm(net);
+    return status != MOE_OK || t->variant % 2 == 0 ? status : moe_net_linear(net, 20);
+}
+
 static moe_status make_residual(moe_net *net, const trial *t) {
     moe_status status = moe_net_linear(net, (int)t->d);
     if (status == MOE_OK) status = moe_net_residual(net, 1);
     return status != MOE_OK || !t->variant ? status : moe_net_linear(net, 24);
+}
+
+/* An MoE layer whose output is 0, because its last matrix is (variant 0 and 1: added to its input)
+   or the one before it, beside large weights (2: its sigmoid). */
+static moe_status make_zeros(moe_net *net, const trial *t) {
+    moe_layer_config c = layer_of(MOE_EXPERT_SWIGLU, 0);
+    moe_status status;
+    if (t->variant == 2) c.router.n_experts = c.router.top_k = 32;
+    status = moe_net_mixture(net, &c);
+    if (status != MOE_OK) return status;
+    if (t->variant == 2) return moe_net_activation(net, MOE_ACT_SIGMOID);
+    status = moe_net_residual(net, 1);
+    return status != MOE_OK || t->variant == 0 ? status : moe_net_linear(net, 24);
 }
 
 static moe_status make_attention(moe_net *net, const trial *t) {
@@ -160,6 +179,21 @@ static void randomise(moe_net *net) {
             else if (norm) net->tensors[i].data[j] *= (moe_real)0.5 + moe_rng_uniform(&rng);
         }
     }
+}
+
+static void tensor_fill(moe_net *net, const char *name, moe_real value) {
+    moe_tensor tensor;
+    size_t i;
+    CHECK_STATUS(moe_net_find(net, name, &tensor), MOE_OK, name);
+    for (i = 0; i < tensor.count; i++) tensor.data[i] = value;
+}
+
+/* What makes of a trial a special one. */
+static void finish(moe_net *net, const trial *t) {
+    if (t->make == make_biases) tensor_fill(net, "0.weight", t->variant < 2 ? 0 : (moe_real)1e-5);
+    if (t->make != make_zeros) return;
+    tensor_fill(net, "0.experts.down", t->variant == 2 ? 20 : 0);
+    if (t->variant == 2) tensor_fill(net, "0.experts.up", 0);
 }
 
 static double relative_error(const moe_net *net, const moe_built_model *built, size_t d, const trial *t) {
@@ -220,6 +254,7 @@ static void try_one(const trial *t, int distribution, uint64_t seed) {
     (void)moe_net_init(&net, (int)t->d, MOE_KERNELS_C, NULL);
     if (t->make(&net, t) == MOE_OK && CHECK_STATUS(moe_net_build(&net, 0, seed, &error), MOE_OK, error.message)) {
         randomise(&net);
+        finish(&net, t);
         config.weights = MOE_WEIGHTS_INT8;
         config.length = 16;
         config.calibration = &data;
@@ -268,7 +303,9 @@ int main(int argc, char **argv) {
     CASE(try_all("experts", make_experts, MOE_ACT_COUNT, 4));
     CASE(try_all("mixture", make_mixture, 1, 18));
     CASE(try_all("norm", make_norm, 1, 4));
+    CASE(try_all("biases", make_biases, 1, 4));
     CASE(try_all("residual", make_residual, 1, 2));
+    CASE(try_all("zeros", make_zeros, 1, 3));
     CASE(try_all("attention", make_attention, 1, 2));
     if (shows) printf("worst %.3f %%\n", 100 * worst);
     return test_end();
