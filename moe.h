@@ -12146,7 +12146,7 @@ static int32_t *moei_int_wide_product(const moei_int_op *op, moei_int_run *run, 
     unsigned j;
     moei_int_fill(v, n, 1); /* two halves that products round down */
     moei_int8_product_add(&op->shape, data, upper, weight, v);
-    moei_int8_product_add(&op->shape, data, upper + k4, (int16_t)((weight + 128) >> 8), v);
+    moei_int8_product_add(&op->shape, data, upper + k4, (int16_t)((weight + 128L) >> 8), v);
     for (j = 0; j < n; j++) {
         v[j] = e > 0 ? (v[j] + ((int32_t)1 << e >> 1)) >> e : v[j] * ((int32_t)1 << -e);
         v[j] += moei_int_scale(moei_flash_32(bias + 4 * j), weight) + more;

@@ -1397,6 +1397,31 @@ static void nets(uint32_t seeds) { (void)seeds; }
 #endif
 #endif
 
+/* A product of one output with inputs of 16 bits, added with weights up to the largest: where an int
+   has 16 bits, too. */
+static void product_16(void) {
+    static const int16_t weights[] = {1, 256, 32639, 32640, 32767, -32767};
+    static const int16_t inputs[] = {1, 127, 128, 16511, 32639, -32639};
+    unsigned i, j;
+    for (i = 0; i < 36; i++) {
+        const int32_t weight = weights[i / 6], x = inputs[i % 6];
+        int32_t sum[4] = {0, 0, 0, 0}, off;
+        begin(1, 1, 32767, 0, 8);
+        memset(constants.bytes, 0, 24);
+        put(constants.bytes + 4, 16384, 2);   /* the factor */
+        constants.bytes[8] = 127;             /* of the first input */
+        put(constants.bytes + 12, 262144, 4); /* the bias, 4 weights */
+        op.other = 16;
+        run.weight = (int16_t)weight;
+        for (j = 0; j < 4; j++) vectors.levels[j] = (int16_t)(j == 0 ? x : 0);
+        memcpy(vectors.levels + 8, sum, sizeof sum);
+        moei_int_op_int16_add(&op, &run);
+        memcpy(sum, vectors.levels + 8, sizeof sum);
+        off = sum[0] - (127 * (x * weight / 65536) / 16 + 4 * weight);
+        CHECK_OF(off > -200 && off < 200, i); /* a unit is 64 */
+    }
+}
+
 int main(int argc, char **argv) {
 #ifndef MOE_TEST_SMALL /* a board need not fill in argc */
     const uint32_t quick = argc > 1 && strcmp(argv[1], "quick") == 0 ? 50 : 1;
@@ -1414,6 +1439,7 @@ int main(int argc, char **argv) {
     }
     CHECK_OF(hash == 0x070896a3u, hash);
     hashing = 0;
+    CASE(product_16());
 #ifndef MOE_TEST_SMALL
     test_case("all sizes");
     for (seed = 0; seed < 1000 / quick; seed++) {
