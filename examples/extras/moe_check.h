@@ -969,13 +969,26 @@ static moei_check_part moei_check_part_of(const moei_int_mixture *m, size_t e) {
     return part;
 }
 
+/* Bounds the sum of `taken` experts, no two of them the same: n[i] add at most most[i] each. */
+static int64_t moei_check_most(const int64_t most[3], const size_t n[3], size_t taken) {
+    int64_t sum = 0;
+    size_t used[3] = {0, 0, 0}, i, best;
+    for (; taken > 0; taken--, used[best]++) {
+        best = 0;
+        for (i = 1; i < 3; i++)
+            if (used[i] < n[i] && (used[best] == n[best] || most[i] > most[best])) best = i;
+        if (used[best] < n[best]) sum += most[best];
+    }
+    return sum;
+}
+
 /* Runs the lists of an MoE layer; *sum bounds what they add up to. */
 static moe_status moei_check_layer(moei_check *c, const moei_int_mixture *m, uint32_t width, size_t taken,
                                    int64_t *sum) {
     const unsigned char *base = c->base;
     const size_t base_size = c->base_size, number = c->number;
-    int64_t most = 0;
-    size_t e;
+    int64_t most[3] = {0, 0, 0}; /* of experts with matrices, copies and zeros, constants */
+    size_t n[3] = {0, 0, 0}, e;
     MOEI_CHECK_DO(moei_check_list(c, MOEI_CHECK_SCORE, m->score, m->n_score));
     c->what = "op";
     c->number = number;
@@ -987,19 +1000,21 @@ static moe_status moei_check_layer(moei_check *c, const moei_int_mixture *m, uin
         moei_check_forget(c, moei_check_part_of(m, e).first, moei_check_part_of(m, e).n);
     for (e = 0; e < m->router.n_experts; e++) {
         const moei_check_part part = moei_check_part_of(m, e);
+        const int kind = (e >= m->zeros) + (e >= m->constants);
         c->added = 0;
         c->base = base;
         c->base_size = base_size;
         if (e < m->zeros) MOEI_CHECK_DO(moei_check_block(c, e, m->stride));
         MOEI_CHECK_DO(moei_check_list(c, MOEI_CHECK_EXPERT, part.first, part.n));
         moei_check_forget(c, part.first, part.n);
-        if (c->added > most) most = c->added;
+        n[kind]++;
+        if (c->added > most[kind]) most[kind] = c->added;
     }
     c->base = base;
     c->base_size = base_size;
     c->added = 0;
     MOEI_CHECK_DO(moei_check_list(c, MOEI_CHECK_SHARED, m->shared, m->n_shared));
-    *sum = most * (int64_t)taken + c->added;
+    *sum = moei_check_most(most, n, taken) + c->added;
     c->list = MOEI_CHECK_MAIN;
     c->number = number;
     c->name = " (mixture)";

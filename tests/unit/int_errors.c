@@ -294,6 +294,44 @@ static void try_all(const char *name, moe_status (*make)(moe_net *net, const tri
                 }
 }
 
+/* moe_check.h accepts a layer with a copy that is larger than all that the other experts add: it is
+   there once. */
+static void one_copy(void) {
+    static unsigned char scratch[4096];
+    moe_layer_config c = layer_of(MOE_EXPERT_SWIGLU, 0);
+    moe_model_config config;
+    moe_built_model built;
+    moe_data data;
+    moe_net net;
+    moe_tensor down;
+    moe_error error;
+    size_t i;
+    uint64_t seed;
+    memset(&config, 0, sizeof config);
+    memset(&data, 0, sizeof data);
+    c.router.n_experts = 40;
+    c.router.top_k = 20;
+    c.router.n_copy = 1;
+    c.d_ff = 5;
+    config.weights = MOE_WEIGHTS_INT8;
+    config.calibration = &data;
+    data.n = 24;
+    data.x = x;
+    for (seed = 1; seed <= 8; seed++) {
+        moe_rng_seed(&rng, seed);
+        draw(NORMAL, data.n, 6);
+        (void)moe_net_init(&net, 6, MOE_KERNELS_C, NULL);
+        (void)moe_net_mixture(&net, &c);
+        CHECK_STATUS(moe_net_build(&net, 0, seed, &error), MOE_OK, error.message);
+        CHECK_STATUS(moe_net_find(&net, "0.experts.down", &down), MOE_OK, "down");
+        for (i = 0; i < down.count; i++) down.data[i] *= (moe_real)0.01;
+        CHECK_STATUS(moe_model_create(&built, &net, &config, &error), MOE_OK, error.message);
+        CHECK_STATUS(moe_model_check(&built.model, NULL, scratch, sizeof scratch, &error), MOE_OK, error.message);
+        moe_model_free(&built);
+        moe_net_free(&net);
+    }
+}
+
 int main(int argc, char **argv) {
     shows = argc > 1 && strcmp(argv[1], "show") == 0;
     if (argc > 1 && strcmp(argv[1], "quick") == 0) seeds = 1;
@@ -307,6 +345,7 @@ int main(int argc, char **argv) {
     CASE(try_all("residual", make_residual, 1, 2));
     CASE(try_all("zeros", make_zeros, 1, 3));
     CASE(try_all("attention", make_attention, 1, 2));
+    CASE(one_copy());
     if (shows) printf("worst %.3f %%\n", 100 * worst);
     return test_end();
 }
