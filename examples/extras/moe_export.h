@@ -2677,6 +2677,10 @@ static void moei_mixture_supported(moei_maker *m, const moe_layer_config *c, int
     const size_t i = m->module;
     const moe_router_config *r = &c->router;
     static const char hint[] = "has no integer form; use MOE_WEIGHTS_FLOAT";
+    if (r->score == MOE_SCORE_CUSTOM || r->select == MOE_SELECT_CUSTOM || r->select == MOE_SELECT_GIVEN)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: no model can have %s = %s", i,
+                          r->score == MOE_SCORE_CUSTOM ? "score" : "select",
+                          r->score == MOE_SCORE_CUSTOM ? "custom" : moei_select_names[r->select]);
     if (moei_score_maker_of(r->score) == NULL)
         MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: score = %s %s", i, moei_score_names[r->score], hint);
     if (moei_scores_shaped(c))

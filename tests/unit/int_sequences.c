@@ -1397,8 +1397,8 @@ static void nets(uint32_t seeds) { (void)seeds; }
 #endif
 #endif
 
-/* A product of one output with inputs of 16 bits, added with weights up to the largest: where an int
-   has 16 bits, too. */
+/* A product of one output with inputs of 16 bits, added with weights up to the largest, where an
+   int has 16 bits, too. */
 static void product_16(void) {
     static const int16_t weights[] = {1, 256, 32639, 32640, 32767, -32767};
     static const int16_t inputs[] = {1, 127, 128, 16511, 32639, -32639};
