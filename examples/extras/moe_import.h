@@ -325,7 +325,8 @@ typedef struct moe_imported {
    The files stay mapped until moe_import_free and must not change. Weights are read in place, and
    of the experts only those that a token uses. Files that cannot be mapped are read into memory.
    options NULL: {0}. On failure *model is {0}.
-     MOE_ERR_NOT_FOUND    no such file, no config.json, a setting or a tensor that is missing
+     MOE_ERR_NOT_FOUND    no config.json, no file that an index or a split file needs, a missing
+                          setting or tensor
      MOE_ERR_UNSUPPORTED  an architecture, element type or setting that is not supported, an extra
                           tensor; named in the message
      MOE_ERR_SHAPE        a tensor whose shape does not fit the settings
@@ -917,6 +918,7 @@ typedef struct moei_import_shard {
     uint64_t kv_at, infos_at, data_at; /* of GGUF: offsets of metadata, tensor descriptions, data */
     size_t n_kv, n_tensors;
     uint32_t split_no, split_count; /* index of this part and number of parts; 0: not split */
+    uint32_t split_tensors;         /* number of tensors of all parts; 0: not stated */
     moe_import_source source;
     moe_buffer bytes;
     moe_file file;
@@ -992,6 +994,7 @@ typedef struct moei_importer {
     size_t weight_map, text_config; /* offsets of these objects in the texts; 0: absent */
     moei_gguf_facts gguf;
     char prefix[MOEI_IMPORT_NAME];
+    const char *part;           /* models: what was cut off in front of the names in found ("mlp."), or NULL */
     /* arrays of moei_import_tensor; listed: entries of the index (only suffix and shard are set) */
     moe_buffer found, listed;
     moe_buffer all, parts;      /* the same of all tensors of a model, and of those of one block */
@@ -1265,15 +1268,19 @@ static void moei_gguf_keep(moei_gguf *g, const char *key, uint32_t type, moe_buf
         moei_gguf_refuse(g, MOE_ERR_MEMORY, "no memory for the metadata");
 }
 
-/* Reads a 4- or 2-byte integer into *number if the key has this name. */
+/* Reads an integer of 2 or 4 bytes into *number if the key has this name. Any other type is
+   refused: without these keys the data would be looked for elsewhere. */
 static int moei_gguf_key_number(moei_gguf *g, const char *key, const char *name, uint32_t type, uint32_t *number) {
-    if (moei_strcmp(key, name) != 0 || (type != 2 && type != 4)) return 0;
-    *number = (uint32_t)moei_gguf_number(g, type == 2 ? 2 : 4);
+    if (moei_strcmp(key, name) != 0) return 0;
+    if (type >= 2 && type <= 5) *number = (uint32_t)moei_gguf_number(g, type < 4 ? 2 : 4);
+    else if (g->status == MOE_OK)
+        g->status = moei_error(g->r->error, MOE_ERR_FORMAT, "%s: %s must be an integer of 16 or 32 bits",
+                               g->file->shown, name);
     return 1;
 }
 
-/* Reads the metadata. The first pass finds general.architecture, general.alignment and which part
-   of a split file this is; the second pass (behind_arch = 1) keeps the keys that start with the
+/* Reads the metadata. The first pass finds general.architecture, general.alignment and what a split
+   file says of its parts; the second pass (behind_arch = 1) keeps the keys that start with the
    architecture. */
 static void moei_gguf_metadata(moei_gguf *g, moei_gguf_facts *facts, moei_import_shard *file, uint32_t *alignment,
                                int behind_arch) {
@@ -1293,7 +1300,8 @@ static void moei_gguf_metadata(moei_gguf *g, moei_gguf_facts *facts, moei_import
             kind = moei_gguf_value(g, type, facts->arch);
         } else if (!behind_arch && (moei_gguf_key_number(g, key, "general.alignment", type, alignment) ||
                                     moei_gguf_key_number(g, key, "split.no", type, &file->split_no) ||
-                                    moei_gguf_key_number(g, key, "split.count", type, &file->split_count)))
+                                    moei_gguf_key_number(g, key, "split.count", type, &file->split_count) ||
+                                    moei_gguf_key_number(g, key, "split.tensors.count", type, &file->split_tensors)))
             kind = MOEI_VALUE_SCALAR;
         if (kind == MOEI_VALUE_NONE) moei_gguf_skip_value(g, type);
     }
@@ -2452,7 +2460,7 @@ static const moei_block_type *moei_type_of_dtype(int dtype) {
    file could make a large layer. */
 static void moei_gguf_tensor(moei_gguf *g, char name[MOEI_IMPORT_NAME], moei_import_tensor *f) {
     const moei_block_type *type;
-    uint64_t n, i, elements = 1, most = (size_t)-1 / 8;
+    uint64_t n, n_type, i, elements = 1, most = (size_t)-1 / 8;
     memset(f, 0, sizeof *f);
     moei_gguf_string(g, name, MOEI_IMPORT_NAME);
     n = moei_gguf_number(g, 4);
@@ -2469,20 +2477,21 @@ static void moei_gguf_tensor(moei_gguf *g, char name[MOEI_IMPORT_NAME], moei_imp
     }
     f->n_dims = (int)n;
     f->count = (size_t)elements;
-    f->code = (int)(moei_gguf_number(g, 4) & 0x7fffffffu);
+    n_type = moei_gguf_number(g, 4);
+    f->code = (int)(n_type < 0x7fffffffu ? n_type : 0x7fffffffu);
     f->at = moei_gguf_number(g, 8);
     f->dtype = MOE_DTYPE_COUNT;
     type = f->type = moei_gguf_type_find(f->code);
     if (type != NULL && g->status == MOE_OK) {
         f->dtype = type->dtype;
         f->bytes = f->count / (size_t)type->external.block * (size_t)type->external.bytes;
-        if (n > 0 && f->shape[n - 1] % (size_t)type->external.block != 0)
+        if ((n > 0 ? f->shape[n - 1] : 1) % (size_t)type->external.block != 0)
             moei_gguf_refuse(g, MOE_ERR_FORMAT, "the rows of a tensor are not a multiple of its block size");
     }
     if (f->at > g->file->source.size)
         moei_gguf_refuse(g, MOE_ERR_FORMAT, "a tensor starts beyond the end of the file");
     if (f->at < g->end) moei_gguf_refuse(g, MOE_ERR_FORMAT, "a tensor overlaps the one before it");
-    g->end = f->at + f->bytes;
+    g->end = f->bytes < UINT64_MAX - f->at ? f->at + f->bytes : UINT64_MAX;
 }
 
 /* Adds or drops outer dimensions of 1 until there are n: llama.cpp's converter keeps those of
@@ -2526,9 +2535,13 @@ static moe_status moei_gguf_open(moei_importer *r, moei_import_shard *file) {
     file->kv_at = g.at;
     moei_gguf_metadata(&g, facts, file, &alignment, 0);
     file->infos_at = g.at;
-    for (i = 0; i < file->n_tensors && g.status == MOE_OK; i++) moei_gguf_tensor(&g, name, &f);
-    if (alignment == 0 || alignment > 65536)
-        moei_gguf_refuse(&g, MOE_ERR_FORMAT, "general.alignment must be 1 to 65536");
+    if (alignment == 0 || alignment > 65536 || (alignment & (alignment - 1)) != 0)
+        moei_gguf_refuse(&g, MOE_ERR_FORMAT, "general.alignment must be 1 to 65536, a power of 2");
+    for (i = 0; i < file->n_tensors && g.status == MOE_OK; i++) {
+        moei_gguf_tensor(&g, name, &f);
+        if (f.at % alignment != 0)
+            moei_gguf_refuse(&g, MOE_ERR_FORMAT, "the offset of a tensor is not a multiple of general.alignment");
+    }
     if (g.status != MOE_OK) return g.status;
     file->data_at = g.at + (alignment - g.at % alignment) % alignment;
     if (file != r->first) return MOE_OK;
@@ -2574,6 +2587,7 @@ static moe_status moei_gguf_open_parts(moei_importer *r) {
     char end[21];
     moei_import_shard *last = r->first;
     const size_t length = moei_strlen(last->name);
+    size_t n_tensors;
     uint32_t no;
     moe_status status = moei_gguf_open(r, last);
     if (status != MOE_OK || last->split_count <= 1) return status;
@@ -2596,11 +2610,15 @@ static moe_status moei_gguf_open_parts(moei_importer *r) {
         return moei_error(r->error, MOE_ERR_UNSUPPORTED,
                           "%s: part 1 of %d of a split file; its name must end with %s, so that the others are found",
                           last->shown, (int)last->split_count, end);
+    n_tensors = last->n_tensors;
     for (no = 1; no < r->first->split_count && status == MOE_OK; no++) {
         status = moei_gguf_open_part(r, no, &last->part);
         last = last->part;
+        n_tensors += status == MOE_OK ? last->n_tensors : 0;
     }
-    return status;
+    if (status != MOE_OK || r->first->split_tensors == 0 || r->first->split_tensors == n_tensors) return status;
+    return moei_error(r->error, MOE_ERR_FORMAT, "%s: the parts have %z tensors, split.tensors.count says %z",
+                      r->first->shown, n_tensors, (size_t)r->first->split_tensors);
 }
 
 /* ---- >>json: the index and config.json ---- */
@@ -3030,10 +3048,13 @@ static moei_import_tensor *moei_import_tensor_at(const moe_buffer *list, size_t 
    has room. */
 static const char *moei_import_full_name(const moei_importer *r, const char *suffix, char out[112]) {
     char prefix[36];
+    size_t expert;
     moei_text t = moei_import_text(out, 112);
     moei_import_show(r->prefix, prefix, sizeof prefix);
     moei_put(&t, prefix, moei_strlen(prefix));
     moei_put(&t, ".", prefix[0] != '\0' ? 1 : 0);
+    if (r->part != NULL && moei_tensor_name_find(moei_sets_of_file(r), suffix, &expert) != NULL)
+        moei_put(&t, r->part, moei_strlen(r->part));
     moei_put(&t, suffix, moei_strlen(suffix));
     return out;
 }
@@ -3116,6 +3137,7 @@ static size_t moei_import_scale_block(const moei_importer *r, size_t i) {
 static moe_status moei_import_join_fp8(const moei_importer *r, moei_import_tensor *f, const moei_import_tensor *of) {
     const size_t height = moei_import_scale_block(r, 0), width = moei_import_scale_block(r, 1);
     const int n = f->n_dims;
+    char shown[112];
     int i, good = n >= 2 && of->n_dims == n && of->dtype == MOE_DTYPE_F32 && f->bytes == f->count;
     for (i = 0; i < n && good; i++) {
         const size_t block = i == n - 1 ? width : i == n - 2 ? height : 1;
@@ -3123,7 +3145,7 @@ static moe_status moei_import_join_fp8(const moei_importer *r, moei_import_tenso
     }
     if (!good)
         return moei_error(r->error, MOE_ERR_SHAPE, "tensor '%s': not F8_E4M3 with one F32 scale per block of "
-                          "quantization_config.weight_block_size", f->suffix);
+                          "quantization_config.weight_block_size", moei_import_full_name(r, f->suffix, shown));
     f->type = moei_gguf_type_find(MOEI_TYPE_E4M3);
     f->dtype = MOE_DTYPE_COUNT;
     f->scales.width = of->shape[n - 1];
@@ -3135,12 +3157,13 @@ static moe_status moei_import_join_fp8(const moei_importer *r, moei_import_tenso
 /* MXFP4: [..., blocks, 16] bytes and [..., blocks] scales hold [..., 32 blocks] numbers. */
 static moe_status moei_import_join_mxfp4(const moei_importer *r, moei_import_tensor *f, const moei_import_tensor *of) {
     const int n = of->n_dims;
+    char shown[112];
     int i, good = n >= 2 && f->n_dims == n + 1 && f->dtype == MOE_DTYPE_U8 && of->dtype == MOE_DTYPE_U8 &&
                   f->shape[n] == 16;
     for (i = 0; i < n && good; i++) good = f->shape[i] == of->shape[i];
     if (!good)
         return moei_error(r->error, MOE_ERR_SHAPE, "tensor '%s': not U8 with 16 bytes for every byte of its scales",
-                          f->suffix);
+                          moei_import_full_name(r, f->suffix, shown));
     f->type = moei_gguf_type_find(MOEI_TYPE_MXFP4);
     f->dtype = MOE_DTYPE_COUNT;
     f->n_dims = n;
@@ -3383,7 +3406,12 @@ static moe_status moei_import_shape_refuse(const moei_importer *r, const moei_im
     char shown[112], want[80], have[80];
     size_t sizes[MOE_FILE_MAX_DIMS];
     int i, n = (int)moei_strlen(f->row->shape);
-    for (i = 0; i < n; i++) sizes[i] = moei_shape_size(r->sizes, f->row->shape[i]);
+    for (i = 0; i < n; i++) {
+        const size_t most = f->row->shape[i] == 'E' ? (size_t)MOE_MAX_EXPERTS : (size_t)MOE_MAX_WIDTH;
+        sizes[i] = moei_shape_size(r->sizes, f->row->shape[i]);
+        if (sizes[i] == 0 && n == f->n_dims) sizes[i] = f->shape[i] > 0 ? f->shape[i] : 1; /* any size would do */
+        if (sizes[i] > 2 * most) sizes[i] = most;
+    }
     return moei_error(r->error, MOE_ERR_SHAPE, "tensor '%s': the shape must be %s, it is %s",
                       moei_import_full_name(r, f->suffix, shown), moei_shape_text(sizes, n, want),
                       moei_shape_text(f->shape, f->n_dims, have));
@@ -3467,6 +3495,7 @@ static const char *moei_settings_source(const moei_importer *r) {
 /* Applies a value if the row matches it. *done: a row has matched. */
 static moe_status moei_setting_apply(moei_importer *r, const moei_setting *s, const char *text, int kind, int *done) {
     const moe_field *field;
+    const char *wrong = "";
     moe_error why;
     moe_status status;
     why.message[0] = '\0';
@@ -3476,9 +3505,11 @@ static moe_status moei_setting_apply(moei_importer *r, const moei_setting *s, co
     field = moe_field_find(moei_layer_fields, s->settings);
     status = kind == MOEI_VALUE_SCALAR ? moei_field_set_n(field, &r->settings, text, moei_strlen(text), &why)
                                        : MOE_ERR_CONFIG;
-    if (status == MOE_OK && (s->zero || !moei_field_is_zero(field, &r->settings))) return MOE_OK;
+    if (status == MOE_OK && moei_field_is_zero(field, &r->settings)) wrong = s->zero ? "" : " other than 0";
+    else if (s->zero && field->kind == MOE_FIELD_INT && text[0] == '-') wrong = " that is not negative";
+    if (status == MOE_OK && wrong[0] == '\0') return MOE_OK;
     return moei_error(r->error, MOE_ERR_CONFIG, "%s: %s = %s: expected a number%s", moei_settings_source(r), s->key,
-                      kind == MOEI_VALUE_OTHER ? "a list" : text, status == MOE_OK ? " other than 0" : "");
+                      kind == MOEI_VALUE_OTHER ? "a list" : text, wrong);
 }
 
 /* Applies all settings of the file to r->settings. */
@@ -3504,6 +3535,9 @@ static moe_status moei_settings_read(moei_importer *r) {
 static moe_status moei_settings_required(const moei_importer *r) {
     char text[MOEI_IMPORT_VALUE];
     const char *key = r->family->gguf_key;
+    if (r->kind == MOEI_IMPORT_GGUF && r->is_model &&
+        moei_import_value(r, "expert_used_count", text) == MOEI_VALUE_NONE)
+        return moei_error(r->error, MOE_ERR_NOT_FOUND, "metadata: %s.expert_used_count is missing", r->gguf.arch);
     if (!r->by_type || r->kind != MOEI_IMPORT_GGUF || key == NULL) return MOE_OK;
     if (moei_import_value(r, key, text) != MOEI_VALUE_NONE && moei_strcmp(text, "0") != 0) return MOE_OK;
     return moei_error(r->error, MOE_ERR_NOT_FOUND, "metadata: %s.%s is missing; %s needs it, or set preset",
@@ -3876,7 +3910,7 @@ static moe_status moei_import_open(moei_importer *r, const char *name) {
         status = moei_import_shard_header(r, r->first);
         return status == MOE_OK ? moei_import_config_open(r) : status;
     }
-    if (begin[0] != '{' && begin[0] != ' ' && begin[0] != '\n' && begin[0] != '\r')
+    if (begin[0] != '{' && begin[0] != ' ' && begin[0] != '\n' && begin[0] != '\r' && begin[0] != '\t')
         return moei_error(r->error, MOE_ERR_FORMAT,
                           "%s: not a safetensors file, an index of safetensors files or a GGUF file", r->first->shown);
     r->kind = MOEI_IMPORT_INDEX;
@@ -4352,6 +4386,8 @@ static int moei_model_is_folder(const moei_importer *r) { return r->kind != MOEI
 static moe_status moei_model_arch(moei_importer *r, moei_model *m) {
     char type[MOEI_IMPORT_VALUE];
     const moei_arch *arch;
+    if (moei_model_is_folder(r) && r->config.size == 0)
+        return moei_error(r->error, MOE_ERR_NOT_FOUND, "%s: there is no config.json beside it", r->first->shown);
     if (moei_model_is_folder(r)) (void)moei_import_value(r, "model_type", type);
     else memcpy(type, r->gguf.arch, sizeof type);
     for (arch = moei_archs; arch->archs != NULL; arch++)
@@ -4385,9 +4421,15 @@ static void moei_model_widths(const moei_importer *r, moei_model *m) {
 
 /* Refuses a model without a size that has no default. */
 static moe_status moei_model_required(const moei_importer *r, const moei_model *m) {
-    const int folder = moei_model_is_folder(r);
-    const char *lacks = NULL;
-    if (!(m->eps > 0)) lacks = folder ? "rms_norm_eps" : "attention.layer_norm_rms_epsilon";
+    const int folder = moei_model_is_folder(r), latent = (m->traits & MOEI_ARCH_LATENT) != 0;
+    const char *lacks = NULL, *eps = "attention.layer_norm_rms_epsilon";
+    if ((m->traits & MOEI_ARCH_LAYER_NORM) != 0) eps = "attention.layer_norm_epsilon";
+    if (!(m->eps > 0)) lacks = folder ? "rms_norm_eps" : eps;
+    if ((m->traits & MOEI_ARCH_CONVOLUTION) != 0 && m->kernel == 0)
+        lacks = folder ? "conv_L_cache" : "shortconv.l_cache";
+    if (latent && m->n_rot == 0) lacks = folder ? "qk_rope_head_dim" : "rope.dimension_count";
+    if (latent && m->kv_rank == 0) lacks = folder ? "kv_lora_rank" : "attention.kv_lora_rank";
+    if (m->heads < 0) lacks = folder ? "num_attention_heads" : "attention.head_count";
     if (m->d_model == 0) lacks = folder ? "hidden_size" : "embedding_length";
     if (m->blocks == 0) lacks = folder ? "num_hidden_layers" : "block_count";
     if (lacks == NULL) return MOE_OK;
@@ -4426,7 +4468,7 @@ static moe_status moei_model_read(moei_importer *r, moei_model *m, size_t block)
     m->factors = before.factors;
     m->vocabulary = before.vocabulary;
     m->is_long = before.is_long;
-    m->kv_heads = m->window = m->chunk = -1;
+    m->heads = m->kv_heads = m->window = m->chunk = -1;
     r->block = block;
     status = moei_model_arch(r, m);
     for (row = moei_model_keys; row->gguf != NULL && status == MOE_OK; row++) status = moei_model_key_read(r, row, m);
@@ -4526,25 +4568,34 @@ static moe_status moei_places_complete(const moei_importer *r, uint64_t traits, 
     return MOE_OK;
 }
 
-/* The name of an MoE layer's tensor after the name of the block's part that holds the layer. */
-static const char *moei_model_suffix(const moei_importer *r, const char *rest) {
+/* The name of an MoE layer's tensor after the name of the block's part that holds the layer, which
+   *part receives. Other names stay as they are. */
+static const char *moei_model_suffix(const moei_importer *r, const char *rest, const char **part) {
     static const char *const parts[] = {"mlp.", "block_sparse_moe.", "feed_forward."};
+    size_t expert;
     int i;
-    for (i = 0; i < 3 && moei_model_is_folder(r); i++)
-        if (moei_import_starts(rest, parts[i])) return rest + moei_strlen(parts[i]);
+    for (i = 0; i < 3 && moei_model_is_folder(r); i++) {
+        const char *behind = moei_import_behind(rest, parts[i], moei_strlen(parts[i]));
+        if (behind == NULL || moei_tensor_name_find(moei_sets_of_file(r), behind, &expert) == NULL) continue;
+        *part = parts[i];
+        return behind;
+    }
     return rest;
 }
 
-/* Derives from the tensors of a block whether it has a router, a convolution, a fused matrix of
+/* Derives from the tensors of a block whether it has experts, a convolution, a fused matrix of
    queries, keys and values, and which form of latent attention. */
 static void moei_model_block_traits(const moei_importer *r, const moei_model *m, int block, moei_model_block *b) {
-    size_t i, n = moei_import_tensor_count(&r->all);
+    size_t i, expert, n = moei_import_tensor_count(&r->all);
+    const char *part;
     int halves = 0, fused = 0;
     memset(b, 0, sizeof *b);
     for (i = 0; i < n; i++) {
         const moei_import_tensor *f = moei_import_tensor_at(&r->all, i);
+        const moei_tensor_name *row;
         if (f->block != block) continue;
-        if (moei_import_is_router(r, moei_model_suffix(r, f->suffix))) b->is_moe = 1;
+        row = moei_tensor_name_find(moei_sets_of_file(r), moei_model_suffix(r, f->suffix, &part), &expert);
+        if (row != NULL && ((row->flags & MOEI_TENSOR_ROUTER) != 0 || moei_is_expert_param(row->param))) b->is_moe = 1;
         if (moei_is_word_of(f->suffix, "shortconv.in_proj.weight conv.in_proj.weight")) b->is_convolution = 1;
         if (moei_strcmp(f->suffix, "attn_k_b.weight") == 0) halves = 1;
         if (moei_strcmp(f->suffix, "attn_qkv.weight") == 0) fused = 1;
@@ -4565,8 +4616,10 @@ static void moei_model_block_traits(const moei_importer *r, const moei_model *m,
 /* A boolean of config.json; `otherwise` where it is absent. */
 static int moei_model_flag(const moei_importer *r, const char *key, int otherwise) {
     char text[MOEI_IMPORT_VALUE];
+    double number = 1;
     if (moei_import_value(r, key, text) != MOEI_VALUE_SCALAR) return otherwise;
-    return moei_strcmp(text, "false") != 0 && moei_strcmp(text, "0") != 0;
+    if (moei_parse_number(text, moei_strlen(text), &number)) return number < 0 || number > 0;
+    return moei_strcmp(text, "false") != 0;
 }
 
 /* Llama 4: a block has chunked attention with RoPE, or full attention without RoPE, whose queries
@@ -4820,6 +4873,7 @@ static moe_status moei_model_block_read(moei_importer *r, moei_model *m, int blo
         return moei_error(r->error, MOE_ERR_CONFIG, "%s: block %d: heads = %d: must be a multiple of the key heads, %d",
                           moei_settings_source(r), block, m->heads, m->kv_heads);
     r->found.size = r->parts.size = 0;
+    r->part = NULL;
     m->d_dense = 0;
     for (i = 0; i < n && status == MOE_OK; i++) {
         const moei_import_tensor *f = moei_import_tensor_at(&r->all, i);
@@ -4830,7 +4884,7 @@ static moe_status moei_model_block_read(moei_importer *r, moei_model *m, int blo
         moei_import_tensor *f = moei_import_tensor_at(&r->parts, i), copy = *f;
         const moei_place_name *row = moei_place_find(r, b->traits, block, f->suffix);
         if (row != NULL) status = moei_place_take(r, m, row, f, b->places);
-        else status = moei_import_tensor_add(r, &r->found, &copy, moei_model_suffix(r, f->suffix));
+        else status = moei_import_tensor_add(r, &r->found, &copy, moei_model_suffix(r, f->suffix, &r->part));
     }
     moei_model_block_both(b);
     if (status == MOE_OK) status = moei_model_unfused(r, m, block);
@@ -5043,12 +5097,13 @@ static moe_status moei_build_matrix(moei_build *b, const moei_import_tensor *f, 
 /* Narrows w to every step-th row from row `first` on. */
 static moe_status moei_build_rows(const moei_build *b, const moei_import_tensor *f, size_t first, size_t step,
                                   moe_external *w) {
+    char shown[112];
     w->data += first * w->row;
     w->row *= step;
     if (w->scales == NULL) return MOE_OK;
     if (first % (size_t)w->scale_rows != 0 || (step > 1 && w->scale_rows > 1))
         return moei_error(b->r->error, MOE_ERR_UNSUPPORTED, "tensor '%s': a block of scales spans two of its parts",
-                          f->suffix);
+                          moei_import_full_name(b->r, f->suffix, shown));
     w->scales += first / (size_t)w->scale_rows * w->scale_row;
     w->scale_row *= step;
     return MOE_OK;
@@ -5076,6 +5131,7 @@ static moe_status moei_build_expert(moei_build *b, const moei_import_tensor *f, 
     const size_t each = f->scales.rows > 0 ? f->scales.rows : 1, lines = rows / each + (rows % each != 0);
     const size_t parts = transposed || moei_build_is_bias(row->param) ? columns : rows;
     const size_t from = !second ? 0 : interleaved ? 1 : parts / 2;
+    char shown[112];
     size_t line;
     moe_status status = moei_build_matrix(b, f, w);
     if (status != MOE_OK) return status;
@@ -5089,8 +5145,8 @@ static moe_status moei_build_expert(moei_build *b, const moei_import_tensor *f, 
     if (w->scales != NULL) w->scales += expert * lines * w->scale_row;
     if (!transposed) return moei_build_rows(b, f, from, interleaved ? 2 : 1, w);
     if (w->type->block != 1 || w->scales != NULL)
-        return moei_error(b->r->error, MOE_ERR_UNSUPPORTED, "tensor '%s': %s cannot be transposed", f->suffix,
-                          w->type->name);
+        return moei_error(b->r->error, MOE_ERR_UNSUPPORTED, "tensor '%s': %s cannot be transposed",
+                          moei_import_full_name(b->r, f->suffix, shown), w->type->name);
     w->data += from * w->column;
     line = w->row;
     w->row = interleaved ? 2 * w->column : w->column;

@@ -132,8 +132,8 @@ static void test_folder(void) {
     if (!CHECK(moe_import_read_model(&model, sources, 2, NULL, NULL, &error) == MOE_OK, error.message)) return;
     CHECK(logits(&model, of_memory) && same_reals(of_path, of_memory, 4 * 80));
     moe_import_free(&model);
-    CHECK_STATUS(moe_import_read_model(&model, sources, 1, NULL, NULL, &error), MOE_ERR_UNSUPPORTED);
-    CHECK(strstr(error.message, "model_type") != NULL, error.message);
+    CHECK_STATUS(moe_import_read_model(&model, sources, 1, NULL, NULL, &error), MOE_ERR_NOT_FOUND);
+    CHECK(strcmp(error.message, "model.safetensors: there is no config.json beside it") == 0, error.message);
     free(file.p);
     free(config.p);
 }
@@ -398,7 +398,8 @@ static taken taken_by(int blocks, int fp8) {
     sources[1] = moe_import_memory("config.json", settings, strlen(settings));
     if (fp8) {
         CHECK_STATUS(moe_import_read_model(&model, sources, 2, NULL, &a, &error), MOE_ERR_UNSUPPORTED);
-        CHECK(strstr(error.message, "'experts.down_proj': F8_E4M3 cannot be transposed") != NULL, error.message);
+        CHECK(strstr(error.message, "'model.layers.0.mlp.experts.down_proj': F8_E4M3 cannot be transposed") != NULL,
+              error.message);
         CHECK(heap.blocks == 0);
     } else if (CHECK(moe_import_read_model(&model, sources, 2, NULL, &a, &error) == MOE_OK, error.message)) {
         t.model = heap.bytes;
@@ -471,7 +472,8 @@ static void test_refusals_gguf(void) {
         {"blk.1.attn_q.weight", "blk.01.ttn_q.weight", MOE_ERR_UNSUPPORTED, "blk.01.ttn_q.weight"},
         {"blk.1.attn_q.weight", "blk.123456.q.weight", MOE_ERR_UNSUPPORTED, "blk.123456.q.weight"},
         {"blk.1.attn_k.weight", "blk.1.attn_q.weight", MOE_ERR_FORMAT, "duplicates"},
-        {"blk.0.ffn_gate_inp.weight", "blk.0.ffn_gate_inz.weight", MOE_ERR_UNSUPPORTED, "llama"},
+        {"blk.0.ffn_gate_inp.weight", "blk.0.ffn_gate_inz.weight", MOE_ERR_UNSUPPORTED,
+         "'blk.0.ffn_gate_inz.weight': mixtral has no tensor of this name"},
         {"blk.1.ffn_up_exps.weight", "blk.1.ffn_up_expz.weight", MOE_ERR_UNSUPPORTED, "ffn_up_expz"},
         {"output_norm.weight", "output_nurm.weight", MOE_ERR_UNSUPPORTED, "output_nurm"},
         {"llama.block_count", "llama.block_cxunt", MOE_ERR_NOT_FOUND, "block_count is missing"},
@@ -514,7 +516,8 @@ static void test_refusals_folder(void) {
         {"\"q_lora_rank\": 20", "\"q_lora_rank\": 21", MOE_ERR_SHAPE, "q_a_proj"},
         {"\"kv_lora_rank\": 24", "\"kv_lora_rank\": -4", MOE_ERR_CONFIG, "kv_lora_rank = -4"},
         {"model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.uq_proj.weight", MOE_ERR_NOT_FOUND, "up_proj"},
-        {"model.layers.1.mlp.gate.weight", "model.layers.1.mlp.gaze.weight", MOE_ERR_NOT_FOUND, "model.layers.1."},
+        {"model.layers.1.mlp.gate.weight", "model.layers.1.mlp.gaze.weight", MOE_ERR_UNSUPPORTED,
+         "'model.layers.1.mlp.gaze.weight': deepseek_v3 has no tensor of this name"},
         {"model.layers.1.self_attn.o_proj.weight", "model.layers.1.self_attn.o_prox.weight", MOE_ERR_NOT_FOUND,
          "o_proj.weight': missing"},
         {"lm_head.weight", "lm_head.weighs", MOE_ERR_UNSUPPORTED, "weighs"}};
@@ -719,6 +722,15 @@ static void test_seed_settings(void) {
                 {"llama", "\"rms_norm_eps\": 2", MOE_ERR_CONFIG, "rms_norm_eps = 2: must be"},
                 {"llama", "\"num_key_value_heads\": 0", MOE_ERR_CONFIG, "must be a multiple"},
                 {"llama", "\"num_attention_heads\": 0", MOE_ERR_CONFIG, "must be a multiple"},
+                {"llama", "\"num_attention_heads\": null", MOE_ERR_NOT_FOUND, "num_attention_heads is missing"},
+                {"deepseek2", "\"kv_lora_rank\": null", MOE_ERR_NOT_FOUND, "config.json: kv_lora_rank is missing"},
+                {"deepseek2", "\"qk_rope_head_dim\": null", MOE_ERR_NOT_FOUND, "qk_rope_head_dim is missing"},
+                {"lfm2moe", "\"conv_L_cache\": null", MOE_ERR_NOT_FOUND, "config.json: conv_L_cache is missing"},
+                {"deepseek2", "\"n_group\": -4", MOE_ERR_CONFIG,
+                 "n_group = -4: expected a number that is not negative"},
+                {"deepseek2", "\"n_group\": -0", MOE_OK, ""},
+                {"dots1", "\"n_shared_experts\": -1", MOE_ERR_CONFIG, "n_shared_experts = -1: expected a number that"},
+                {"llama", "\"tie_word_embeddings\": 0.0", MOE_ERR_NOT_FOUND, "lm_head.weight': missing"},
                 {"llama", "\"rope_scaling\": {\"type\": \"dynamic\", \"factor\": 2}", MOE_OK, ""},
                 {"llama", "\"rope_scaling\": {\"type\": \"longrope\"}", MOE_ERR_CONFIG, "positive numbers"},
                 {"llama", "\"rope_scaling\": {\"type\": \"longrope\", \"short_factor\": []}", MOE_ERR_CONFIG,
@@ -1018,7 +1030,23 @@ static void test_seed_keys(void) {
         {"llama", "head_count_kv", "head_count_kx", "llama.attention.head_count_kv", 9,
          "\4\0\0\0\1\0\0\0\0\0\0\0\1\0\0\0", 16, MOE_ERR_CONFIG, "head_count_kv = a list: expected a number", 0},
         {"grok", "", "", "grok.rope.scaling.yarn_beta_fast", 6, "\0\0\x80\x40", 4, MOE_OK, "", 4},
-        {"grok", "", "", "grok.rope.scaling.other", 6, "\0\0\x80\x40", 4, MOE_OK, "", 8}};
+        {"grok", "", "", "grok.rope.scaling.other", 6, "\0\0\x80\x40", 4, MOE_OK, "", 8},
+        {"olmoe", "expert_used_count", "expert_used_coumt", "olmoe.some.key", 4, "\4\0\0\0", 4, MOE_ERR_NOT_FOUND,
+         "metadata: olmoe.expert_used_count is missing", 0},
+        {"dbrx", "layer_norm_epsilon", "layer_norm_epsilom", "dbrx.some.key", 4, "\4\0\0\0", 4, MOE_ERR_NOT_FOUND,
+         "metadata: attention.layer_norm_epsilon is missing", 0},
+        {"llama", "", "", "general.alignment", 4, "\40\0\0\0", 4, MOE_OK, "", 0},
+        {"llama", "", "", "general.alignment", 5, "\40\0\0\0", 4, MOE_OK, "", 0},
+        {"llama", "", "", "general.alignment", 2, "\20\0", 2, MOE_OK, "", 0},
+        {"llama", "", "", "general.alignment", 10, "\40\0\0\0\0\0\0\0", 8, MOE_ERR_FORMAT,
+         "general.alignment must be an integer of 16 or 32 bits", 0},
+        {"llama", "", "", "general.alignment", 8, "\2\0\0\0\0\0\0\0" "32", 10, MOE_ERR_FORMAT,
+         "general.alignment must be an integer of 16 or 32 bits", 0},
+        {"llama", "", "", "general.alignment", 4, "\30\0\0\0", 4, MOE_ERR_FORMAT,
+         "general.alignment must be 1 to 65536, a power of 2", 0},
+        {"llama", "", "", "split.count", 10, "\3\0\0\0\0\0\0\0", 8, MOE_ERR_FORMAT,
+         "split.count must be an integer of 16 or 32 bits", 0},
+        {"llama", "", "", "split.tensors.count", 5, "\3\0\0\0", 4, MOE_OK, "", 0}}; /* of one file: is not compared */
     size_t i, k;
     for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
         moe_imported model;
@@ -1043,6 +1071,242 @@ static void test_seed_keys(void) {
         moe_import_free(&model);
         if (hidden.p != b.p) free(hidden.p);
         free(changed.p);
+        free(s.all.p);
+    }
+}
+
+/* ---- GGUF files made here ---- */
+
+static void put_number(bytes *b, uint64_t value, int n) {
+    for (; n > 0; n--, value >>= 8) b->p[b->n++] = (unsigned char)(value & 255u);
+}
+
+static void put_text(bytes *b, const char *text) {
+    put_number(b, strlen(text), 8);
+    memcpy(b->p + b->n, text, strlen(text));
+    b->n += strlen(text);
+}
+
+static void put_key(bytes *b, const char *key, unsigned type, uint64_t value, int n) {
+    put_text(b, key);
+    put_number(b, type, 4);
+    put_number(b, value, n);
+}
+
+/* The description of a tensor; its dimensions end with a 0. */
+static void put_tensor(bytes *b, const char *name, const uint64_t *ne, unsigned type, uint64_t at) {
+    int i, n = 0;
+    while (ne[n] > 0) n++;
+    put_text(b, name);
+    put_number(b, (uint64_t)n, 4);
+    for (i = 0; i < n; i++) put_number(b, ne[i], 8);
+    put_number(b, type, 4);
+    put_number(b, at, 8);
+}
+
+/* The beginning of a file in a room of 8192 bytes. */
+static bytes begin_gguf(int n_tensors, int n_keys) {
+    bytes b;
+    b.p = (unsigned char *)grab(8192, 1);
+    memcpy(b.p, "GGUF", 4);
+    b.n = 4;
+    put_number(&b, 3, 4);
+    put_number(&b, (uint64_t)n_tensors, 8);
+    put_number(&b, (uint64_t)n_keys, 8);
+    return b;
+}
+
+/* Data: zeros from the next multiple of 32 on. The file has just its bytes, so that a sanitizer
+   sees what is read behind them. */
+static bytes end_gguf(bytes b, size_t data) {
+    bytes file;
+    b.n += (32 - b.n % 32) % 32 + data;
+    CHECK(b.n <= 8192);
+    file.n = b.n;
+    file.p = (unsigned char *)grab(b.n, 1);
+    memcpy(file.p, b.p, b.n);
+    free(b.p);
+    return file;
+}
+
+/* A model of width 1; its last tensor is as the caller says. */
+static bytes narrow(const uint64_t *ne, unsigned type, uint64_t at, size_t data) {
+    static const struct {
+        const char *name;
+        uint64_t ne[4];
+    } tensors[] = {{"token_embd.weight", {1, 8, 0, 0}},
+                   {"output_norm.weight", {1, 0, 0, 0}},
+                   {"blk.0.attn_q.weight", {1, 2, 0, 0}},
+                   {"blk.0.attn_k.weight", {1, 2, 0, 0}},
+                   {"blk.0.attn_v.weight", {1, 2, 0, 0}},
+                   {"blk.0.attn_output.weight", {2, 1, 0, 0}},
+                   {"blk.0.ffn_norm.weight", {1, 0, 0, 0}},
+                   {"blk.0.ffn_gate_inp.weight", {1, 2, 0, 0}},
+                   {"blk.0.ffn_gate_exps.weight", {1, 4, 2, 0}},
+                   {"blk.0.ffn_up_exps.weight", {1, 4, 2, 0}},
+                   {"blk.0.ffn_down_exps.weight", {4, 1, 2, 0}}};
+    enum { N = (int)(sizeof tensors / sizeof tensors[0]) };
+    bytes b = begin_gguf(N + 1, 10);
+    int i;
+    put_text(&b, "general.architecture");
+    put_number(&b, 8, 4);
+    put_text(&b, "llama");
+    put_key(&b, "llama.embedding_length", 4, 1, 4);
+    put_key(&b, "llama.block_count", 4, 1, 4);
+    put_key(&b, "llama.context_length", 4, 64, 4);
+    put_key(&b, "llama.expert_used_count", 4, 1, 4);
+    put_key(&b, "llama.attention.head_count", 4, 1, 4);
+    put_key(&b, "llama.attention.key_length", 4, 2, 4);
+    put_key(&b, "llama.attention.value_length", 4, 2, 4);
+    put_key(&b, "llama.rope.dimension_count", 4, 2, 4);
+    put_key(&b, "llama.attention.layer_norm_rms_epsilon", 6, 0x3727c5acu, 4);
+    for (i = 0; i < N; i++) put_tensor(&b, tensors[i].name, tensors[i].ne, 0, 32 * (uint64_t)i);
+    put_tensor(&b, "blk.0.attn_norm.weight", ne, type, at);
+    return end_gguf(b, data);
+}
+
+/* A number without dimensions is no block; a type beyond 31 bits is none; data begin at multiples
+   of the alignment. */
+static void test_narrow(void) {
+    static const struct {
+        uint64_t ne[2];
+        unsigned type;
+        uint64_t at;
+        moe_status status;
+        const char *says;
+    } rows[] = {{{1, 0}, 0, 352, MOE_OK, ""},
+                {{0, 0}, 0, 352, MOE_OK, ""},
+                {{0, 0}, 1, 352, MOE_OK, ""},
+                {{0, 0}, 2, 352, MOE_ERR_FORMAT, "not a multiple of its block size"},
+                {{0, 0}, 12, 352, MOE_ERR_FORMAT, "not a multiple of its block size"},
+                {{1, 0}, 0x80000000u, 352, MOE_ERR_UNSUPPORTED, "attn_norm.weight': GGUF type 2147483647"},
+                {{1, 0}, 0, 356, MOE_ERR_FORMAT, "offset of a tensor is not a multiple of general.alignment"},
+                {{2, 0}, 0, 352, MOE_ERR_SHAPE, "attn_norm.weight': the shape must be [1], it is [2]"},
+                {{1, 0}, 0, 320, MOE_ERR_FORMAT, "overlaps the one before it"},
+                {{1, 0}, 0, 384, MOE_ERR_FORMAT, "go beyond the end of the file"}};
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        bytes b = narrow(rows[i].ne, rows[i].type, rows[i].at, rows[i].type == 0 ? 360 : 354);
+        moe_import_source source = moe_import_memory(NULL, b.p, b.n);
+        moe_imported model;
+        moe_error error;
+        moe_status status;
+        static moe_real y[LOGITS];
+        error.message[0] = '\0';
+        status = moe_import_read_model(&model, &source, 1, NULL, NULL, &error);
+        CHECKF(status == rows[i].status && strstr(error.message, rows[i].says) != NULL, "row %d: %s: %s", (int)i,
+               moe_status_text(status), error.message);
+        CHECK(status != MOE_OK || logits(&model, y));
+        moe_import_free(&model);
+        free(b.p);
+    }
+}
+
+/* A tensor whose end exceeds 64 bits does not let those behind it share bytes: the layer would be
+   larger than the file. */
+static void test_shared_bytes(void) {
+    static const uint64_t router[] = {4, 2, 0};
+    static const uint64_t experts[] = {4, 4, 2, 0};
+    static const uint64_t whole[] = {UINT64_C(0x1ffffffffffffff0), 0};
+    static const char *const names[] = {"blk.0.ffn_gate_exps.weight", "blk.0.ffn_up_exps.weight",
+                                        "blk.0.ffn_down_exps.weight"};
+    bytes b = begin_gguf(7, 2);
+    moe_import_source source;
+    moe_layer layer;
+    moe_error error;
+    moe_status status;
+    int i;
+    put_text(&b, "general.architecture");
+    put_number(&b, 8, 4);
+    put_text(&b, "llama");
+    put_key(&b, "llama.expert_used_count", 4, 1, 4);
+    put_tensor(&b, "blk.0.ffn_gate_inp.weight", router, 0, 0);
+    for (i = 0; i < 3; i++) {
+        put_tensor(&b, names[i], experts, 0, 32);
+        put_tensor(&b, "other", whole, 28, 160); /* 2^64 - 128 bytes of F64 */
+    }
+    b = end_gguf(b, 160);
+    source = moe_import_memory("m.gguf", b.p, b.n);
+    error.message[0] = '\0';
+    status = moe_import_read(&layer, &source, 1, "blk.0", NULL, NULL, &error);
+    CHECK_STATUS(status, MOE_ERR_FORMAT);
+    CHECK(strstr(error.message, "a tensor overlaps the one before it") != NULL, error.message);
+    if (status == MOE_OK) moe_layer_free(&layer);
+    free(b.p);
+}
+
+/* Split files: the parts must have as many tensors as part 1 says, or one of another model would go
+   unnoticed where a tensor may be absent (here the matrix of the logits). */
+static void test_split_tensors(void) {
+    static const struct {
+        int more; /* of tensors, as the key says; 0: there is no key */
+        unsigned type;
+        moe_status status;
+        const char *says;
+    } rows[] = {{0, 5, MOE_OK, ""},
+                {100, 5, MOE_OK, ""},
+                {100, 4, MOE_OK, ""},
+                {101, 5, MOE_ERR_FORMAT, "the parts have %d tensors, split.tensors.count says %d"},
+                {99, 5, MOE_ERR_FORMAT, "the parts have %d tensors, split.tensors.count says %d"},
+                {100, 6, MOE_ERR_FORMAT, "split.tensors.count must be an integer of 16 or 32 bits"}};
+    size_t i;
+    for (i = 0; i < 2 * sizeof rows / sizeof rows[0]; i++) {
+        const int second = (int)(i % 2), row = (int)(i / 2);
+        moe_import_source sources[2];
+        moe_imported model;
+        moe_error error;
+        moe_status status;
+        char says[100], value[4];
+        seed s;
+        bytes b, counted, part, rest = begin_gguf(0, 2);
+        int n;
+        read_seed(&s, "llama", 0);
+        b.p = s.all.p + ((const unsigned char *)s.sources[0].ctx - s.all.p);
+        b.n = (size_t)s.sources[0].size;
+        n = b.p[8];
+        put_key(&rest, "split.no", 2, 1, 2);
+        put_key(&rest, "split.count", 2, 2, 2);
+        rest = end_gguf(rest, 0);
+        memset(value, 0, sizeof value);
+        value[0] = (char)(n + rows[row].more - 100);
+        counted = with_key(b, rows[row].more > 0 ? "split.tensors.count" : "some.key", rows[row].type, value, 4);
+        part = with_key(counted, "split.count", 2, "\2\0", 2);
+        sources[second] = moe_import_memory("m-00001-of-00002.gguf", part.p, part.n);
+        sources[1 - second] = moe_import_memory("m-00002-of-00002.gguf", rest.p, rest.n);
+        sprintf(says, rows[row].says, n, n + rows[row].more - 100);
+        error.message[0] = '\0';
+        status = moe_import_read_model(&model, sources, 2, NULL, NULL, &error);
+        CHECKF(status == rows[row].status && strstr(error.message, says) != NULL, "row %d: %s: %s", row,
+               moe_status_text(status), error.message);
+        moe_import_free(&model);
+        free(rest.p);
+        free(part.p);
+        free(counted.p);
+        free(s.all.p);
+    }
+}
+
+/* An index may begin with any white space of JSON. */
+static void test_index(void) {
+    static const char names[] = "{\"weight_map\": {\"model.embed_tokens.weight\": \"model.safetensors\"}}";
+    static const struct {
+        const char *begin;
+        moe_status status;
+    } rows[] = {{"", MOE_OK}, {"\t", MOE_OK}, {" \r\n\t", MOE_OK}, {"\v", MOE_ERR_FORMAT}};
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        char text[200];
+        moe_import_source sources[3];
+        moe_imported model;
+        moe_error error;
+        seed s;
+        read_seed(&s, "olmoe", 1);
+        sprintf(text, "%s%s", rows[i].begin, names);
+        sources[0] = moe_import_memory("model.safetensors.index.json", text, strlen(text));
+        sources[1] = s.sources[0];
+        sources[2] = s.sources[1];
+        CHECK_STATUS(moe_import_read_model(&model, sources, 3, NULL, NULL, &error), rows[i].status);
+        moe_import_free(&model);
         free(s.all.p);
     }
 }
@@ -1142,7 +1406,7 @@ static void test_headers(void) {
          "\"shape\": [0], \"data_offsets\": [0, 0]}, \"model.embed_tokens.weight\"", NULL, NULL, MOE_OK, ""},
         {"layers.0.mlp.experts.gate_up_proj_blocks\": {\"dtype\": \"U8\"",
          "layers.0.mlp.experts.gate_up_proj_blocks\": {\"dtype\": \"I8\"", NULL, NULL, MOE_ERR_SHAPE,
-         "not U8 with 16 bytes for every byte of its scales"},
+         "'model.layers.0.mlp.experts.gate_up_proj_blocks': not U8 with 16 bytes for every byte of its scales"},
         {"layers.1.mlp.experts.gate_up_proj_scales\": {\"dtype\": \"U8\"",
          "layers.1.mlp.experts.gate_up_proj_scales\": {\"dtype\": \"I8\"", NULL, NULL, MOE_ERR_SHAPE,
          "not U8 with 16 bytes for every byte of its scales"},
@@ -1150,7 +1414,12 @@ static void test_headers(void) {
         {"[4, 64, 2, 16]", "[4, 64, 32]", NULL, NULL, MOE_ERR_SHAPE, "not U8 with 16 bytes"},
         {"[4, 64, 2]", "[4, 32, 4]", NULL, NULL, MOE_ERR_SHAPE, "not U8 with 16 bytes"},
         {"[4, 64, 2]", "[512]", NULL, NULL, MOE_ERR_SHAPE, "not U8 with 16 bytes"},
-        {"gate_up_proj_blocks", "gate_up_proj_block", NULL, NULL, MOE_ERR_UNSUPPORTED, "gate_up_proj_block"},
+        {"gate_up_proj_blocks", "gate_up_proj_block", NULL, NULL, MOE_ERR_UNSUPPORTED,
+         "'model.layers.0.mlp.experts.gate_up_proj_block': "},
+        {"layers.1.mlp.router.weight", "layers.1.self_attn.rotary_emb.inv_freq", NULL, NULL, MOE_ERR_NOT_FOUND,
+         "'model.layers.1.mlp.router.weight': missing in the file; gpt_oss needs it"},
+        {"layers.1.mlp.router.bias\": {\"dtype\": \"BF16\"", "layers.1.mlp.router.bias\": {\"dtype\": \"I16\"", NULL,
+         NULL, MOE_ERR_UNSUPPORTED, "'model.layers.1.mlp.router.bias': dtype I16 is not supported"},
         {"[80, 64]", "[5120]", NULL, NULL, MOE_ERR_SHAPE, "the shape must be"},
         {"[80, 64]", "[0, 64]", NULL, NULL, MOE_ERR_FORMAT, ""}};
     const bytes b = read_file(FOLDER "gpt_oss-mxfp4/model.safetensors");
@@ -1239,8 +1508,9 @@ static void test_fp8(void) {
     } rows[] = {
         {"\"F32\", \"shape\": [2, 2, 1]", 16, "[2, 8]", MOE_OK, ""},
         {"\"F32\", \"shape\": [2, 1, 1]", 8, "[128, 128]", MOE_ERR_UNSUPPORTED,
-         "a block of scales spans two of its parts"},
-        {"\"F32\", \"shape\": [2, 2, 1]", 16, "[128, 128]", MOE_ERR_SHAPE, "one F32 scale per"},
+         "'model.layers.0.block_sparse_moe.input_linear.weight': a block of scales spans two of its parts"},
+        {"\"F32\", \"shape\": [2, 2, 1]", 16, "[128, 128]", MOE_ERR_SHAPE,
+         "'model.layers.0.block_sparse_moe.input_linear.weight': not F8_E4M3 with one F32 scale per"},
         {"\"F32\", \"shape\": [2, 2, 1]", 16, "[2, 4]", MOE_ERR_SHAPE, "one F32 scale per"},
         {"\"F32\", \"shape\": [2, 2, 1]", 16, "[2, \"8\"]", MOE_ERR_SHAPE, "one F32 scale per"},
         {"\"F32\", \"shape\": [2, 2, 1]", 16, "[2, 0]", MOE_ERR_SHAPE, "one F32 scale per"},
@@ -1452,6 +1722,10 @@ int main(void) {
     CASE(test_seed_settings());
     CASE(test_seed_keys());
     CASE(test_unscaled());
+    CASE(test_narrow());
+    CASE(test_shared_bytes());
+    CASE(test_split_tensors());
+    CASE(test_index());
     CASE(test_tuning());
     CASE(test_absent());
     CASE(test_windows());
