@@ -7441,6 +7441,8 @@ static moe_status moei_vocab_gguf_read(moei_vocab *v, const moei_import_shard *f
     scores = t->kind == MOE_TOKENIZER_SCORES;
     if (scores && !v->has_scores)
         return moei_error(v->r.error, MOE_ERR_FORMAT, "%s: tokenizer.ggml.scores is missing", v->file);
+    if (!scores && f.values[MOEI_VOCAB_MERGES].at == 0)
+        return moei_error(v->r.error, MOE_ERR_FORMAT, "%s: tokenizer.ggml.merges is missing", v->file);
     if (!scores) moei_vocab_merges(&f);
     t->bos = moei_vocab_id(&f, MOEI_VOCAB_BOS, scores && t->n_tokens > 1 ? 1 : -1);
     t->eos = moei_vocab_id(&f, MOEI_VOCAB_EOS, scores && t->n_tokens > 2 ? 2 : -1);

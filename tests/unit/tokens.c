@@ -802,6 +802,7 @@ static void test_refused_gguf(void) {
     refuse_changed(&b, "token_type\t\0\0\0\5", "token_type\t\0\0\0\4", 15, MOE_ERR_FORMAT, "elements of type");
     refuse_changed(&b, "ggml.tokens\t\0\0\0\x08\0\0\0", "ggml.tokens\x04\0\0\0\x08\0\0\0", 19, MOE_ERR_FORMAT, "byte");
     refuse_changed(&b, "ggml.bos_token_id\x04", "ggml.bos_token_id\x06", 18, MOE_ERR_FORMAT, "has type 6");
+    refuse_changed(&b, "ggml.merges", "ggml.xxxxxx", 11, MOE_ERR_FORMAT, "tokenizer.ggml.merges is missing");
     refuse_changed(&b, "he ll", "he_ll", 5, MOE_ERR_FORMAT, "not a pair of strings");
     refuse_changed(&b, "\5\0\0\0\0\0\0\0he ll", "\5\0\0\0\1\0\0\0he ll", 13, MOE_ERR_FORMAT, "beyond the end");
     v.fewer = 1;
@@ -1096,6 +1097,7 @@ static void few_keys(moe_buffer *b, const char *model, int n, unsigned type, int
     vocab_key(b, "tokenizer.ggml.add_eos_token", 7);
     vocab_number(b, 1, 1);
     vocab_text_key(b, "tokenizer.ggml.pre", "llama-bpe");
+    vocab_array(b, "tokenizer.ggml.merges", 8, 0);
 }
 
 static void test_few_keys(void) {
@@ -1117,6 +1119,8 @@ static void test_few_keys(void) {
         moe_tokenizer_free(&t);
     }
     few_keys(&b, "gpt2", 2, 8, 6);
+    refuse(MOE_ERR_FORMAT, "a.gguf", b.data, b.size, "tokenizer.ggml.merges is missing");
+    few_keys(&b, "gpt2", 2, 8, 7);
     if (CHECKF(load(&t, "a.gguf", &b) == MOE_OK, "%s", error.message)) {
         CHECK(t.bos == -1 && t.eos == -1 && t.unknown == -1 && !t.add_bos && !t.add_eos);
         moe_tokenizer_free(&t);
