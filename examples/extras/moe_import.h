@@ -7922,6 +7922,7 @@ static moe_status moei_vocab_json_model(moei_vocab *v, size_t model) {
     moe_tokenizer *t = &v->t;
     const size_t vocab = moei_import_json_member(text, model, "vocab");
     const size_t unknown = moei_import_json_member(text, model, "unk_id");
+    const size_t merges = moei_import_json_member(text, model, "merges");
     char type[MOEI_IMPORT_NAME];
     int unigram;
     moe_status status;
@@ -7945,7 +7946,8 @@ static moe_status moei_vocab_json_model(moei_vocab *v, size_t model) {
         size_t id;
         if (moei_json_size(&j, &id) == MOE_OK && id < (size_t)t->n_tokens) t->unknown = (int32_t)id;
     }
-    return unigram ? MOE_OK : moei_vocab_json_merges(v, moei_import_json_member(text, model, "merges"));
+    if (!unigram && merges == 0) return moei_error(v->r.error, MOE_ERR_FORMAT, "%s: the model has no merges", v->file);
+    return unigram ? MOE_OK : moei_vocab_json_merges(v, merges);
 }
 
 static moe_status moei_vocab_json_read(moei_vocab *v, const moei_import_shard *file) {

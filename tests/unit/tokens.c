@@ -721,6 +721,7 @@ static void test_refused_json(void) {
         {"{\"model\":{\"vocab\":{\"a\":4294967295}}}", "too large", MOE_ERR_UNSUPPORTED},
         {"{\"model\":{\"vocab\":{\"a\":99999}}}", "too large", MOE_ERR_FORMAT},
         {"{\"model\":{\"vocab\":{\"a\":-1}}}", "integer", MOE_ERR_FORMAT},
+        {"{\"model\":{\"vocab\":{\"a\":0}}}", "the model has no merges", MOE_ERR_FORMAT},
         {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[\"ab\"]}}", "not a pair of strings", MOE_ERR_FORMAT},
         {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[[\"a\"]]}}", "not a pair of strings", MOE_ERR_FORMAT},
         {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[7]}}", "not a pair of strings", MOE_ERR_FORMAT},
@@ -921,8 +922,8 @@ static void test_template(void) {
         char json[600];
         moe_import_source source;
         moe_tokenizer t;
-        sprintf(json, "{\"model\":{\"vocab\":{\"a\":0,\"<s>\":1,\"</s>\":2}},\"post_processor\":{\"type\":"
-                      "\"TemplateProcessing\",\"single\":%s}}", rows[i].single);
+        sprintf(json, "{\"model\":{\"vocab\":{\"a\":0,\"<s>\":1,\"</s>\":2},\"merges\":[]},\"post_processor\":"
+                      "{\"type\":\"TemplateProcessing\",\"single\":%s}}", rows[i].single);
         source = moe_import_memory("tokenizer.json", json, strlen(json));
         if (!CHECKF(moe_import_read_tokenizer(&t, &source, 1, NULL, &error) == MOE_OK, "%s", error.message)) continue;
         CHECKF(t.bos == rows[i].bos && t.eos == rows[i].eos && t.add_bos == (t.bos >= 0) && t.add_eos == (t.eos >= 0),
@@ -1285,7 +1286,7 @@ static void test_crowded_texts(void) {
     put_text(&b, "},\"merges\":[\"1 x\"]}}");
     refuse(MOE_ERR_UNSUPPORTED, "tokenizer.json", b.data, b.size, "texts of the vocabulary collide");
     crowded_texts(&b, 1024);
-    put_text(&b, "}}}");
+    put_text(&b, "},\"merges\":[]}}");
     if (CHECKF(load(&t, "tokenizer.json", &b) == MOE_OK, "%s", error.message)) {
         CHECK(t.n_tokens == 256 && moe_tokenizer_find(&t, "x") == -1);
         CHECK_STATUS(moe_tokenizer_encode(&t, "x", 1, 0, ids, 4, &n), MOE_OK);
@@ -1399,11 +1400,11 @@ static void test_unusual(void) {
         {"{\"pre_tokenizer\":{\"type\":\"Digits\"},\"model\":{\"type\":\"BPE\",\"vocab\":{\"1\":0,\"a\":1,\"11\":2,"
          "\"a1\":5},\"merges\":[[\"a\",\"1\"],[\"1\",\"1\"]]}}", "a11", "a|11"},
         {"{\"normalizer\":{\"type\":\"Replace\",\"pattern\":{\"String\":\" \"},\"content\":\"\342\226\201\"},"
-         "\"model\":{\"vocab\":{\"a\":0,\"\342\226\201\":1}},\"post_processor\":{\"type\":\"Sequence\","
+         "\"model\":{\"vocab\":{\"a\":0,\"\342\226\201\":1},\"merges\":[]},\"post_processor\":{\"type\":\"Sequence\","
          "\"processors\":[]}}", "a a", "a|\342\226\201|a"},
         {"{\"pre_tokenizer\":{\"type\":\"Sequence\"},\"model\":{\"type\":\"Unigram\",\"unk_id\":0,\"vocab\":[[\"?\",0],"
          "[\"ab\",-2],[\"a\",-1.5],[\"b\",-1.5]]}}", "abzzb", "ab|?|b"},
-        {"{\"model\":{\"type\":\"BPE\",\"vocab\":{\"a\":0}}}", "aza", "a|a"},
+        {"{\"model\":{\"type\":\"BPE\",\"vocab\":{\"a\":0},\"merges\":[]}}", "aza", "a|a"},
         {"{\"pre_tokenizer\":{\"type\":\"Digits\",\"individual_digits\":true},\"model\":{\"continuing_subword_prefix\":"
          "\"\",\"end_of_word_suffix\":\"\",\"vocab\":{\"1\":0,\"11\":1},\"merges\":[\"1 1\"]}}", "11", "1|1"},
         {"{\"pre_tokenizer\":{\"type\":\"ByteLevel\",\"add_prefix_space\":false,\"use_regex\":false},\"model\":{"
