@@ -2010,6 +2010,7 @@ static void with_rules(int routes) {
         "selection_bias=1 bias_rate=0.1 bias_rule=proportional bias_centre=1 loss_stable_balance=0.1 gate=sigmoid",
         "select=expert_threshold gate=sigmoid weight=raw threshold_rho=0.5",
         "select=expert_threshold capacity_factor=2 weight=raw switch_from=expert_choice switch_at=1",
+        "switch_from=expert_choice switch_at=9 weight=raw",
         "logit_cap=1.5 weight=softmax loss_z=0.1 noise=gaussian loss_load=0.1",
         "weight=sparsemixer sparsemixer_sample=1 sparsemixer_eps=0.3 top_k=2",
         "input=scaled_rms expert_scale=1 scale=2.5",

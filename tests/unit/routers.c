@@ -633,6 +633,7 @@ static void test_training_check(void) {
     static const char *const fine[] = {"top_k=2",
                                        "top_k=1 weight=raw",
                                        "top_k=1 untrained=1",
+                                       "top_k=1 k_end=2 schedule_steps=9",
                                        "top_k=1 loss_balance=0.01",
                                        "top_k=1 loss_z=0.1",
                                        "top_k=1 score=norm",
@@ -3612,6 +3613,97 @@ static void test_refusals_name_the_cause(void) {
           strcmp(error.message, "name and fields must not be NULL") == 0);
 }
 
+/* Defaults that follow from other fields. */
+static void test_defaults(void) {
+    moe_router_config c = config_of("select=expert_choice"), full;
+    if (CHECK(moe_router_check(&c, &full, NULL) == MOE_OK))
+        CHECK(near((double)full.capacity_factor, 1.0) && near((double)full.capacity_factor_eval, 1.0),
+              "evaluation has the factor of training");
+    c = config_of("switch_at=3 switch_from=expert_threshold");
+    if (CHECK(moe_router_check(&c, &full, NULL) == MOE_OK))
+        CHECK(near((double)full.threshold_rho, 0.99), "of an earlier selection, too");
+    c = config_of("compete_rate=1 loss_distill=0.5");
+    CHECK(!(moe_router_traits(&c) & MOE_TRAIT_STOCHASTIC), "experts that always compete are not drawn");
+    c.compete_rate = (moe_real)0.5;
+    CHECK(moe_router_traits(&c) & MOE_TRAIT_STOCHASTIC, "those of half of the calls are");
+}
+
+/* The picks of sparsemixer need a generator unless both of their random numbers are supplied. */
+static void test_supplied_draws(void) {
+    moe_router_config c = config_of("weight=sparsemixer sparsemixer_sample=1");
+    moe_real *gumbel, *uniform;
+    bench b;
+    if (!CHECK(bench_start(&b, &c, NULL, 3, 0.6), "routes")) return;
+    gumbel = normals(3 * 2 * 4, 1.0);
+    uniform = normals(3 * 2, 0.0);
+    b.call.rng = NULL;
+    b.call.gumbel = gumbel;
+    expect_call_says(&b, MOE_ERR_ARGUMENT, "call.rng is NULL");
+    b.call.gumbel = NULL;
+    b.call.uniform = uniform;
+    expect_call_says(&b, MOE_ERR_ARGUMENT, "call.rng is NULL");
+    b.call.gumbel = gumbel;
+    bench_route(&b);
+    CHECK(b.status == MOE_OK, "nothing is left to draw");
+    bench_end(&b);
+    free(gumbel);
+    free(uniform);
+}
+
+/* A quarter of 10 steps is 3 steps; what a call must supply depends on its step. */
+static void test_switch_step(void) {
+    moe_router_config c = config_of("table_size=5 switch_share=0.25 schedule_steps=10 switch_from=hash");
+    bench b;
+    int step;
+    if (!CHECK(bench_start(&b, &c, NULL, 6, 0.5), "routes")) return;
+    for (step = 0; step < 6; step++) {
+        b.tensors[MOE_ROUTER_STEP][0] = (moe_real)step;
+        b.call.token_ids = NULL;
+        bench_route(&b);
+        CHECK_STATUS(b.status, step < 3 ? MOE_ERR_ARGUMENT : MOE_OK, "token ids are those of the hash");
+        b.call.token_ids = b.token_ids;
+        bench_route(&b);
+        CHECK_STATUS(b.status, MOE_OK);
+    }
+    b.tensors[MOE_ROUTER_STEP][0] = 0;
+    b.call.token_ids = NULL;
+    expect_call_says(&b, MOE_ERR_ARGUMENT, "call.token_ids is NULL: switch_from = hash needs it");
+    bench_end(&b);
+}
+
+/* A router that has its own input reads nothing of x, whatever its input stage. */
+static void test_router_x(void) {
+    static const char *const settings[] = {"weight=raw", "input=scaled_rms", "input=jitter",
+                                           "input=adaptive_clustering ac_mode=code",
+                                           "input=adaptive_clustering ac_mode=code ac_spread=variance"};
+    enum { N = 9 };
+    size_t i, k;
+    for (i = 0; i < sizeof settings / sizeof settings[0]; i++) {
+        moe_router_config c = config_of(settings[i]);
+        moe_real *gradients[MOE_ROUTER_PARAMETER_COUNT], *dx[2], *other = normals(N * 8, 1.0), weights[N * 4];
+        bench b;
+        int with;
+        if (!CHECK(bench_start(&b, &c, NULL, N, 0.8), settings[i])) return;
+        memset(gradients, 0, sizeof gradients);
+        for (with = 0; with < 2; with++) {
+            b.call.x = with ? other : b.x;
+            b.call.router_x = with ? b.x : NULL;
+            bench_route(&b);
+            if (!CHECK_STATUS(b.status, MOE_OK, settings[i])) return;
+            if (with) CHECK(same_bits(weights, b.routing.weights, sizeof weights), settings[i]);
+            memcpy(weights, b.routing.weights, sizeof weights);
+            dx[with] = reals(N * 8);
+            for (k = 0; k < b.routing.plan.offsets[4]; k++) b.routing.d_weight_out[k] = (moe_real)(k % 3);
+            CHECK_STATUS(moe_route_backward(&b.router, &b.call, &b.routing, gradients, dx[with], NULL), MOE_OK);
+        }
+        CHECK(same_bits(dx[0], dx[1], N * 8 * sizeof(moe_real)) && !all_zero(dx[0], N * 8), settings[i]);
+        free(dx[0]);
+        free(dx[1]);
+        free(other);
+        bench_end(&b);
+    }
+}
+
 int main(int argc, char **argv) {
     quick = argc > 1 && strcmp(argv[1], "quick") == 0;
     moe_rng_seed(&rng, 77);
@@ -3668,6 +3760,10 @@ int main(int argc, char **argv) {
     CASE(test_last_ones_are_checked());
     CASE(test_machines());
     CASE(test_loads_are_taken_off());
+    CASE(test_defaults());
+    CASE(test_supplied_draws());
+    CASE(test_switch_step());
+    CASE(test_router_x());
     CASE(test_reference());
     CASE(test_everything());
     return test_end();

@@ -3908,6 +3908,8 @@ static void test_decoding_rules(void) {
                 {"switch_at=9 switch_from=affinity", "switch_from = affinity"},
                 {"switch_at=9 switch_from=balanced top_k=1", NULL},
                 {"select=affinity switch_at=9", "select = affinity"},
+                {"select=expert_choice predictor=1 loss_predictor=1 switch_at=9 capacity_factor=0.5",
+                 "capacity_factor_eval = 0.5"},
                 {"drop_capacity=3", "drop_capacity = 3"},
                 {"capacity_factor=1", "capacity_factor_eval = 1"},
                 {"capacity_factor=1 capacity_factor_eval=4", NULL},
@@ -4195,6 +4197,11 @@ static void refuse_past(moe_router *router, moe_call *call, size_t bytes, void *
     bad = *call;
     bad.n_past = (size_t)-1;
     CHECK_STATUS(moe_route(router, &bad, second, bytes, &part), MOE_ERR_ARGUMENT, "a past that cannot be");
+    bad = *call;
+    bad.decoding = 0;
+    CHECK_STATUS(moe_route(router, &bad, second, bytes, &part), MOE_OK, "a past without decoding");
+    bad.training = 1;
+    CHECK_STATUS(moe_route(router, &bad, second, bytes, &part), MOE_ERR_ARGUMENT, "a past in training");
     bad = *call;
     bad.n_past = INT32_MAX; /* it alone may be, but not with the call's token */
     CHECK_STATUS(moe_route(router, &bad, second, bytes, &part), MOE_ERR_ARGUMENT, "more tokens than an int32 counts");
