@@ -219,6 +219,22 @@ static moe_real *values(moe_net *net, const char *name) {
     return CHECK(moe_net_find(net, name, &tensor) == MOE_OK, name) ? tensor.data : NULL;
 }
 
+/* Past freeze_at every training call takes the experts of the router, as evaluation does. */
+static void check_frozen(moe_layer *layer, size_t n, const moe_real *x, moe_real *step) {
+    moe_rng rng = {4};
+    moe_layer_pass trained, evaluated;
+    void *work = run_layer(layer, n, x, &rng, 0, &evaluated);
+    int call;
+    *step = 3;
+    for (call = 0; call < 20; call++) {
+        void *own = run_layer(layer, n, x, &rng, 1, &trained);
+        CHECK(memcmp(trained.routing.logits, evaluated.routing.logits, n * 5 * sizeof(moe_real)) == 0,
+              "nobody competes for a frozen router");
+        free(own);
+    }
+    free(work);
+}
+
 /* CompeteSMoE: in training, from a step on, a share of the calls takes the experts with the largest
    response, with weights by it; all others take those of the router. */
 static void test_competition(void) {
@@ -232,8 +248,11 @@ static void test_competition(void) {
     for (i = 0; i < N * D; i++) x[i] = moe_rng_normal(&start);
     for (by_norm = 0; by_norm < 2; by_norm++) {
         int competed = 0;
-        if (!layer_of(&layer, "competesmoe", D, by_norm ? "n_experts=5 compete_rate=0.3 compete_from=2 compete=norm"
-                                                        : "n_experts=5 compete_rate=0.3 compete_from=2"))
+        /* what competes does not know of the router's own gate and weights */
+        if (!layer_of(&layer, "competesmoe", D, by_norm
+                          ? "n_experts=5 compete_rate=0.3 compete_from=2 freeze_at=3 compete=norm"
+                          : "n_experts=5 compete_rate=0.3 compete_from=2 freeze_at=3 gate_temperature=3 "
+                            "weight=p_norm weight_p=3"))
             return;
         CHECK(moe_layer_find(&layer, "router.step", &step) == MOE_OK, "compete_from follows the step");
         for (call = 0; call < CALLS + 2; call++) {
@@ -250,6 +269,8 @@ static void test_competition(void) {
                 double first = by_norm ? 1 / (1 + exp(two - one)) : one / (one + two);
                 for (i = 0; i < 5; i++) CHECK(i == chosen[0] || c[i] <= c[chosen[1]], "the largest are taken");
                 CHECK_NEAR((double)w[0], first, bound);
+                CHECK_NEAR(log((double)pass.routing.gate[chosen[0]] / (double)pass.routing.gate[chosen[1]]), one - two,
+                           bound);
                 CHECK(pass.routing.loss[MOE_LOSS_DISTILL] > 0, "the router learns");
             } else {
                 CHECK(!(pass.routing.loss[MOE_LOSS_DISTILL] > 0), "there is nothing to learn from");
@@ -257,6 +278,7 @@ static void test_competition(void) {
             free(work);
         }
         CHECK(competed > 0.2 * CALLS && competed < 0.4 * CALLS, "at the rate");
+        check_frozen(&layer, N, x, step.data);
         moe_layer_free(&layer);
     }
     free(x);

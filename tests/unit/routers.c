@@ -622,6 +622,21 @@ static void test_idle_in_files(void) {
     }
 }
 
+/* Defaults that follow from other fields. */
+static void check_defaults(void) {
+    moe_router_config c = config_of("select=expert_choice"), full;
+    if (CHECK(moe_router_check(&c, &full, NULL) == MOE_OK))
+        CHECK(near((double)full.capacity_factor, 1.0) && near((double)full.capacity_factor_eval, 1.0),
+              "evaluation has the factor of training");
+    c = config_of("switch_at=3 switch_from=expert_threshold");
+    if (CHECK(moe_router_check(&c, &full, NULL) == MOE_OK))
+        CHECK(near((double)full.threshold_rho, 0.99), "of an earlier selection, too");
+    c = config_of("compete_rate=1 loss_distill=0.5");
+    CHECK(!(moe_router_traits(&c) & MOE_TRAIT_STOCHASTIC), "experts that always compete are not drawn");
+    c.compete_rate = (moe_real)0.5;
+    CHECK(moe_router_traits(&c) & MOE_TRAIT_STOCHASTIC, "those of half of the calls are");
+}
+
 /* K = 1 with a weight that is always 1. */
 static void test_training_check(void) {
     static const char *const refused[] = {"top_k=1",
@@ -655,6 +670,7 @@ static void test_training_check(void) {
         moe_router_config c = config_of(fine[i]);
         CHECK(moe_router_check_training(&c, NULL) == MOE_OK, fine[i]);
     }
+    check_defaults();
 }
 
 /* Setting name to value must fail, say both, and change nothing. */
@@ -2787,6 +2803,49 @@ static void spoil_supply(size_t i, size_t bad, int32_t *sequences, bench *b) {
     }
 }
 
+/* The picks of sparsemixer need a generator unless both of their random numbers are supplied. */
+static void check_supplied_draws(void) {
+    moe_router_config c = config_of("weight=sparsemixer sparsemixer_sample=1");
+    moe_real *gumbel, *uniform;
+    bench b;
+    if (!CHECK(bench_start(&b, &c, NULL, 3, 0.6), "routes")) return;
+    gumbel = normals(3 * 2 * 4, 1.0);
+    uniform = normals(3 * 2, 0.0);
+    b.call.rng = NULL;
+    b.call.gumbel = gumbel;
+    expect_call_says(&b, MOE_ERR_ARGUMENT, "call.rng is NULL");
+    b.call.gumbel = NULL;
+    b.call.uniform = uniform;
+    expect_call_says(&b, MOE_ERR_ARGUMENT, "call.rng is NULL");
+    b.call.gumbel = gumbel;
+    bench_route(&b);
+    CHECK(b.status == MOE_OK, "nothing is left to draw");
+    bench_end(&b);
+    free(gumbel);
+    free(uniform);
+}
+
+/* A quarter of 10 steps is 3 steps; what a call must supply depends on its step. */
+static void check_switch_step(void) {
+    moe_router_config c = config_of("table_size=5 switch_share=0.25 schedule_steps=10 switch_from=hash");
+    bench b;
+    int step;
+    if (!CHECK(bench_start(&b, &c, NULL, 6, 0.5), "routes")) return;
+    for (step = 0; step < 6; step++) {
+        b.tensors[MOE_ROUTER_STEP][0] = (moe_real)step;
+        b.call.token_ids = NULL;
+        bench_route(&b);
+        CHECK_STATUS(b.status, step < 3 ? MOE_ERR_ARGUMENT : MOE_OK, "token ids are those of the hash");
+        b.call.token_ids = b.token_ids;
+        bench_route(&b);
+        CHECK_STATUS(b.status, MOE_OK);
+    }
+    b.tensors[MOE_ROUTER_STEP][0] = 0;
+    b.call.token_ids = NULL;
+    expect_call_says(&b, MOE_ERR_ARGUMENT, "call.token_ids is NULL: switch_from = hash needs it");
+    bench_end(&b);
+}
+
 /* What stages read beside x: missing or out of range. */
 static void test_bad_supplies(void) {
     static const char *const settings[] = {"loss_locality=1 nodes=2",
@@ -2823,6 +2882,8 @@ static void test_bad_supplies(void) {
             else expect_call_refused(&b, MOE_ERR_ARGUMENT, settings[i]);
             bench_end(&b);
         }
+    check_supplied_draws();
+    check_switch_step();
 }
 
 /* A token alone is the token in the batch, and inference is training, bit for bit, for every kernel
@@ -3353,6 +3414,39 @@ static moe_status gather_nothing(void *ctx, moe_status status, size_t row_bytes,
     return status;
 }
 
+/* A router that has its own input reads nothing of x, whatever its input stage. */
+static void check_router_x(void) {
+    static const char *const settings[] = {"weight=raw", "input=scaled_rms", "input=jitter",
+                                           "input=adaptive_clustering ac_mode=code",
+                                           "input=adaptive_clustering ac_mode=code ac_spread=variance"};
+    enum { N = 9 };
+    size_t i, k;
+    for (i = 0; i < sizeof settings / sizeof settings[0]; i++) {
+        moe_router_config c = config_of(settings[i]);
+        moe_real *gradients[MOE_ROUTER_PARAMETER_COUNT], *dx[2], *other = normals(N * 8, 1.0), weights[N * 4];
+        bench b;
+        int with;
+        if (!CHECK(bench_start(&b, &c, NULL, N, 0.8), settings[i])) return;
+        memset(gradients, 0, sizeof gradients);
+        for (with = 0; with < 2; with++) {
+            b.call.x = with ? other : b.x;
+            b.call.router_x = with ? b.x : NULL;
+            bench_route(&b);
+            if (!CHECK_STATUS(b.status, MOE_OK, settings[i])) return;
+            if (with) CHECK(same_bits(weights, b.routing.weights, sizeof weights), settings[i]);
+            memcpy(weights, b.routing.weights, sizeof weights);
+            dx[with] = reals(N * 8);
+            for (k = 0; k < b.routing.plan.offsets[4]; k++) b.routing.d_weight_out[k] = (moe_real)(k % 3);
+            CHECK_STATUS(moe_route_backward(&b.router, &b.call, &b.routing, gradients, dx[with], NULL), MOE_OK);
+        }
+        CHECK(same_bits(dx[0], dx[1], N * 8 * sizeof(moe_real)) && !all_zero(dx[0], N * 8), settings[i]);
+        free(dx[0]);
+        free(dx[1]);
+        free(other);
+        bench_end(&b);
+    }
+}
+
 /* A batch of one process is routed as the call alone: the clusters of the previous layer are not
    taken for what affinity chooses. */
 static void test_batch_of_one(void) {
@@ -3384,6 +3478,7 @@ static void test_batch_of_one(void) {
         free(alone);
         bench_end(&b);
     }
+    check_router_x();
 }
 
 /* C is that of the factor as it is written, whatever the nearest float is. */
@@ -3613,97 +3708,6 @@ static void test_refusals_name_the_cause(void) {
           strcmp(error.message, "name and fields must not be NULL") == 0);
 }
 
-/* Defaults that follow from other fields. */
-static void test_defaults(void) {
-    moe_router_config c = config_of("select=expert_choice"), full;
-    if (CHECK(moe_router_check(&c, &full, NULL) == MOE_OK))
-        CHECK(near((double)full.capacity_factor, 1.0) && near((double)full.capacity_factor_eval, 1.0),
-              "evaluation has the factor of training");
-    c = config_of("switch_at=3 switch_from=expert_threshold");
-    if (CHECK(moe_router_check(&c, &full, NULL) == MOE_OK))
-        CHECK(near((double)full.threshold_rho, 0.99), "of an earlier selection, too");
-    c = config_of("compete_rate=1 loss_distill=0.5");
-    CHECK(!(moe_router_traits(&c) & MOE_TRAIT_STOCHASTIC), "experts that always compete are not drawn");
-    c.compete_rate = (moe_real)0.5;
-    CHECK(moe_router_traits(&c) & MOE_TRAIT_STOCHASTIC, "those of half of the calls are");
-}
-
-/* The picks of sparsemixer need a generator unless both of their random numbers are supplied. */
-static void test_supplied_draws(void) {
-    moe_router_config c = config_of("weight=sparsemixer sparsemixer_sample=1");
-    moe_real *gumbel, *uniform;
-    bench b;
-    if (!CHECK(bench_start(&b, &c, NULL, 3, 0.6), "routes")) return;
-    gumbel = normals(3 * 2 * 4, 1.0);
-    uniform = normals(3 * 2, 0.0);
-    b.call.rng = NULL;
-    b.call.gumbel = gumbel;
-    expect_call_says(&b, MOE_ERR_ARGUMENT, "call.rng is NULL");
-    b.call.gumbel = NULL;
-    b.call.uniform = uniform;
-    expect_call_says(&b, MOE_ERR_ARGUMENT, "call.rng is NULL");
-    b.call.gumbel = gumbel;
-    bench_route(&b);
-    CHECK(b.status == MOE_OK, "nothing is left to draw");
-    bench_end(&b);
-    free(gumbel);
-    free(uniform);
-}
-
-/* A quarter of 10 steps is 3 steps; what a call must supply depends on its step. */
-static void test_switch_step(void) {
-    moe_router_config c = config_of("table_size=5 switch_share=0.25 schedule_steps=10 switch_from=hash");
-    bench b;
-    int step;
-    if (!CHECK(bench_start(&b, &c, NULL, 6, 0.5), "routes")) return;
-    for (step = 0; step < 6; step++) {
-        b.tensors[MOE_ROUTER_STEP][0] = (moe_real)step;
-        b.call.token_ids = NULL;
-        bench_route(&b);
-        CHECK_STATUS(b.status, step < 3 ? MOE_ERR_ARGUMENT : MOE_OK, "token ids are those of the hash");
-        b.call.token_ids = b.token_ids;
-        bench_route(&b);
-        CHECK_STATUS(b.status, MOE_OK);
-    }
-    b.tensors[MOE_ROUTER_STEP][0] = 0;
-    b.call.token_ids = NULL;
-    expect_call_says(&b, MOE_ERR_ARGUMENT, "call.token_ids is NULL: switch_from = hash needs it");
-    bench_end(&b);
-}
-
-/* A router that has its own input reads nothing of x, whatever its input stage. */
-static void test_router_x(void) {
-    static const char *const settings[] = {"weight=raw", "input=scaled_rms", "input=jitter",
-                                           "input=adaptive_clustering ac_mode=code",
-                                           "input=adaptive_clustering ac_mode=code ac_spread=variance"};
-    enum { N = 9 };
-    size_t i, k;
-    for (i = 0; i < sizeof settings / sizeof settings[0]; i++) {
-        moe_router_config c = config_of(settings[i]);
-        moe_real *gradients[MOE_ROUTER_PARAMETER_COUNT], *dx[2], *other = normals(N * 8, 1.0), weights[N * 4];
-        bench b;
-        int with;
-        if (!CHECK(bench_start(&b, &c, NULL, N, 0.8), settings[i])) return;
-        memset(gradients, 0, sizeof gradients);
-        for (with = 0; with < 2; with++) {
-            b.call.x = with ? other : b.x;
-            b.call.router_x = with ? b.x : NULL;
-            bench_route(&b);
-            if (!CHECK_STATUS(b.status, MOE_OK, settings[i])) return;
-            if (with) CHECK(same_bits(weights, b.routing.weights, sizeof weights), settings[i]);
-            memcpy(weights, b.routing.weights, sizeof weights);
-            dx[with] = reals(N * 8);
-            for (k = 0; k < b.routing.plan.offsets[4]; k++) b.routing.d_weight_out[k] = (moe_real)(k % 3);
-            CHECK_STATUS(moe_route_backward(&b.router, &b.call, &b.routing, gradients, dx[with], NULL), MOE_OK);
-        }
-        CHECK(same_bits(dx[0], dx[1], N * 8 * sizeof(moe_real)) && !all_zero(dx[0], N * 8), settings[i]);
-        free(dx[0]);
-        free(dx[1]);
-        free(other);
-        bench_end(&b);
-    }
-}
-
 int main(int argc, char **argv) {
     quick = argc > 1 && strcmp(argv[1], "quick") == 0;
     moe_rng_seed(&rng, 77);
@@ -3760,10 +3764,6 @@ int main(int argc, char **argv) {
     CASE(test_last_ones_are_checked());
     CASE(test_machines());
     CASE(test_loads_are_taken_off());
-    CASE(test_defaults());
-    CASE(test_supplied_draws());
-    CASE(test_switch_step());
-    CASE(test_router_x());
     CASE(test_reference());
     CASE(test_everything());
     return test_end();
