@@ -490,6 +490,15 @@ static void test_reset(void) {
     c.gate_temperature = 3; /* not the preset's any more */
     CHECK(moe_router_check(&c, &out, &error) == MOE_ERR_CONFIG, "refused");
     CHECK(strstr(error.message, "gate_temperature = 3") && strstr(error.message, "gate = identity"), error.message);
+    CHECK_STATUS(moe_fields_apply(moe_router_fields(), &c, "gate_temperature=0.2 groups=2", &error), MOE_OK);
+    CHECK_STATUS(moe_router_check(&c, &out, &error), MOE_ERR_CONFIG);
+    CHECK(strstr(error.message, "groups = 2") != NULL, error.message);
+    CHECK_STATUS(moe_router_preset("gshard", &c, &error), MOE_OK);
+    CHECK_STATUS(moe_fields_apply(moe_router_fields(), &c, "d_model=8 drop_capacity=4", &error), MOE_OK);
+    if (CHECK_STATUS(moe_router_check(&c, &out, &error), MOE_OK)) {
+        CHECK(!(out.capacity_factor > 0) && !(out.capacity_factor_eval > 0), "both, as one is the default of the other");
+        CHECK(moe_router_check(&out, &out, &error) == MOE_OK, error.message);
+    }
     memset(&c, 0, sizeof c);
     c.d_model = 8;
     CHECK_STATUS(moe_fields_apply(moe_router_fields(), &c, text, &error), MOE_OK);

@@ -622,6 +622,20 @@ static void test_idle_in_files(void) {
     }
 }
 
+/* Settings that look idle, but have an effect. */
+static void check_effects(void) {
+    static const char *const settings[] = {
+        "noise=gaussian select=dense weight=one loss_z=0.1",   "drop_rule=gshard weight=uniform top_k=3",
+        "drop_rule=st_moe weight=uniform n_experts=8 top_k=6", "weight=softmax expert_scale=1 renormalize=after",
+        "custom_batch=1 switch_at=3 switch_from=custom",       "custom_batch=1 select=custom"};
+    moe_error error;
+    size_t i;
+    for (i = 0; i < sizeof settings / sizeof settings[0]; i++) {
+        moe_router_config c = config_of(settings[i]);
+        if (!CHECK(moe_router_check(&c, NULL, &error) == MOE_OK, settings[i])) printf("  %s\n", error.message);
+    }
+}
+
 /* Defaults that follow from other fields. */
 static void check_defaults(void) {
     moe_router_config c = config_of("select=expert_choice"), full;
@@ -670,6 +684,7 @@ static void test_training_check(void) {
         moe_router_config c = config_of(fine[i]);
         CHECK(moe_router_check_training(&c, NULL) == MOE_OK, fine[i]);
     }
+    check_effects();
     check_defaults();
 }
 
@@ -2825,6 +2840,33 @@ static void check_supplied_draws(void) {
     free(uniform);
 }
 
+/* Supplied random numbers lie max_choices apart, however few choices this step makes. */
+static void check_scheduled_draws(void) {
+    enum { N = 12, E = 4 };
+    moe_router_config c = config_of("weight=sparsemixer sparsemixer_sample=1 top_k=1 k_end=2 schedule_steps=9");
+    moe_router_config one = config_of("weight=sparsemixer sparsemixer_sample=1 top_k=1");
+    moe_real gumbel[N][2][E] = {{{0}}}, uniform[N][2] = {{0}}, first[N][E];
+    bench b;
+    size_t t, e;
+    if (!CHECK(bench_start(&b, &c, NULL, N, 0.1), "routes")) return;
+    for (t = 0; t < N; t++)
+        for (e = 0; e < E; e++) first[t][e] = gumbel[t][0][e] = (moe_real)below(100);
+    b.tensors[MOE_ROUTER_STEP][0] = 0;
+    b.call.gumbel = &gumbel[0][0][0];
+    b.call.uniform = uniform[0];
+    bench_route(&b);
+    if (CHECK_STATUS(b.status, MOE_OK)) {
+        int32_t chosen[N];
+        CHECK_STATUS(moe_routing_choices(&b.routing, 1, 1, chosen), MOE_OK);
+        CHECK_STATUS(moe_router_init(&b.router, &one, NULL, NULL), MOE_OK);
+        b.router.tensors[MOE_ROUTER_WEIGHT] = b.tensors[MOE_ROUTER_WEIGHT];
+        b.call.gumbel = first[0];
+        bench_route(&b);
+        for (t = 0; t < N && CHECK_STATUS(b.status, MOE_OK); t++) CHECK(b.routing.choices[t] == chosen[t]);
+    }
+    bench_end(&b);
+}
+
 /* A quarter of 10 steps is 3 steps; what a call must supply depends on its step. */
 static void check_switch_step(void) {
     moe_router_config c = config_of("table_size=5 switch_share=0.25 schedule_steps=10 switch_from=hash");
@@ -2843,6 +2885,40 @@ static void check_switch_step(void) {
     b.tensors[MOE_ROUTER_STEP][0] = 0;
     b.call.token_ids = NULL;
     expect_call_says(&b, MOE_ERR_ARGUMENT, "call.token_ids is NULL: switch_from = hash needs it");
+    bench_end(&b);
+}
+
+/* Past freeze_at nobody competes, even if the call has activations. */
+static void check_frozen_competition(void) {
+    moe_router_config c = config_of("compete_rate=1 loss_distill=0.5 freeze_at=3");
+    moe_real logits[6 * 4];
+    bench b;
+    int step;
+    if (!CHECK(bench_start(&b, &c, NULL, 6, 0.5), "routes")) return;
+    for (step = 2; step < 5; step++) {
+        b.tensors[MOE_ROUTER_STEP][0] = (moe_real)step;
+        b.call.training = 0;
+        bench_route(&b);
+        memcpy(logits, b.routing.logits, sizeof logits);
+        b.call.training = 1;
+        bench_route(&b);
+        CHECK_STATUS(b.status, MOE_OK);
+        CHECK(same_bits(logits, b.routing.logits, sizeof logits) == (step >= 3), "whose logits");
+    }
+    bench_end(&b);
+}
+
+/* Groups of one expert have no second best. */
+static void check_groups_of_one(void) {
+    moe_router_config c = config_of("select=grouped_top_k groups=4 groups_kept=3 group_score=top2_sum");
+    bench b;
+    size_t i;
+    if (!CHECK(bench_start(&b, &c, NULL, 6, 0.5), "routes")) return;
+    for (i = 0; i < 6; i++) {
+        int32_t best[2];
+        moe_top_k(4, b.routing.probabilities + 4 * i, 2, best);
+        CHECK(same_bits(best, b.routing.choices + 2 * i, sizeof best), "the largest of all");
+    }
     bench_end(&b);
 }
 
@@ -2883,7 +2959,10 @@ static void test_bad_supplies(void) {
             bench_end(&b);
         }
     check_supplied_draws();
+    check_scheduled_draws();
     check_switch_step();
+    check_frozen_competition();
+    check_groups_of_one();
 }
 
 /* A token alone is the token in the batch, and inference is training, bit for bit, for every kernel
