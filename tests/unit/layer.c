@@ -2269,7 +2269,9 @@ static void test_upcycle(void) {
                 moments_of(layer.tensors[MOE_EXPERTS_UP] + i * all, NULL, all, &mean, &deviation);
                 CHECK(fabs(mean - was) < 0.3 * wide && fabs(deviation / wide - 1.0) < 0.2, "as the replaced ones");
             }
+            layer.is_packed = 1; /* nothing reads where, because it must not be any more */
             CHECK(moe_layer_upcycle(&layer, dense, 0, (moe_real)0.5, 3, &error) == MOE_OK, "noise");
+            CHECK(!layer.is_packed, "packed weights are those of before");
             moments_of(layer.tensors[MOE_EXPERTS_DOWN], dense->tensors[MOE_EXPERTS_DOWN], all, &mean, &deviation);
             CHECK(fabs(mean) < 0.15 && fabs(deviation - 0.5) < 0.1, "noise of this deviation");
             memcpy(first, layer.tensors[MOE_EXPERTS_DOWN], sizeof first);
@@ -2375,6 +2377,12 @@ static void test_refused_upcycling(void) {
     CHECK(moe_layer_upcycle(&latent, &net.modules[0].layer, 0, 0, 1, &error) == MOE_ERR_ARGUMENT &&
               strstr(error.message, "experts.up") != NULL,
           "a tensor that is not set");
+    moe_layer_free(&latent);
+    c.router.d_model = 4; /* the outputs are as wide as those of the dense layer */
+    c.d_out = 6;
+    CHECK(moe_layer_create(&latent, &c, 1, 6, NULL, &error) == MOE_OK &&
+              moe_layer_upcycle(&latent, &net.modules[0].layer, 0, 0, 1, &error) == MOE_ERR_SHAPE,
+          "another width of the input");
     moe_layer_free(&latent);
     moe_layer_free(&layer);
     moe_net_free(&net);
