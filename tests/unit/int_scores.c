@@ -1290,6 +1290,23 @@ static void test_blocks(void) {
     CHECK(cache.hits + cache.reads == cache.requests, "all are counted");
 }
 
+/* What a failed read has left empty is filled before a block gives way. */
+static void check_empty_first(void) {
+    unsigned char memory[MOE_BLOCKS_MEMORY(3, 8)], to[8], bytes[64];
+    moe_loader slow, fast;
+    moe_blocks cache;
+    shelf s;
+    slow = shelf_begin(&s, bytes, sizeof bytes);
+    CHECK_STATUS(moe_blocks_init(&cache, &slow, 8, memory, sizeof memory), MOE_OK, "three blocks");
+    fast = moe_blocks_loader(&cache);
+    CHECK(fast.fetch(fast.ctx, 8, 8, to) == MOE_OK && fast.fetch(fast.ctx, 16, 8, to) == MOE_OK, "two are there");
+    s.left = 0;
+    CHECK_STATUS(fast.fetch(fast.ctx, 24, 8, to), MOE_ERR_IO, "the third one fails");
+    s.left = -1;
+    CHECK(fast.fetch(fast.ctx, 32, 8, to) == MOE_OK && to[0] == 32 && cache.reads == 3, "another one");
+    CHECK(fast.fetch(fast.ctx, 8, 8, to) == MOE_OK && to[0] == 8 && cache.reads == 3, "the oldest is there still");
+}
+
 /* A read that fails leaves what there is, pinned or not, and costs no block. */
 static void test_blocks_failing(void) {
     unsigned char memory[MOE_BLOCKS_MEMORY(2, 8)], to[8], bytes[64];
@@ -1324,6 +1341,7 @@ static void test_blocks_failing(void) {
     slow.fetch = NULL;
     CHECK_STATUS(moe_blocks_init(&cache, &slow, 8, memory, sizeof memory), MOE_ERR_ARGUMENT, "no function");
     CHECK(!s.bad, "requests are of four bytes");
+    check_empty_first();
 }
 
 int main(int argc, char **argv) {

@@ -230,6 +230,7 @@ static void check_frozen(moe_layer *layer, size_t n, const moe_real *x, moe_real
         void *own = run_layer(layer, n, x, &rng, 1, &trained);
         CHECK(memcmp(trained.routing.logits, evaluated.routing.logits, n * 5 * sizeof(moe_real)) == 0,
               "nobody competes for a frozen router");
+        CHECK(trained.call.activation_width == 0, "and no expert runs for that");
         free(own);
     }
     free(work);

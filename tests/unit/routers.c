@@ -2848,7 +2848,7 @@ static void check_scheduled_draws(void) {
     moe_real gumbel[N][2][E] = {{{0}}}, uniform[N][2] = {{0}}, first[N][E];
     bench b;
     size_t t, e;
-    if (!CHECK(bench_start(&b, &c, NULL, N, 0.1), "routes")) return;
+    if (!CHECK(bench_start(&b, &c, NULL, N, 0.0), "routes")) return; /* equal logits: any expert may be picked */
     for (t = 0; t < N; t++)
         for (e = 0; e < E; e++) first[t][e] = gumbel[t][0][e] = (moe_real)below(100);
     b.tensors[MOE_ROUTER_STEP][0] = 0;
@@ -2908,6 +2908,25 @@ static void check_frozen_competition(void) {
     bench_end(&b);
 }
 
+/* What an expert's cutoff learns is its second largest logit among four tokens, and padding is none. */
+static void check_padded_cutoffs(void) {
+    static const unsigned char mask[8] = {1, 0, 0, 1, 1, 0, 1, 0};
+    moe_router_config c = config_of("select=expert_threshold weight=raw capacity_factor=2");
+    bench b;
+    size_t t, e;
+    if (!CHECK(bench_start(&b, &c, NULL, 8, 0.8), "routes")) return;
+    b.call.mask = mask;
+    bench_route(&b);
+    memset(b.tensors[MOE_ROUTER_CUTOFF_SUM], 0, 4 * sizeof(moe_real));
+    CHECK_STATUS(moe_router_observe(&b.router, &b.call, &b.routing, b.tensors), MOE_OK);
+    for (e = 0; e < 4; e++) {
+        int larger = 0;
+        for (t = 0; t < 8; t++) larger += mask[t] && b.routing.logits[4 * t + e] > b.tensors[MOE_ROUTER_CUTOFF_SUM][e];
+        CHECK(larger == 1);
+    }
+    bench_end(&b);
+}
+
 /* Groups of one expert have no second best. */
 static void check_groups_of_one(void) {
     moe_router_config c = config_of("select=grouped_top_k groups=4 groups_kept=3 group_score=top2_sum");
@@ -2963,6 +2982,7 @@ static void test_bad_supplies(void) {
     check_switch_step();
     check_frozen_competition();
     check_groups_of_one();
+    check_padded_cutoffs();
 }
 
 /* A token alone is the token in the batch, and inference is training, bit for bit, for every kernel
