@@ -1301,10 +1301,26 @@ static void check_empty_first(void) {
     fast = moe_blocks_loader(&cache);
     CHECK(fast.fetch(fast.ctx, 8, 8, to) == MOE_OK && fast.fetch(fast.ctx, 16, 8, to) == MOE_OK, "two are there");
     s.left = 0;
-    CHECK_STATUS(fast.fetch(fast.ctx, 24, 8, to), MOE_ERR_IO, "the third one fails");
+    CHECK_STATUS(moe_blocks_pin(&cache, 24, 8, 1), MOE_ERR_IO, "the third one fails");
     s.left = -1;
     CHECK(fast.fetch(fast.ctx, 32, 8, to) == MOE_OK && to[0] == 32 && cache.reads == 3, "another one");
     CHECK(fast.fetch(fast.ctx, 8, 8, to) == MOE_OK && to[0] == 8 && cache.reads == 3, "the oldest is there still");
+    CHECK_STATUS(moe_blocks_pin(&cache, 8, 8, 1), MOE_OK, "one is pinned");
+    CHECK_STATUS(moe_blocks_pin(&cache, 16, 8, 1), MOE_OK, "and a second one: that which failed is not");
+}
+
+/* Bytes that align the memory hold no block. */
+static void check_odd_memory(void) {
+    enum { BLOCK = sizeof(moe_blocks_slot) + 8 };
+    unsigned char memory[32 + 3 * BLOCK], bytes[64], *odd = memory + (16 - (uintptr_t)memory % 16) + 1;
+    moe_loader slow;
+    moe_blocks cache;
+    shelf s;
+    slow = shelf_begin(&s, bytes, sizeof bytes);
+    CHECK_STATUS(moe_blocks_init(&cache, &slow, 8, odd, 15 + 3 * BLOCK), MOE_OK, "three blocks");
+    CHECK(cache.n == 3, "that fit exactly");
+    CHECK_STATUS(moe_blocks_init(&cache, &slow, 8, odd, 15 + 3 * BLOCK - 1), MOE_OK, "a byte less");
+    CHECK(cache.n == 2, "two fit");
 }
 
 /* A read that fails leaves what there is, pinned or not, and costs no block. */
@@ -1342,6 +1358,7 @@ static void test_blocks_failing(void) {
     CHECK_STATUS(moe_blocks_init(&cache, &slow, 8, memory, sizeof memory), MOE_ERR_ARGUMENT, "no function");
     CHECK(!s.bad, "requests are of four bytes");
     check_empty_first();
+    check_odd_memory();
 }
 
 int main(int argc, char **argv) {
