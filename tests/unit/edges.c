@@ -2308,9 +2308,38 @@ static void test_no_tensors(void) {
     moe_net_free(&net);
 }
 
+/* What two residuals read stays until the second has read it, also where modules share memory. */
+static void check_residuals(void) {
+    moe_net net = unbuilt("top_k=2");
+    moe_call call = call_of(TOKENS, 0);
+    moe_cache cache;
+    moe_net_pass pass;
+    moe_real all[TOKENS * 16];
+    size_t bytes, size, i;
+    void *memory, *work;
+    IS(MOE_OK, moe_net_linear(&net, 8));
+    for (i = 0; i < 6; i++) IS(MOE_OK, i == 1 ? moe_net_residual(&net, 1) : moe_net_linear(&net, 8));
+    IS(MOE_OK, moe_net_residual(&net, 6));
+    IS(MOE_OK, moe_net_build(&net, 0, 5, &error));
+    IS(MOE_OK, moe_net_work_size(&net, TOKENS, 0, &size));
+    work = grab(1, size);
+    IS(MOE_OK, moe_net_forward(&net, &call, work, size, &pass));
+    memcpy(all, pass.y, TOKENS * 8 * sizeof *all);
+    free(work);
+    IS(MOE_OK, moe_net_decode_size(&net, TOKENS, TOKENS, &bytes, &size, &error));
+    memory = grab(1, bytes);
+    work = grab(1, size);
+    IS(MOE_OK, moe_net_cache_init(&cache, &net, TOKENS, memory, bytes, &error));
+    IS(MOE_OK, moe_net_decode(&net, &cache, &call, work, size, &pass));
+    CHECK(same_reals(pass.y, all, TOKENS * 8));
+    free(memory);
+    free(work);
+    moe_net_free(&net);
+}
+
 /* With last_only a call's output is the last token's row, also of a network whose last module
    computes every token. */
-static void test_last_row(void) {
+static void check_last_row(int attention) {
     moe_net net = unbuilt("top_k=2");
     moe_call call = call_of(TOKENS, 0);
     moe_cache cache;
@@ -2318,7 +2347,7 @@ static void test_last_row(void) {
     moe_real all[TOKENS * 16];
     size_t bytes, size, width = (size_t)net.d_out;
     void *memory, *work;
-    IS(MOE_OK, moe_net_feed_forward(&net, NULL));
+    IS(MOE_OK, attention ? moe_net_attention(&net, NULL) : moe_net_feed_forward(&net, NULL));
     IS(MOE_OK, moe_net_build(&net, 0, 5, &error));
     for (net.last_only = 0; net.last_only < 2; net.last_only++) {
         IS(MOE_OK, moe_net_decode_size(&net, TOKENS, TOKENS, &bytes, &size, &error));
@@ -2332,6 +2361,12 @@ static void test_last_row(void) {
         free(work);
     }
     moe_net_free(&net);
+}
+
+static void test_last_row(void) {
+    check_last_row(0);
+    check_last_row(1);
+    check_residuals();
 }
 
 /* A batch with more sequences than a router's soft_sequences. */

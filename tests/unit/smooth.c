@@ -281,6 +281,27 @@ static void test_layers(int kernels) {
     test_about = "";
 }
 
+/* Only the next MoE layer reads this one's inputs: clusters of the one after that do not matter. */
+static void test_later_clusters(void) {
+    static const char *const settings[] = {"", "", "input=adaptive_clustering"};
+    moe_smooth_result result;
+    moe_layer_config c;
+    moe_error error;
+    moe_real *before;
+    moe_net net;
+    size_t i;
+    moe_net_init(&net, WIDTH, MOE_KERNELS_AUTO, NULL);
+    add_norm(&net, RMS_NORM);
+    for (i = 0; i < 3 && layer_of(settings[i], &c) == MOE_OK; i++) moe_net_mixture(&net, &c);
+    CHECK_STATUS(moe_net_build(&net, 0, 7, &error), MOE_OK);
+    shake(&net, 64);
+    if (CHECK_STATUS(smooth_exactly(&net, &before, &result), MOE_OK)) {
+        CHECK(changed(&net, before, 0, "weight"), "the norm");
+        free(before);
+    }
+    moe_net_free(&net);
+}
+
 /* Every preset: what the table above leaves out, and what is added later. */
 static void test_presets(void) {
     const moe_preset *preset;
@@ -457,6 +478,36 @@ static void test_formula(moe_real alpha) {
           "the result");
     free(before);
     moe_net_free(&net);
+}
+
+/* The rows behind the last whole batch are looked at, too: where the only large one stands does not
+   matter. */
+static void test_last_batch(void) {
+    enum { MANY = 65 };
+    moe_real *x = (moe_real *)grab(MANY * WIDTH, sizeof *x), *made[2];
+    moe_error error;
+    size_t i;
+    int last;
+    for (last = 0; last < 2; last++) {
+        moe_data data;
+        moe_net net;
+        memset(&data, 0, sizeof data);
+        for (i = 0; i < MANY * WIDTH; i++) x[i] = 1;
+        for (i = 1; i < WIDTH; i++) x[(last ? MANY - 1 : 0) * WIDTH + i] = 0;
+        data.n = MANY;
+        data.x = x;
+        moe_net_init(&net, WIDTH, MOE_KERNELS_AUTO, NULL);
+        moe_net_rms_norm(&net);
+        moe_net_linear(&net, OUT);
+        CHECK_STATUS(moe_net_build(&net, 0, 3, &error), MOE_OK);
+        CHECKF(moe_smooth(&net, &data, NULL, NULL, &error) == MOE_OK, "%s", error.message);
+        made[last] = tensors_of(&net);
+        moe_net_free(&net);
+    }
+    CHECK(same_bits(made[0], made[1], WIDTH * sizeof(moe_real)), "the gains");
+    free(made[0]);
+    free(made[1]);
+    free(x);
 }
 
 /* Hidden channels of an mlp, s by the formula. */
@@ -1035,11 +1086,13 @@ int main(void) {
     CASE(test_layers(MOE_KERNELS_C));
     CASE(test_layers(MOE_KERNELS_AUTO));
     CASE(test_presets());
+    CASE(test_later_clusters());
     CASE(test_attention());
     CASE(test_left_alone());
     CASE(test_formula(0));
     CASE(test_formula((moe_real)0.25));
     CASE(test_formula(1));
+    CASE(test_last_batch());
     CASE(test_hidden_formula());
     CASE(test_range());
     CASE(test_largest());
