@@ -2058,6 +2058,9 @@ static void test_net_call_errors(void) {
     call.activations = x;
     REFUSED(MOE_ERR_ARGUMENT, "call.activations is set", moe_net_forward(&net, &call, work, size, &pass));
     call.activations = NULL;
+    call.activations = x;
+    REFUSED(MOE_ERR_ARGUMENT, "call.activations is set", moe_net_forward(&net, &call, work, size, &pass));
+    call.activations = NULL;
     call.sequences = sequences;
     call.n_sequences = 1;
     REFUSED(MOE_ERR_ARGUMENT, "call.sequences must", moe_net_forward(&net, &call, work, size, &pass));
@@ -2353,8 +2356,11 @@ static void check_last_row(int attention) {
         IS(MOE_OK, moe_net_decode_size(&net, TOKENS, TOKENS, &bytes, &size, &error));
         memory = grab(1, bytes);
         work = grab(1, size);
+        memset(&cache, 0xff, sizeof cache);
         IS(MOE_OK, moe_net_cache_init(&cache, &net, TOKENS, memory, bytes, &error));
+        CHECK(cache.n_tokens == 0);
         IS(MOE_OK, moe_net_decode(&net, &cache, &call, work, size, &pass));
+        CHECK(moe_net_routing(&net, &pass, 1) != NULL && moe_net_routing(&net, &pass, 3) == NULL);
         if (!net.last_only) memcpy(all, pass.y, TOKENS * width * sizeof *all);
         else CHECK(same_reals(pass.y, all + (TOKENS - 1) * width, width));
         free(memory);

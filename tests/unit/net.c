@@ -2071,6 +2071,7 @@ static int all_packed(const moe_net *net, int packed) {
 static void test_packed_types(void) {
     static moe_real exact[PACKED_TOKENS * 37], y[PACKED_TOKENS * 37], stepped[PACKED_TOKENS * 37];
     static const int32_t ids[PACKED_TOKENS] = {3, 1, 4, 1, 10, 0, 36, 5, 9};
+    static const unsigned char mask[PACKED_TOKENS] = {1, 1, 1, 0, 1, 1, 1, 1, 0};
     void *work = grab(PACKED_ROOM, 1), *memory = grab(PACKED_ROOM, 1);
     moe_quant_error errors[9];
     moe_error error;
@@ -2109,6 +2110,10 @@ static void test_packed_types(void) {
             CHECK((type == MOE_TYPE_REAL) == !(sums[0] > 0.0));
             packed_logits(&net, 0, 1, y, work);
             CHECK(same_bits(y, exact, sizeof y));
+            call.mask = mask;
+            CHECK_STATUS(moe_net_quantize(&net, type, memory, bytes, &call, work, report, errors, &error), MOE_OK);
+            CHECK(errors[0].rows == PACKED_TOKENS - 2 && errors[net.n_modules - 1].rows == PACKED_TOKENS - 2);
+            call.mask = NULL;
             moe_net_free(&net);
         }
     free(work);
