@@ -336,7 +336,7 @@ static void test_shared_l1(void) {
 }
 
 /* Two layers whose mean is exactly 1 - K/E, one as far above as the other is below: the factor
-   falls. */
+   falls. Once the one below is frozen, it does not count. */
 static void test_shared_l1_border(void) {
     int experts, k, more;
     for (experts = 3; experts <= 7; experts += 2)
@@ -345,8 +345,8 @@ static void test_shared_l1_border(void) {
             char settings[80];
             moe_net net;
             moe_error error;
-            moe_real *load[2], *l1;
-            sprintf(settings, "n_experts=%d top_k=%d d_ff=4", experts, k);
+            moe_real *load[2], *l1, before;
+            sprintf(settings, "n_experts=%d top_k=%d d_ff=4 freeze_at=20", experts, k);
             if (!CHECK(net_of(&net, "remoe", settings, 2, &error) == MOE_OK, error.message)) return;
             load[0] = values(&net, "1.router.load");
             load[1] = values(&net, "3.router.load");
@@ -359,6 +359,13 @@ static void test_shared_l1_border(void) {
                 CHECK_STATUS(moe_net_advance(&net), MOE_OK);
                 CHECK_NEAR(*l1, wanted, bound * wanted);
             }
+            *values(&net, "3.router.step") = 20;
+            load[0][0] = (moe_real)(10 * k + 1);
+            load[1][0] = (moe_real)(10 * k - 9);
+            load[0][at] = load[1][at] = 10;
+            before = *l1;
+            CHECK_STATUS(moe_net_advance(&net), MOE_OK);
+            CHECK(*l1 > before, "the factor rises");
             moe_net_free(&net);
         }
 }
