@@ -534,6 +534,10 @@ static void test_losses(void) {
           "no rows");
     moe_squared_error(2, 3, y, targets, y);
     CHECK(near_to((double)y[1], 1, NEAR), "in place");
+    y[3] = (moe_real)INFINITY;
+    dy[3] = dy[4] = dy[5] = 0;
+    moe_cross_entropy(1, 3, y + 3, labels, dy + 3);
+    CHECK(!moe_is_finite(dy[3]) && !moe_is_finite(dy[4]) && !moe_is_finite(dy[5]), "no gradient at infinity");
 }
 
 /* ---- training ---- */

@@ -1195,6 +1195,9 @@ static void test_too_long(void) {
     moe_train_config c = descent(8);
     moe_evaluation e;
     moe_data longer;
+    moe_trainer trainer;
+    moe_call call = {0};
+    const int32_t offsets[] = {0, 2, 6};
     moe_net net;
     moe_error error;
     uint64_t print;
@@ -1214,6 +1217,16 @@ static void test_too_long(void) {
     CHECK(strstr(error.message, "length = 6: ") != NULL, error.message);
     longer.length = 2;
     CHECK_STATUS(moe_fit(&net, &s.data, &longer, &c, &error), MOE_OK, "a test set of shorter ones");
+    longer.n = longer.length = 6;
+    longer.call = &call;
+    call.sequences = offsets;
+    call.n_sequences = 2;
+    if (CHECK_STATUS(moe_trainer_init(&trainer, &net, &c, &error), MOE_OK)) {
+        CHECK_STATUS(moe_trainer_step(&trainer, &longer, NULL, &error), MOE_OK, "sequences of the call");
+        call.sequences = NULL;
+        CHECK_STATUS(moe_trainer_step(&trainer, &longer, NULL, &error), MOE_ERR_ARGUMENT, "the same without them");
+        moe_trainer_free(&trainer);
+    }
     moe_net_free(&net);
 }
 
