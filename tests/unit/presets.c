@@ -403,6 +403,9 @@ static void test_trainer_steps(void) {
     work = run_layer(&net.modules[1].layer, N, x, NULL, 0, &pass);
     CHECK(pass.routing.top_k == 6, "K at the end");
     free(work);
+    training.epochs = 1;
+    CHECK(moe_fit(&net, &data, NULL, &training, &error) == MOE_OK, error.message);
+    CHECK(net.modules[1].layer.config.router.schedule_steps == 20, "it has steps of its own now");
     free(x);
     moe_net_free(&net);
 }

@@ -517,7 +517,9 @@ static void test_failed_step(void) {
     moe_net net;
     moe_trainer t;
     moe_error error;
-    moe_step seen;
+    moe_step seen, kept;
+    moe_call call;
+    moe_rng own = {5};
     uint64_t state;
     place(&s);
     moe_net_init(&net, D, MOE_KERNELS_AUTO, NULL);
@@ -529,13 +531,55 @@ static void test_failed_step(void) {
     state = t.rng.state;
     s.x[0] = MOE_REAL_IS_DOUBLE ? (moe_real)1e308 : (moe_real)3e38;
     net_tensor(&net, "0.router.weight")->data[0] = 1000;
+    memset(&seen, 0x5a, sizeof seen);
+    kept = seen;
     CHECK_STATUS(moe_trainer_step(&t, &s.data, &seen, &error), MOE_ERR_NONFINITE, "a logit");
     CHECK(t.rng.state == state && t.n_accumulated == 0, "nothing was drawn");
+    CHECK(same_bits(&seen, &kept, sizeof seen), "nothing was written");
     s.x[0] = 0;
+    memset(&call, 0, sizeof call);
+    call.rng = &own;
+    s.data.call = &call;
     step(&t, &s.data, NULL);
-    CHECK(t.rng.state != state, "a good step draws");
+    CHECK(t.rng.state != state && own.state == 5, "a good step draws, from the trainer's generator");
+    s.data.n = 13;
+    CHECK_STATUS(moe_trainer_step(&t, &s.data, &seen, &error), MOE_ERR_ARGUMENT, "a sample more than batch");
     moe_trainer_free(&t);
     moe_net_free(&net);
+}
+
+/* SGD: no decay for rows of a matrix, while biases, which have none, keep none. */
+static void decay_groups(samples *s) {
+    moe_param_group groups[2];
+    moe_train_config c = descent(24);
+    moe_net net = net_of(SPARSE, 7, NULL), before = net_of(SPARSE, 7, NULL);
+    moe_trainer t;
+    size_t i, j;
+    memset(groups, 0, sizeof groups);
+    groups[0].pattern = "0.weight[1:3]";
+    groups[0].decay = -1;
+    groups[1].pattern = "*bias";
+    groups[1].decay = -1;
+    c.decay = (moe_real)0.25;
+    c.groups = groups;
+    c.n_groups = 2;
+    move_biases(&net);
+    move_biases(&before);
+    t = trainer_of(&net, &c);
+    step(&t, &s->data, NULL);
+    for (i = 0; i < net.n_tensors; i++) {
+        const moe_tensor *n = &net.tensors[i], *b = &before.tensors[i];
+        for (j = 0; j < n->count; j++) {
+            const size_t row = j / (n->count / n->shape[0]);
+            const int none = (n->flags & MOE_PARAM_NO_DECAY) != 0 || (i == 0 && (row == 1 || row == 2));
+            const double old = (double)b->data[j], decay = none ? 0.0 : 0.25;
+            CHECK(near_to((double)n->data[j], old - 0.125 * ((double)n->gradient[j] + decay * old), NEAR), n->name);
+        }
+    }
+    CHECK(strcmp(net.tensors[0].name, "0.weight") == 0 && net.tensors[0].shape[0] > 3);
+    moe_trainer_free(&t);
+    moe_net_free(&net);
+    moe_net_free(&before);
 }
 
 /* One step of each tensor against the formula, from the gradients that the step leaves. */
@@ -597,6 +641,7 @@ static void test_groups(void) {
         moe_net_free(&before);
     }
     adamw_groups(&s);
+    decay_groups(&s);
 }
 
 /* The group of a row under row_groups; 3: none. */
@@ -1196,7 +1241,7 @@ static void test_too_long(void) {
     moe_evaluation e;
     moe_data longer;
     moe_trainer trainer;
-    moe_call call = {0};
+    moe_call call;
     const int32_t offsets[] = {0, 2, 6};
     moe_net net;
     moe_error error;
@@ -1218,6 +1263,7 @@ static void test_too_long(void) {
     longer.length = 2;
     CHECK_STATUS(moe_fit(&net, &s.data, &longer, &c, &error), MOE_OK, "a test set of shorter ones");
     longer.n = longer.length = 6;
+    memset(&call, 0, sizeof call);
     longer.call = &call;
     call.sequences = offsets;
     call.n_sequences = 2;
