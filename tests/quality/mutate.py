@@ -94,6 +94,7 @@ fuzz_config   float   quick         0.8
 histories     float   quick         0.8   moe
 layer         float   -             1.1   routers moe
 presets       float   -             0.3   routers moe
+smooth        float   -             1     smooth
 tokenizers    float   -             0.05  import
 models        float   tests/golden/models 0.2 import
 float_lists   float   -             0.3   export

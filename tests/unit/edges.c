@@ -2030,7 +2030,7 @@ static void test_layer_call_errors(void) {
 
 static void test_net_call_errors(void) {
     moe_net net = make_net("top_k=2", 1), raw = unbuilt("top_k=2");
-    moe_net frozen = make_net("top_k=2", 0);
+    moe_net frozen = make_net("top_k=2", 0), plain = make_net(NULL, 1);
     moe_call call = told_call(TOKENS, 1);
     int32_t sequences[2] = {0, TOKENS - 1};
     moe_net_pass pass;
@@ -2058,9 +2058,6 @@ static void test_net_call_errors(void) {
     call.activations = x;
     REFUSED(MOE_ERR_ARGUMENT, "call.activations is set", moe_net_forward(&net, &call, work, size, &pass));
     call.activations = NULL;
-    call.activations = x;
-    REFUSED(MOE_ERR_ARGUMENT, "call.activations is set", moe_net_forward(&net, &call, work, size, &pass));
-    call.activations = NULL;
     call.sequences = sequences;
     call.n_sequences = 1;
     REFUSED(MOE_ERR_ARGUMENT, "call.sequences must", moe_net_forward(&net, &call, work, size, &pass));
@@ -2077,6 +2074,9 @@ static void test_net_call_errors(void) {
     call.training = 0;
     IS(MOE_OK, moe_net_forward(&net, &call, work, size, &pass));
     REFUSED(MOE_ERR_STATE, "call.training = 1", moe_net_backward(&net, dy, NULL, &pass));
+    IS(MOE_OK, moe_net_forward(&plain, &call, work, size, &pass));
+    REFUSED(MOE_ERR_STATE, "call.training = 1", moe_net_backward(&plain, dy, NULL, &pass));
+    moe_net_free(&plain);
     call.training = 1;
     IS(MOE_OK, moe_net_forward(&frozen, &call, work, size, &pass));
     REFUSED(MOE_ERR_STATE, "trainable = 1", moe_net_backward(&frozen, dy, NULL, &pass));
