@@ -1767,8 +1767,8 @@ static void test_create(void) {
     moe_hme m = new_hme(&c, 7), same = new_hme(&c, 7);
     moe_hme other = new_hme(&c, 8), none;
     moe_error error;
-    CHECK(m.config.n_groups == 2 && m.config.n_experts == 2 && m.config.steps == 2 && m.config.min_variance > 0,
-          "defaults");
+    CHECK(m.config.n_groups == 2 && m.config.n_experts == 2 && m.config.steps == 2, "defaults");
+    CHECK_CLOSE(m.config.min_variance, 1e-6, 1e-12, "that of the variance");
     CHECK(m.n_parameters == 2 * 4 + 4 * 4 + 8 * 4 + 4, "parameters");
     CHECK(m.gate == m.parameters && m.gates == m.gate + 8 && m.experts == m.gates + 16 && m.variances == m.experts + 32,
           "places");

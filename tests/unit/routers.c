@@ -804,8 +804,11 @@ static void round_trip(const moe_field *f, const moe_router_config *from) {
     for (room = 0; room < sizeof cut; room++) {
         memset(cut, '?', sizeof cut);
         moe_field_text(f, from, cut, room);
-        CHECK(room == 0 ? cut[0] == '?' : strlen(cut) < room && strncmp(cut, text, strlen(cut)) == 0,
-              "a text is cut off at room");
+        if (room == 0) CHECK(cut[0] == '?', "there is no room");
+        else
+            CHECK(strlen(cut) == (strlen(text) < room ? strlen(text) : room - 1) &&
+                      strncmp(cut, text, strlen(cut)) == 0,
+                  "as much of the text as fits");
     }
 }
 
