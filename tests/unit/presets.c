@@ -507,7 +507,7 @@ static void test_reset(void) {
     CHECK_STATUS(moe_router_preset("gshard", &c, &error), MOE_OK);
     CHECK_STATUS(moe_fields_apply(moe_router_fields(), &c, "d_model=8 drop_capacity=4", &error), MOE_OK);
     if (CHECK_STATUS(moe_router_check(&c, &out, &error), MOE_OK)) {
-        CHECK(!(out.capacity_factor > 0) && !(out.capacity_factor_eval > 0), "both, as one is the default of the other");
+        CHECK(!(out.capacity_factor > 0) && !(out.capacity_factor_eval > 0), "both: one is the other's default");
         CHECK(moe_router_check(&out, &out, &error) == MOE_OK, error.message);
     }
     memset(&c, 0, sizeof c);

@@ -2911,7 +2911,7 @@ static void check_frozen_competition(void) {
     bench_end(&b);
 }
 
-/* What an expert's cutoff learns is its second largest logit among four tokens, and padding is none. */
+/* What an expert's cutoff learns is its second largest logit among four tokens; padding is none. */
 static void check_padded_cutoffs(void) {
     static const unsigned char mask[8] = {1, 0, 0, 1, 1, 0, 1, 0};
     moe_router_config c = config_of("select=expert_threshold weight=raw capacity_factor=2");
