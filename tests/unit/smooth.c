@@ -493,7 +493,7 @@ static void test_last_batch(void) {
         moe_net net;
         memset(&data, 0, sizeof data);
         for (i = 0; i < MANY * WIDTH; i++) x[i] = 1;
-        for (i = 1; i < WIDTH; i++) x[(last ? MANY - 1 : 0) * WIDTH + i] = 0;
+        for (i = 1; i < WIDTH; i++) x[(last ? (size_t)(MANY - 1) * WIDTH : 0) + i] = 0;
         data.n = MANY;
         data.x = x;
         moe_net_init(&net, WIDTH, MOE_KERNELS_AUTO, NULL);
