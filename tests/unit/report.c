@@ -744,6 +744,11 @@ static void test_messages(void) {
     f = figure(MOE_FIGURE_HEAT, 300, 300);
     CHECK(write_as(&f, SVG) == MOE_OK && holds("Each is the mean of 3 x 3."));
     CHECK(write_as(&f, HTML) == MOE_OK && holds("One of 3 columns is shown."));
+    f = figure(MOE_FIGURE_BARS, 300, 1); /* means of rows have no interval, single rows have */
+    f.half_widths = f.values;
+    CHECK(write_as(&f, SVG) == MOE_OK && holds("Each is the mean of 2 x 1.") && !holds("\xC2\xB1"));
+    f.rows = 200;
+    CHECK(write_as(&f, SVG) == MOE_OK && holds("\xC2\xB1"));
     f = figure(MOE_FIGURE_TOKENS, 1, MOST);
     f.column_names = names;
     CHECK(write_as(&f, HTML) == MOE_OK && holds("The first 3000 of 100000 tokens.") &&
