@@ -749,6 +749,10 @@ static void test_messages(void) {
     CHECK(write_as(&f, SVG) == MOE_OK && holds("Each is the mean of 2 x 1.") && !holds("\xC2\xB1"));
     f.rows = 200;
     CHECK(write_as(&f, SVG) == MOE_OK && holds("\xC2\xB1"));
+    f = figure(MOE_FIGURE_LINES, 1, 2); /* the axis reaches the reference */
+    f.values = table;
+    f.reference = 40;
+    CHECK(write_as(&f, TEXT) == MOE_OK && holds("40 |"));
     f = figure(MOE_FIGURE_TOKENS, 1, MOST);
     f.column_names = names;
     CHECK(write_as(&f, HTML) == MOE_OK && holds("The first 3000 of 100000 tokens.") &&
