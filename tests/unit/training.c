@@ -578,6 +578,10 @@ static void decay_groups(samples *s) {
     }
     CHECK(strcmp(net.tensors[0].name, "0.weight") == 0 && net.tensors[0].shape[0] > 3);
     moe_trainer_free(&t);
+    c.rate = 0; /* the default */
+    t = trainer_of(&net, &c);
+    CHECK(near_to((double)t.rate, 0.01, NEAR), "of sgd");
+    moe_trainer_free(&t);
     moe_net_free(&net);
     moe_net_free(&before);
 }
