@@ -427,6 +427,7 @@ static void test_special(void) {
     vocab_gguf(&v, &b);
     if (!CHECKF(load(&t, "a.gguf", &b) == MOE_OK, "%s", error.message)) return;
     encodes(&t, "ab c[INST] a", 0, "\342\226\201ab|\342\226\201|c|[INST]|\342\226\201|\342\226\201a");
+    encodes(&t, "a<unk>", MOE_TOKENIZER_SPECIAL, "\342\226\201a|<unk>");
     encodes(&t, "z\xC3\xA4\xFF", 0, "\342\226\201|<0x7A>|\xC3\xA4|<0xFF>");
     moe_tokenizer_free(&t);
     moe_buffer_free(&b);
@@ -478,12 +479,14 @@ static void test_fused(void) {
     static const char text[] =
         "{\"pre_tokenizer\":{\"type\":\"Metaspace\",\"prepend_scheme\":\"never\"},\"model\":{\"type\":\"BPE\","
         "\"byte_fallback\":true,\"fuse_unk\":%s,\"unk_token\":\"?\",\"vocab\":{\"a\":0,\"\342\226\201\":1,\"?\":2,"
-        "\"<0x7A>\":3},\"merges\":[]}}";
-    static const char *const rows[][3] = {{"true", "axyzxa", "a|?|<0x7A>|?|a"},
+        "\"<0x7A>\":3,\"<0xC3>\":4},\"merges\":[]}}";
+    static const char *const rows[][3] = {{"false", "a\303\251a", "a|?|a"}, /* of its bytes only one has a token */
+                                          {"true", "axyzxa", "a|?|<0x7A>|?|a"},
                                           {"false", "axyzxa", "a|?|?|<0x7A>|?|a"},
+                                          {"true", "xaxxa", "?|a|?|a"},
                                           {"true", "xy\xFFxa xx x", "?|a|\342\226\201|?|\342\226\201|?"}};
     size_t i;
-    for (i = 0; i < sizeof rows / sizeof *rows; i++) json_encodes(text, rows[i], 4);
+    for (i = 0; i < sizeof rows / sizeof *rows; i++) json_encodes(text, rows[i], 5);
 }
 
 /* Whether a place is not inside a character. */
@@ -850,6 +853,14 @@ static void test_beside(void) {
     if (!CHECKF(moe_import_read_tokenizer(&t, sources, 2, NULL, &error) == MOE_OK, "%s", error.message)) return;
     CHECK(t.bos == -1 && t.add_eos && t.chat_template != NULL && strcmp(t.chat_template, "x\ny") == 0);
     moe_tokenizer_free(&t);
+    b.size = 0; /* whose post_processor names both ends */
+    vocab_bytes(&v);
+    vocab_json(&v, byte_parts, 0, &b);
+    sources[0] = moe_import_memory("tokenizer.json", b.data, b.size);
+    sources[1] = moe_import_memory("tokenizer_config.json", "{\"bos_token\":\"<none>\"}", 22);
+    if (!CHECKF(moe_import_read_tokenizer(&t, sources, 2, NULL, &error) == MOE_OK, "%s", error.message)) return;
+    CHECK(t.bos == vocab_find(&v, "<|bos|>") && t.add_bos && t.eos == vocab_find(&v, "<|im_end|>"));
+    moe_tokenizer_free(&t);
     sources[1] = moe_import_memory("tokenizer_config.json", "{", 1);
     CHECK_STATUS(moe_import_read_tokenizer(&t, sources, 2, NULL, &error), MOE_ERR_FORMAT);
     sources[1] = moe_import_memory("config.json", "{", 1);
@@ -871,6 +882,7 @@ static void test_beside_odd(void) {
          NULL, ""},
         {"{\"bos_token\":\"<none>\",\"eos_token\":{\"content\":7},\"chat_template\":[]}",
          "{\"bos_token_id\":1,\"model_type\":7}", 1, -1, 0, 0, NULL, ""},
+        {"{\"bos_token\":{\"content\":\"<s>\"}}", "{}", 1, -1, 0, 0, NULL, ""},
         {"{\"chat_template\":7}", "{\"bos_token_id\":\"1\",\"eos_token_id\":999999}", -1, -1, 0, 0, NULL, ""},
         {"{\"chat_template\":[7,{\"name\":\"default\",\"template\":\"x\"}]}", "{\"eos_token_id\":[]}", -1, -1, 0, 0,
          NULL, ""},
@@ -1089,7 +1101,7 @@ static void few_keys(moe_buffer *b, const char *model, int n, unsigned type, int
     vocab_number(b, (unsigned)keys, 8);
     vocab_text_key(b, "tokenizer.ggml.model", model);
     vocab_array(b, "tokenizer.ggml.tokens", type, n);
-    for (i = 0; i < n && type == 8; i++) vocab_string(b, i == 0 ? "a" : i == 1 ? "b" : "c");
+    for (i = 0; i < n && type == 8; i++) vocab_string(b, i == 0 ? "a" : i == 1 ? "b" : " c");
     for (i = 0; i < n && type != 8; i++) vocab_number(b, 7, 4);
     vocab_array(b, "tokenizer.ggml.scores", 6, n);
     for (i = 0; i < n; i++) vocab_number(b, 0, 4);
@@ -1099,6 +1111,38 @@ static void few_keys(moe_buffer *b, const char *model, int n, unsigned type, int
     vocab_number(b, 1, 1);
     vocab_text_key(b, "tokenizer.ggml.pre", "llama-bpe");
     vocab_array(b, "tokenizer.ggml.merges", 8, 0);
+}
+
+/* How long the third token is at the beginning of a text. */
+static size_t begins_with(const moe_tokenizer *t) {
+    moe_decoder d;
+    char text[8];
+    memset(&d, 0, sizeof d);
+    d.tokenizer = t;
+    return moe_tokenizer_decode(&d, 2, text, sizeof text);
+}
+
+/* A file that does not say whether texts begin with bos: those whose words may be tokens as a whole
+   do, as those of Llama 3. */
+static void test_default_bos(void) {
+    static const char *const pres[] = {"gpt-2", "llama-bpe"};
+    static const char key[] = "add_bos_token";
+    int i;
+    for (i = 0; i < 2; i++) {
+        vocab v;
+        moe_tokenizer t;
+        moe_buffer b;
+        size_t at = 0;
+        memset(&b, 0, sizeof b);
+        vocab_bytes(&v);
+        v.pre = pres[i];
+        vocab_gguf(&v, &b);
+        while (memcmp(b.data + at, key, sizeof key - 1) != 0) at++;
+        b.data[at] = 'x';
+        if (CHECKF(load(&t, "a.gguf", &b) == MOE_OK, "%s", error.message)) CHECK(t.bos >= 0 && t.add_bos == i);
+        moe_tokenizer_free(&t);
+        moe_buffer_free(&b);
+    }
 }
 
 static void test_few_keys(void) {
@@ -1112,11 +1156,13 @@ static void test_few_keys(void) {
         CHECK(t.unknown == 0 && t.bos == (n > 1 ? 1 : -1) && t.eos == (n > 2 ? 2 : -1) && t.add_bos == (n > 1));
         CHECKF(t.padding == -1 && t.eot == t.eos && !t.add_eos && t.architecture[0] == '\0' && t.chat_template == NULL,
                "%d %d %d %s", (int)t.padding, (int)t.eot, t.add_eos, t.architecture);
+        CHECK(n < 3 || begins_with(&t) == 1); /* without the space that encoding puts there */
         moe_tokenizer_free(&t);
         few_keys(&b, "llama", n, 8, 5);
         if (!CHECKF(load(&t, "a.gguf", &b) == MOE_OK, "%s", error.message)) continue;
         CHECK(t.add_eos == (n > 2));
         encodes(&t, "a", 0, "a"); /* no space before it, of which there is no token */
+        CHECK(n < 3 || begins_with(&t) == 2);
         moe_tokenizer_free(&t);
     }
     few_keys(&b, "gpt2", 2, 8, 6);
@@ -1413,7 +1459,8 @@ static void test_unusual(void) {
          "\"vocab\":{\"a\":0,\"?\":1},\"merges\":[\"a z\"]}}", "az", "a"},
         {"{\"model\":{\"type\":\"Unigram\",\"unk_id\":2,\"vocab\":[[\"a\",-1],[\"b\",-2]]}}", "azb", "a|b"},
         {"{\"model\":{\"type\":\"Unigram\",\"unk_id\":\"0\",\"vocab\":[[\"a\",-1],[\"b\",-2]]}}", "azb", "a|b"},
-        {"{\"model\":{\"type\":\"Unigram\",\"unk_id\":1,\"vocab\":[[\"a\",-1],[\"b\",-2]]}}", "az", "a|b"}};
+        {"{\"model\":{\"type\":\"Unigram\",\"unk_id\":1,\"vocab\":[[\"a\",-1],[\"b\",-2]]}}", "az", "a|b"},
+        {"{\"model\":{\"type\":\"Unigram\",\"unk_id\":0,\"vocab\":[[\"?\",0],[\"a\",3],[\"az\",-5]]}}", "az", "az"}};
     size_t i;
     for (i = 0; i < sizeof rows / sizeof *rows; i++) {
         const moe_import_source source = moe_import_memory("tokenizer.json", rows[i].json, strlen(rows[i].json));
@@ -1441,6 +1488,32 @@ static void test_ends(void) {
     CHECK(!moe_tokenizer_is_end(&t, moe_tokenizer_find(&t, "~~")));
     moe_tokenizer_free(&t);
     moe_buffer_free(&b);
+}
+
+/* The end of a turn is a special token, and another one than the end of a text where there are two;
+   added tokens are found, though they are longer than all others. */
+static void test_end_of_turn(void) {
+    static const char model[] = ",\"model\":{\"vocab\":{\"a\":0,\"<EOT>\":1},\"merges\":[]}}";
+    static const struct {
+        const char *added, *eos;
+        int end, turn;
+    } rows[] = {{"", "a", 0, 0},
+                {"{\"id\":2,\"content\":\"<|im_end|>\",\"special\":true}", "<|im_end|>", 2, 2},
+                {"{\"id\":2,\"content\":\"<|im_end|>\",\"special\":true},{\"id\":3,\"content\":\"<|eot_id|>\","
+                 "\"special\":true}", "<|im_end|>", 2, 3}};
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof *rows; i++) {
+        moe_tokenizer t;
+        moe_import_source sources[2];
+        char text[300], settings[60];
+        sprintf(text, "{\"added_tokens\":[%s]%s", rows[i].added, model);
+        sprintf(settings, "{\"eos_token\":\"%s\"}", rows[i].eos);
+        sources[0] = moe_import_memory("tokenizer.json", text, strlen(text));
+        sources[1] = moe_import_memory("tokenizer_config.json", settings, strlen(settings));
+        if (!CHECKF(moe_import_read_tokenizer(&t, sources, 2, NULL, &error) == MOE_OK, "%s", error.message)) continue;
+        CHECKF(t.eos == rows[i].end && t.eot == rows[i].turn, "%d %d", (int)t.eos, (int)t.eot);
+        moe_tokenizer_free(&t);
+    }
 }
 
 /* ---- chat ---- */
@@ -1555,6 +1628,7 @@ int main(void) {
     CASE(test_places());
     CASE(test_unusual());
     CASE(test_ends());
+    CASE(test_end_of_turn());
     CASE(test_merges());
     CASE(test_unigram());
     CASE(test_byte_fallback());
@@ -1572,6 +1646,7 @@ int main(void) {
     CASE(test_beside());
     CASE(test_beside_odd());
     CASE(test_template());
+    CASE(test_default_bos());
     CASE(test_few_keys());
     CASE(test_changing());
     CASE(test_longer_string());
