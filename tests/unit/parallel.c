@@ -183,8 +183,13 @@ static void test_threads(scene *s, const char *name) {
         }
         team.threads = 0; /* nothing to share with */
         {
-            result alone = run(s, training, &team), of_the_build = run(s, training, NULL);
-            CHECK(same(s, &plain, &alone), name);
+            moe_parallel idle = team;
+            result alone = run(s, training, &team), of_the_build = run(s, training, NULL), idle_run;
+            idle.threads = 3;
+            idle.run = NULL;
+            idle_run = run(s, training, &idle);
+            CHECK(same(s, &plain, &alone) && same(s, &plain, &idle_run), name);
+            drop(&idle_run);
             CHECK(same(s, &plain, &of_the_build), name);
             drop(&alone);
             drop(&of_the_build);
@@ -654,6 +659,43 @@ static void test_feed_forward(void) {
     moe_net_free(&net);
 }
 
+/* Threads are started where they gain more than they cost: for many rows or a large matrix. */
+static void test_short_products(void) {
+    static const struct {
+        int d, rows, always, shares;
+    } rows[] = {{256, 64, 0, 1}, {256, 8, 0, 0}, {256, 8, 1, 1}, {24, 64, 0, 0}, {700, 1, 0, 1}};
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof *rows; i++) {
+        const size_t n = (size_t)rows[i].rows;
+        moe_net net;
+        moe_call call;
+        moe_net_pass pass;
+        moe_parallel team;
+        moe_real *x = normals(n * (size_t)rows[i].d);
+        size_t bytes = 0;
+        void *work;
+        int calls = 0;
+        memset(&call, 0, sizeof call);
+        memset(&team, 0, sizeof team);
+        team.ctx = &calls;
+        team.run = backwards;
+        team.always = rows[i].always;
+        team.threads = 2;
+        CHECK(moe_net_init(&net, rows[i].d, MOE_KERNELS_AUTO, NULL) == MOE_OK &&
+              moe_net_linear(&net, rows[i].d) == MOE_OK && moe_net_build(&net, 0, 3, NULL) == MOE_OK &&
+              moe_net_work_size(&net, n, 0, &bytes) == MOE_OK);
+        work = grab(1, bytes);
+        call.n_tokens = n;
+        call.x = x;
+        call.parallel = &team;
+        CHECK_STATUS(moe_net_forward(&net, &call, work, bytes, &pass), MOE_OK);
+        CHECKF((calls > 0) == rows[i].shares, "%d rows, width %d", rows[i].rows, rows[i].d);
+        free(work);
+        free(x);
+        moe_net_free(&net);
+    }
+}
+
 /* ---- networks ---- */
 
 /* Attention of every form, and what else multiplies all rows by a matrix. */
@@ -740,10 +782,98 @@ static moe_real *decoded(const moe_net *net, const moe_call *call, const moe_par
     return all;
 }
 
+/* The numbers that tasks of one call write by products and unpacking, and which task did. */
+enum { WRITTEN = 1 << 15 };
+static struct {
+    const moe_kernels *plain;
+    moe_kernels kernels; /* the same, watched */
+    const moe_real *at[WRITTEN];
+    int by[WRITTEN];
+    int task; /* the one that runs, from 1 */
+    long met; /* numbers that two tasks have written */
+} watch;
+
+static void watched(const moe_real *at, size_t n) {
+    for (; n > 0 && watch.task > 0; n--, at++) {
+        size_t i = (uintptr_t)at / sizeof *at % WRITTEN;
+        while (watch.at[i] != NULL && watch.at[i] != at) i = (i + 1) % WRITTEN;
+        watch.met += watch.at[i] == at && watch.by[i] != watch.task;
+        watch.at[i] = at;
+        watch.by[i] = watch.task;
+    }
+}
+
+#define WATCHED(name, op) \
+    static void name(size_t m, size_t n, size_t k, const moe_real *a, size_t lda, const void *b, size_t ldb, \
+                     moe_real *c, size_t ldc, int accumulate) { \
+        size_t i; \
+        for (i = 0; i < m; i++) watched(c + i * ldc, n); \
+        watch.plain->matmul[op][MOE_TYPE_REAL](m, n, k, a, lda, b, ldb, c, ldc, accumulate); \
+    }
+WATCHED(watched_nn, MOE_MATMUL_NN)
+WATCHED(watched_nt, MOE_MATMUL_NT)
+WATCHED(watched_tn, MOE_MATMUL_TN)
+
+static void watched_widen(int type, size_t count, const void *packed, moe_real *out) {
+    watched(out, count * 16);
+    watch.plain->widen(type, count, packed, out);
+}
+
+static void watching(void *ctx, void (*task)(void *work, int index), void *work, int count) {
+    *(int *)ctx += 1;
+    memset(watch.at, 0, sizeof watch.at);
+    for (watch.task = 1; watch.task <= count; watch.task++) task(work, watch.task - 1);
+    watch.task = 0;
+}
+
+/* Tasks one after the other hide that they share room: in attention no two of them write to the same
+   place. */
+static void test_tasks_write_apart(void) {
+    enum { N = 20, D = 32 };
+    moe_real *x = normals(N * D);
+    int way, calls = 0;
+    watch.plain = moe_kernels_select(MOE_KERNELS_C);
+    watch.kernels = *watch.plain;
+    watch.kernels.matmul[MOE_MATMUL_NN][MOE_TYPE_REAL] = watched_nn;
+    watch.kernels.matmul[MOE_MATMUL_NT][MOE_TYPE_REAL] = watched_nt;
+    watch.kernels.matmul[MOE_MATMUL_TN][MOE_TYPE_REAL] = watched_tn;
+    watch.kernels.widen = watched_widen;
+    for (way = 0; way < 4; way++) { /* training, forward, decoding, decoding with a smaller cache */
+        moe_attention_config attention;
+        moe_parallel team;
+        moe_net net;
+        moe_call call;
+        size_t count;
+        memset(&attention, 0, sizeof attention);
+        memset(&team, 0, sizeof team);
+        memset(&call, 0, sizeof call);
+        attention.heads = 4;
+        attention.kv_heads = 2;
+        attention.cap = 5;
+        team.ctx = &calls;
+        team.run = watching;
+        team.always = 1;
+        team.threads = 4;
+        call.n_tokens = N;
+        call.x = x;
+        call.training = way == 0;
+        CHECK_STATUS(moe_net_init(&net, D, MOE_KERNELS_C, NULL), MOE_OK);
+        CHECK(moe_net_attention(&net, &attention) == MOE_OK && moe_net_build(&net, way == 0, 5, NULL) == MOE_OK);
+        net.kernels = &watch.kernels;
+        if (way == 3) net.cache_type = MOE_TYPE_F16;
+        calls = 0;
+        free(way < 2 ? net_results(&net, &call, &team, &count) : decoded(&net, &call, &team, &count));
+        CHECKF(calls > 3 && watch.met == 0, "way %d: %d calls, %ld numbers", way, calls, watch.met);
+        moe_net_free(&net);
+    }
+    free(x);
+}
+
 /* Threads change no bit of what nets compute; packed or not, decoding included. */
 static void test_nets(void) {
     static const int types[] = {-1, MOE_TYPE_REAL, MOE_TYPE_BF16, MOE_TYPE_Q8};
     int calls = 0, i, way, full;
+    size_t k;
     for (i = 0; i < 24; i++) {
         moe_attention_config attention;
         moe_net net;
@@ -751,7 +881,7 @@ static void test_nets(void) {
         moe_parallel team, alone;
         int d = 16 * (2 + below(3));
         size_t n = (size_t)(1 + below(180)), count, again, bytes = 0;
-        moe_real *one, *several, *x = normals(n * (size_t)d);
+        moe_real *one, *several, *plain = NULL, *x = normals(n * (size_t)d);
         void *memory = NULL;
         memset(&call, 0, sizeof call);
         memset(&team, 0, sizeof team);
@@ -762,6 +892,8 @@ static void test_nets(void) {
         CHECK(moe_net_attention(&net, &attention) == MOE_OK && moe_net_residual(&net, 1) == MOE_OK &&
               moe_net_linear(&net, 3 + below(60)) == MOE_OK);
         CHECK_STATUS(moe_net_build(&net, 1, (uint64_t)i, NULL), MOE_OK);
+        for (k = 0; k < net.n_tensors; k++) /* biases begin at 0 */
+            if (net.tensors[k].n_dims == 1) net.tensors[k].data[net.tensors[k].count - 1] = (moe_real)0.5;
         call.n_tokens = n;
         call.x = x;
         team.ctx = &calls;
@@ -782,7 +914,10 @@ static void test_nets(void) {
             several = way < 5 ? net_results(&net, &call, &team, &again) : decoded(&net, &call, &team, &again);
             CHECKF(calls > 0 && count == again && same_reals(one, several, count), "net %d, way %d, %d threads", i, way,
                    team.threads);
-            free(one);
+            if (way == 2) CHECK(same_reals(plain, one, n * (size_t)net.d_out), "packed as they are");
+            if (way == 2) free(plain);
+            if (way == 1) plain = one;
+            else free(one);
             free(several);
         }
         free(memory);
@@ -794,7 +929,9 @@ static void test_nets(void) {
 int main(void) {
     moe_rng_seed(&rng, 31);
     CASE(test_nets());
+    CASE(test_tasks_write_apart());
     CASE(test_feed_forward());
+    CASE(test_short_products());
     CASE(test_report_is_relative());
     CASE(test_mishaps());
     CASE(test_trainer());
