@@ -644,6 +644,33 @@ static void test_steps_refused(void) {
     moe_net_free(&net);
 }
 
+/* Losses that read every expert know no sample without a label; moe_fit finds one before the first
+   step, wherever it is. */
+static void test_label_of_every_row(void) {
+    moe_net net;
+    moe_error error;
+    moe_train_config t;
+    moe_real before[5];
+    lesson l;
+    lesson_begin(&l, 8);
+    memset(&t, 0, sizeof t);
+    t.criterion = MOE_CRITERION_EXPECTATION;
+    t.epochs = 1;
+    t.batch = CASES / 2;
+    t.rate = (moe_real)0.1;
+    if (!CHECK_STATUS(school(&net, CLASSIC, 1, &error), MOE_OK, "net")) return;
+    memcpy(before, net.tensors[0].data, sizeof before);
+    l.data.n = CASES / 2;
+    CHECK_STATUS(moe_fit(&net, &l.data, NULL, &t, &error), MOE_OK, "with labels");
+    CHECK(!same_reals(before, net.tensors[0].data, 5), "it learns");
+    memcpy(before, net.tensors[0].data, sizeof before);
+    l.data.n = CASES;
+    l.labels[CASES - 1] = -1;
+    CHECK_REFUSED(moe_fit(&net, &l.data, NULL, &t, &error), MOE_ERR_ARGUMENT, "labels[23] = -1: must be 0 to 3");
+    CHECK(same_reals(before, net.tensors[0].data, 5), "no step was made");
+    moe_net_free(&net);
+}
+
 static void test_nets_learn(void) {
     int criterion;
     for (criterion = 0; criterion < MOE_CRITERION_COUNT; criterion++) {
@@ -1951,6 +1978,7 @@ int main(void) {
     CASE(test_refused_losses());
     CASE(test_accuracy());
     CASE(test_steps_refused());
+    CASE(test_label_of_every_row());
     CASE(test_nets_learn());
     CASE(test_nets_refused());
     CASE(test_modular());

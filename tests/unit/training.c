@@ -1212,7 +1212,8 @@ static void test_needs(void) {
     moe_net_free(&net);
 }
 
-/* A convolution mixes neighbors, so samples that are shuffled one by one are no sequence for it. */
+/* A convolution mixes neighbors, so samples that are shuffled one by one are no sequence for it, nor
+   for attention. */
 static void test_convolution_needs(void) {
     samples s = samples_of(24, 12);
     moe_train_config c = descent(8);
@@ -1234,6 +1235,17 @@ static void test_convolution_needs(void) {
     CHECK_STATUS(moe_evaluate(&net, &s.data, 0, &e, &error), MOE_ERR_ARGUMENT, "no length");
     s.data.length = 4;
     CHECK_STATUS(moe_fit(&net, &s.data, &s.data, &c, &error), MOE_OK, "with length");
+    moe_net_free(&net);
+
+    moe_net_init(&net, D, MOE_KERNELS_C, NULL);
+    moe_net_linear(&net, 4);
+    moe_net_attention(&net, NULL);
+    moe_net_linear(&net, CLASSES);
+    CHECK_STATUS(moe_net_build(&net, 1, 1, &error), MOE_OK, "build");
+    s.data.length = 0;
+    CHECK_STATUS(moe_fit(&net, &s.data, NULL, &c, &error), MOE_ERR_ARGUMENT, "no length");
+    CHECK(strstr(error.message, "length = 0: module 1") != NULL, error.message);
+    CHECK_STATUS(moe_evaluate(&net, &s.data, 0, &e, &error), MOE_ERR_ARGUMENT, "no length");
     moe_net_free(&net);
 }
 
