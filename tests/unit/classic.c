@@ -924,6 +924,82 @@ static void test_modular_none(void) {
     modular_none("switch_from=threshold", 1, MOE_ERR_CONFIG, MOE_OK);
 }
 
+/* One step of a modular network with attention before the modules, which are `experts` and chosen at
+   random; rate: dropout's. The samples are two sequences, by length or as the call says. */
+static moe_status modular_step_of(int experts, moe_real rate, int by_call, moe_real step_rate, int32_t *choices,
+                                  moe_modular_step_result *result) {
+    static const int32_t starts[] = {0, 4, 8};
+    moe_real x[8 * 4], targets[8];
+    moe_layer_config c;
+    moe_net net;
+    moe_train_config t;
+    moe_trainer trainer;
+    moe_modular modular;
+    moe_error error;
+    moe_data data;
+    moe_call call;
+    moe_rng rng;
+    moe_status status;
+    int i;
+    moe_rng_seed(&rng, 6);
+    memset(&t, 0, sizeof t);
+    memset(&c, 0, sizeof c);
+    memset(&data, 0, sizeof data);
+    memset(&call, 0, sizeof call);
+    for (i = 0; i < 8 * 4; i++) x[i] = moe_rng_normal(&rng);
+    for (i = 0; i < 8; i++) targets[i] = moe_rng_normal(&rng);
+    CHECK_STATUS(moe_fields_apply(moe_layer_fields(), &c, modular_settings, &error), MOE_OK, modular_settings);
+    c.router.n_experts = experts;
+    c.d_out = 1;
+    moe_net_init(&net, 4, MOE_KERNELS_C, NULL);
+    moe_net_attention(&net, NULL);
+    moe_net_dropout(&net, rate);
+    if (experts > 0) moe_net_mixture(&net, &c);
+    else moe_net_linear(&net, 1);
+    t.criterion = MOE_CRITERION_SQUARED_ERROR;
+    t.batch = 8;
+    data.n = 8;
+    data.x = x;
+    data.targets = targets;
+    call.sequences = starts;
+    call.n_sequences = 2;
+    if (by_call) data.call = &call;
+    else data.length = 4;
+    CHECK_STATUS(moe_net_build(&net, 1, 3, &error), MOE_OK, "build");
+    CHECK_STATUS(moe_trainer_init(&trainer, &net, &t, &error), MOE_OK, "trainer");
+    trainer.rate = step_rate;
+    status = moe_modular_init(&modular, &trainer, &error);
+    if (status == MOE_OK) {
+        status = moe_modular_step(&modular, &data, 6, 1, choices, result, &error);
+        moe_modular_free(&modular);
+    }
+    moe_trainer_free(&trainer);
+    moe_net_free(&net);
+    return status;
+}
+
+/* Sequences of the call hold in both steps; draws of the choices that are known change nothing; what
+   fails leaves the result. */
+static void test_modular_calls(void) {
+    const moe_real rate = (moe_real)0.01;
+    moe_modular_step_result by_length, by_call, kept;
+    int32_t choices[8];
+    int i;
+    for (i = 0; i < 8; i++) choices[i] = i % 3;
+    CHECK_STATUS(modular_step_of(3, 0, 0, rate, choices, &by_length), MOE_OK);
+    for (i = 0; i < 8; i++) choices[i] = i % 3;
+    CHECK_STATUS(modular_step_of(3, 0, 1, rate, choices, &by_call), MOE_OK);
+    CHECK_NEAR(by_call.last.loss, by_length.last.loss, 0);
+    CHECK(by_length.last.loss > 0);
+    memset(choices, 0, sizeof choices);
+    CHECK_STATUS(modular_step_of(1, (moe_real)0.5, 0, rate, choices, &by_length), MOE_OK);
+    CHECK_NEAR(by_length.changed, 0, 0);
+    kept = by_length;
+    CHECK_STATUS(modular_step_of(3, 0, 0, infinite(), choices, &by_length), MOE_ERR_ARGUMENT);
+    CHECK(memcmp(&kept, &by_length, sizeof kept) == 0);
+    CHECK_STATUS(modular_step_of(0, 0, 0, rate, choices, NULL), MOE_ERR_CONFIG, "no modules");
+}
+
 /* ---- decoupled training, and an attentive gate that teaches an ordinary one ---- */
 
 enum { REGIONS = 3, POINTS = 240 };
@@ -1983,6 +2059,7 @@ int main(void) {
     CASE(test_nets_refused());
     CASE(test_modular());
     CASE(test_modular_none());
+    CASE(test_modular_calls());
     CASE(test_decoupled());
     CASE(test_attentive_teacher());
     CASE(test_probabilities());

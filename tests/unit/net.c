@@ -2239,6 +2239,23 @@ static void test_packed_training(void) {
     free(work);
 }
 
+/* A layer that asks for kernels of its own keeps them. The network's are another table here, in
+   builds that have but one, too. */
+static void test_kernels_of_a_layer(void) {
+    moe_kernels other = *moe_kernels_select(MOE_KERNELS_C);
+    moe_layer_config c;
+    moe_net net;
+    memset(&c, 0, sizeof c);
+    c.router.n_experts = 2;
+    c.kernels = MOE_KERNELS_C;
+    other.id = MOE_KERNELS_AVX2;
+    moe_net_init(&net, 8, MOE_KERNELS_C, NULL);
+    net.kernels = &other;
+    if (CHECK_STATUS(moe_net_mixture(&net, &c), MOE_OK))
+        CHECK(net.modules[0].layer.config.kernels == MOE_KERNELS_C);
+    moe_net_free(&net);
+}
+
 int main(int count, char **words) {
     const char *folder = count > 1 ? words[1] : ".";
     if (strlen(folder) > 500) {
@@ -2254,6 +2271,7 @@ int main(int count, char **words) {
     CASE(test_residual_logits());
     CASE(test_modules());
     CASE(test_mixture());
+    CASE(test_kernels_of_a_layer());
     CASE(test_calls());
     CASE(test_copied_modules());
     CASE(test_chain());

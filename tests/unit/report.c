@@ -500,7 +500,7 @@ static void test_parser(void) {
 
 /* Long words and lines. */
 static void test_wrapping(void) {
-    static char word[1000];
+    static char word[1000], lines[163];
     moe_figure f = figure(MOE_FIGURE_HEAT, 2, 2);
     size_t i;
     memset(word, 'x', sizeof word - 1);
@@ -514,6 +514,14 @@ static void test_wrapping(void) {
     }
     written_size = strlen(written);
     CHECK(longest_line() <= 80);
+    memset(word, 'y', 160); /* two lines, full */
+    memcpy(lines, word, 80);
+    memcpy(lines + 81, word, 80);
+    lines[80] = lines[161] = '\n';
+    word[160] = '\0';
+    f.caption = word;
+    CHECK(write_as(&f, TEXT) == MOE_OK);
+    CHECK(strstr(written, lines) != NULL);
 }
 
 /* No line is longer than what was asked for, whatever the kind, the names and the labels. */

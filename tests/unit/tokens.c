@@ -390,6 +390,8 @@ static void test_special(void) {
     vocab v;
     moe_tokenizer t, none;
     moe_buffer b;
+    moe_decoder d;
+    char text[8];
     size_t n;
     int32_t ids[4];
     memset(&b, 0, sizeof b);
@@ -428,6 +430,19 @@ static void test_special(void) {
     if (!CHECKF(load(&t, "a.gguf", &b) == MOE_OK, "%s", error.message)) return;
     encodes(&t, "ab c[INST] a", 0, "\342\226\201ab|\342\226\201|c|[INST]|\342\226\201|\342\226\201a");
     encodes(&t, "a<unk>", MOE_TOKENIZER_SPECIAL, "\342\226\201a|<unk>");
+    memset(&d, 0, sizeof d);
+    d.tokenizer = &t;
+    CHECK(moe_tokenizer_decode(&d, 0, text, 8) == 0);
+    /* the space that encoding puts before a text goes, behind tokens that print nothing, too; -1 ends
+       the text */
+    for (n = 0; n < 2; n++) {
+        CHECK(moe_tokenizer_decode(&d, 1, text, 8) == 0);
+        CHECK(moe_tokenizer_decode(&d, vocab_find(&v, "\342\226\201a"), text, 8) == 1);
+        CHECK(moe_tokenizer_decode(&d, vocab_find(&v, "\342\226\201a"), text, 8) == 2);
+        CHECK(moe_tokenizer_decode(&d, -1, text, 8) == 0);
+    }
+    d.flags = MOE_TOKENIZER_SPECIAL;
+    CHECK(moe_tokenizer_decode(&d, 0, text, 8) == 5);
     encodes(&t, "z\xC3\xA4\xFF", 0, "\342\226\201|<0x7A>|\xC3\xA4|<0xFF>");
     moe_tokenizer_free(&t);
     moe_buffer_free(&b);
@@ -561,6 +576,9 @@ static void test_decoder(void) {
     CHECK(moe_tokenizer_decode(&d, t.bos, text, 6) == 7);
     d.flags = 0;
     CHECK(moe_tokenizer_decode(&d, t.bos, NULL, 0) == 0 && moe_tokenizer_decode(&d, -1, NULL, 0) == 0);
+    /* bytes that begin no character, or none with the next one, are not waited for */
+    CHECK(moe_tokenizer_decode(&d, 0xC1, text, 64) == 1 && moe_tokenizer_decode(&d, 0xF5, text, 64) == 1);
+    CHECK(moe_tokenizer_decode(&d, 0xED, text, 64) == 0 && moe_tokenizer_decode(&d, 0xA0, text, 64) == 2);
     CHECK(moe_tokenizer_decode(&d, vocab_find(&v, "unused"), NULL, 0) == 0);
     moe_tokenizer_free(&t);
     moe_buffer_free(&b);
