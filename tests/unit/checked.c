@@ -770,6 +770,44 @@ static void test_single_tables(void) {
     CHECK_STATUS(single_check(), MOE_OK, "a product");
     one.model.weights_size = 11;
     CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "a shorter one");
+    single_begin(moei_int_op_norm, 8, 0);
+    one.op.index = 1;
+    one.model.weights_size = 8 + 16 + 32;
+    CHECK_STATUS(single_check(), MOE_OK, "eps, gains and biases");
+    one.model.weights_size -= 4;
+    CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "one bias less");
+    single_begin(moei_int_op_int16, 2, 4);
+    one.op.other = 16;
+    one.model.weights_size = 20 + 8;
+    CHECK_STATUS(single_check(), MOE_OK, "weights and the biases of 16-bit inputs");
+    one.constants[6] = 0x30000000;
+    CHECK_STATUS(single_check(), MOE_OK, "a large bias");
+    one.constants[6] = 0x3fffffff;
+    CHECK_STATUS(single_check(), MOE_ERR_OVERFLOW, "a larger one");
+    one.constants[6] = 0;
+    one.model.weights_size -= 4;
+    CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "one bias less");
+    single_begin(moei_int_op_set_weight, 1, 3);
+    one.op.in = CELLS - 4;
+    CHECK_STATUS(single_check(), MOE_OK, "a weight at the end of the memory");
+    one.op.in++;
+    CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "one behind it");
+}
+
+/* The sums of its input that an int4 product writes, or finds in memory: then they may be anything. */
+static void test_single_kept_sums(void) {
+    single_begin(moei_int_op_int4, 1, 4);
+    one.op.in = 0;
+    one.op.other = 8;
+    int4_code_is(0, 0x7fff);
+    CHECK_STATUS(single_check(), MOE_OK, "a code of 1");
+    one.op.index = 1;
+    CHECK_STATUS(single_check(), MOE_ERR_OVERFLOW, "sums up to 32767");
+    one.op.index = 0;
+    one.op.other = one.op.in;
+    CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "sums in the place of the input");
+    one.op.other = one.op.out;
+    CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "sums in the place of the result");
 }
 
 /* The key and the value are the input, which is narrow. */
@@ -991,6 +1029,45 @@ static void test_selections(void) {
     CHECK_STATUS(copy_try(&c, &rng, "groups_kept"), MOE_ERR_FORMAT, "more groups than room for choices");
     r->groups_kept = 1;
     CHECK_STATUS(copy_try(&c, &rng, "groups_kept"), MOE_OK, "one group");
+    r->scratch--;
+    CHECK_STATUS(copy_try(&c, &rng, "scratch"), MOE_ERR_FORMAT, "no room for a group's score");
+    r->scratch++;
+    r->select = moei_int_select_each;
+    r->top_k = r->most = 3;
+    CHECK_STATUS(copy_try(&c, &rng, "top_k"), MOE_ERR_FORMAT, "three of two groups");
+    r->top_k = r->most = 2;
+    CHECK_STATUS(copy_try(&c, &rng, "top_k"), MOE_OK, "one of each");
+    copy_end(&c);
+    made_end(&m);
+}
+
+/* Tables and room of routers, and operations, that reach one step too far. */
+static void test_router_limits(void) {
+    made m;
+    copy c;
+    moe_rng rng;
+    moei_int_router *r;
+    moei_int_mixture *x;
+    if (!recipe_begin(&m, &c, &rng, "gate=sigmoid select=threshold threshold_learned=1 weight=raw")) return;
+    c.mixtures[0].router.thresholds = (uint32_t)(c.model.weights_size / 4 * 4) - 4;
+    CHECK_STATUS(copy_try(&c, &rng, "thresholds"), MOE_ERR_FORMAT, "thresholds behind the constants");
+    copy_end(&c);
+    made_end(&m);
+    if (!recipe_begin(&m, &c, &rng, "score=mlp router_hidden=5 router_act=tanh gate=sqrt_softplus")) return;
+    r = &c.mixtures[0].router;
+    r->z_bits = (uint8_t)(r->z_bits - 1);
+    CHECK_STATUS(copy_try(&c, &rng, "z_bits"), MOE_ERR_FORMAT, "an odd number of bits");
+    r->z_bits = (uint8_t)(r->z_bits - 1);
+    CHECK_STATUS(copy_try(&c, &rng, "z_bits"), MOE_OK, "an even one");
+    x = &c.mixtures[0];
+    x->choices = x->p;
+    CHECK_STATUS(copy_try(&c, &rng, "choices"), MOE_ERR_FORMAT, "choices in the place of p");
+    copy_end(&c);
+    made_end(&m);
+    if (!recipe_begin(&m, &c, &rng, "router_residual=1 logit_cap=2 n_constant=2")) return;
+    x = &c.mixtures[c.mixtures[0].constants < c.mixtures[0].router.n_experts ? 0 : 1];
+    x->n_constant = (uint16_t)(c.model.n_ops - x->constant);
+    CHECK_STATUS(copy_try(&c, &rng, "n_constant"), MOE_ERR_FORMAT, "operations for one constant, not for two");
     copy_end(&c);
     made_end(&m);
 }
@@ -1185,7 +1262,9 @@ int main(int argc, char **argv) {
     CASE(test_single_products());
     CASE(test_single_alone());
     CASE(test_single_tables());
+    CASE(test_single_kept_sums());
     CASE(test_selections());
+    CASE(test_router_limits());
     CASE(test_many_experts());
     CASE(test_shares());
     CASE(test_overlap());
