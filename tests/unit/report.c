@@ -720,6 +720,7 @@ static void test_contrast(void) {
 /* ---- what pictures say ---- */
 
 static void test_messages(void) {
+    static const char *const nameless[] = {"", "b", "c", "d"};
     static const double table[] = {3, 1, 4, 1, 5, 9}, curve[] = {9, 7, 3, 4};
     static const int32_t chosen[] = {2, 2, 0, -1};
     static const char *const words[] = {"a", "b\n", " ", "d"}, *const rows[] = {"first", "second"};
@@ -741,6 +742,11 @@ static void test_messages(void) {
     CHECK(write_as(&f, SVG) == MOE_OK && holds("layer 0: expert 0 33.3 %, expert 2 66.7 %, no other."));
     CHECK(write_as(&f, TEXT) == MOE_OK && holds("a b\n2 2\n\n") && holds("\xc2\xb7 d\n0 -\n"));
     CHECK(write_as(&f, COLOR) == MOE_OK && holds("\x1b[48;5;157;38;5;16ma\x1b[0m"));
+    f.column_names = nameless;
+    f.n_experts = 10; /* numbers of one digit */
+    CHECK(write_as(&f, TEXT) == MOE_OK && holds("\xc2\xb7 b c d\n2 2 0 -\n"));
+    f.n_experts = 11;
+    CHECK(write_as(&f, TEXT) == MOE_OK && holds("\xc2\xb7  b  c  d\n"));
     f = figure(MOE_FIGURE_MAP, 2, 2);
     f.experts = chosen;
     CHECK(write_as(&f, TEXT) == MOE_OK && holds("\n22\n"));
