@@ -965,7 +965,7 @@ static void try_thresholds(void) {
     const int32_t end = 1073741823;
     int32_t levels[4];
     static unsigned char table[64];
-    moe_real thresholds[4] = {0};
+    moe_real thresholds[4] = {0}, updates = 1;
     const moe_real *tensors[MOE_ROUTER_PARAMETER_COUNT] = {NULL};
     moei_int_router_plan plan;
     moe_router_config c;
@@ -1006,6 +1006,13 @@ static void try_thresholds(void) {
                       (levels[e] > levels[e - 1]) == (rows[i].p[e] > rows[i].p[e - 1]),
                   "levels rise with p");
     }
+    memset(thresholds, 0, sizeof thresholds); /* cutoffs that are reached count as passed */
+    c.select = MOE_SELECT_EXPERT_THRESHOLD;
+    c.threshold_learned = 0;
+    c.gate = MOE_GATE_SIGMOID;
+    tensors[MOE_ROUTER_CUTOFF_UPDATES] = &updates;
+    if (CHECK(moei_int_router_plan_make(&c, tensors, 8, table, sizeof table, &plan, &error) == MOE_OK, error.message))
+        CHECK(threshold_at(table + plan.router.thresholds, 0) == -1);
 }
 
 /* Weights of both signs that are divided by their sum are refused; thresholds that leave one sign
