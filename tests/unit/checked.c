@@ -794,7 +794,7 @@ static void test_single_tables(void) {
     CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "one behind it");
 }
 
-/* The sums of its input that an int4 product writes, or finds in memory: then they may be anything. */
+/* The sums of its input that an int4 product writes, or finds in memory: those may be anything. */
 static void test_single_kept_sums(void) {
     single_begin(moei_int_op_int4, 1, 4);
     one.op.in = 0;

@@ -924,8 +924,8 @@ static void test_modular_none(void) {
     modular_none("switch_from=threshold", 1, MOE_ERR_CONFIG, MOE_OK);
 }
 
-/* One step of a modular network with attention before the modules, which are `experts` and chosen at
-   random; rate: dropout's. The samples are two sequences, by length or as the call says. */
+/* One step of a modular network with attention before its `experts` modules; rate: dropout's. The
+   samples are two sequences, by length or as the call says. */
 static moe_status modular_step_of(int experts, moe_real rate, int by_call, moe_real step_rate, int32_t *choices,
                                   moe_modular_step_result *result) {
     static const int32_t starts[] = {0, 4, 8};
@@ -978,7 +978,7 @@ static moe_status modular_step_of(int experts, moe_real rate, int by_call, moe_r
     return status;
 }
 
-/* Sequences of the call hold in both steps; draws of the choices that are known change nothing; what
+/* Sequences of the call hold in both steps; draws of choices that are known change nothing; what
    fails leaves the result. */
 static void test_modular_calls(void) {
     const moe_real rate = (moe_real)0.01;

@@ -826,7 +826,7 @@ static void watching(void *ctx, void (*task)(void *work, int index), void *work,
     watch.task = 0;
 }
 
-/* Tasks one after the other hide that they share room: in attention no two of them write to the same
+/* Tasks one after the other hide that they share room: in attention no two of them write to one
    place. */
 static void test_tasks_write_apart(void) {
     enum { N = 20, D = 32 };

@@ -1080,7 +1080,7 @@ static void test_bar_reference(void) {
    of an interval, the scale of values far from 0, heads of merged columns. */
 /* Experts beyond the legend count as others, in words and in the legend. */
 static void test_others(void) {
-    static const int32_t experts[2][4] = {{0, 64, 100, 300}, {0, 63, 0, 63}};
+    static const int32_t shown[2][4] = {{0, 64, 100, 300}, {0, 63, 0, 63}};
     static const int kinds[2] = {MOE_FIGURE_TOKENS, MOE_FIGURE_MAP};
     int i, k;
     for (i = 0; i < 2; i++)
@@ -1090,7 +1090,7 @@ static void test_others(void) {
             f.kind = kinds[k];
             f.rows = 1;
             f.columns = 4;
-            f.experts = experts[i];
+            f.experts = shown[i];
             f.n_experts = i == 1 ? 100 : 0;
             CHECK(write_as(&f, SVG) == MOE_OK);
             CHECK(holds(i == 0 ? "expert 0 25.0 %, others 75.0 %. " : "expert 63 50.0 %, no other. "));

@@ -1869,6 +1869,27 @@ static void test_everything(void) {
     CHECK(compared > (quick ? 600 : 2500), "many random configurations are good");
 }
 
+/* affinity_sum_auto: a token that no expert has affinity for adds nothing to the sum. */
+static void test_affinity_sum(void) {
+    moe_router_config c = config_of("select=affinity affinity_sum_auto=0.6 weight=raw router_bias=1");
+    double wanted = 0;
+    size_t t, e, below_0 = 0;
+    bench b;
+    if (!CHECK(bench_start(&b, &c, NULL, 40, 1.0), "routes")) return;
+    for (e = 0; e < 4; e++) b.tensors[MOE_ROUTER_BIAS][e] = -2;
+    b.tensors[MOE_ROUTER_AFFINITY_SUM][0] = 0;
+    bench_route(&b);
+    for (t = 0; t < 40 && CHECK_STATUS(b.status, MOE_OK); t++) {
+        double best = (double)b.routing.logits[t * 4];
+        for (e = 1; e < 4; e++) best = fmax(best, (double)b.routing.logits[t * 4 + e]);
+        wanted += fmax(best, 0) * 0.6 / 4;
+        below_0 += best < 0;
+    }
+    CHECK(below_0 > 3 && below_0 < 37, "some tokens");
+    CHECK_NEAR(b.routing.affinity_now, wanted, 1e-4 * wanted);
+    bench_end(&b);
+}
+
 /* Affinity: a token goes to its best expert by z only, and an expert keeps its best tokens. */
 static void test_affinity(void) {
     int trial;
@@ -1919,27 +1940,7 @@ static void test_affinity(void) {
         check_consistent(&b);
         bench_end(&b);
     }
-}
-
-/* affinity_sum_auto: a token that no expert has affinity for adds nothing to the sum. */
-static void test_affinity_sum(void) {
-    moe_router_config c = config_of("select=affinity affinity_sum_auto=0.6 weight=raw router_bias=1");
-    double wanted = 0;
-    size_t t, e, below_0 = 0;
-    bench b;
-    if (!CHECK(bench_start(&b, &c, NULL, 40, 1.0), "routes")) return;
-    for (e = 0; e < 4; e++) b.tensors[MOE_ROUTER_BIAS][e] = -2;
-    b.tensors[MOE_ROUTER_AFFINITY_SUM][0] = 0;
-    bench_route(&b);
-    for (t = 0; t < 40 && CHECK_STATUS(b.status, MOE_OK); t++) {
-        double best = (double)b.routing.logits[t * 4];
-        for (e = 1; e < 4; e++) best = fmax(best, (double)b.routing.logits[t * 4 + e]);
-        wanted += fmax(best, 0) * 0.6 / 4;
-        below_0 += best < 0;
-    }
-    CHECK(below_0 > 3 && below_0 < 37, "some tokens");
-    CHECK_NEAR(b.routing.affinity_now, wanted, 1e-4 * wanted);
-    bench_end(&b);
+    test_affinity_sum();
 }
 
 /* C = max(capacity_min, ceil(cf K N / E)), at most N, with a factor of its own outside training.
@@ -2210,6 +2211,37 @@ static void test_drop_rule_and_capacity(void) {
     }
 }
 
+static int same_choices(const bench *b, size_t t, size_t other) {
+    return same_bits(b->routing.selected + t * 8, b->routing.selected + other * 8, 8);
+}
+
+/* sample_scope: the tokens of a sequence share a draw, and other sequences have other ones; those
+   of a call do so in training alone. */
+static void test_sample_scopes(void) {
+    static const int32_t sequences[4] = {0, 5, 11, 20};
+    moe_router_config c = config_of("n_experts=8 top_k=2 select=sample sample_scope=sequence sample_at=always");
+    size_t i, t;
+    bench b;
+    int other;
+    for (c.sample_scope = MOE_SAMPLE_SEQUENCE; c.sample_scope <= MOE_SAMPLE_CALL; c.sample_scope++) {
+        const int by_call = c.sample_scope == MOE_SAMPLE_CALL;
+        if (!CHECK(bench_start(&b, &c, NULL, 20, 0.2), "routes")) return;
+        b.call.sequences = sequences;
+        b.call.n_sequences = 3;
+        for (b.call.training = 0; b.call.training < 2; b.call.training++) {
+            bench_route(&b);
+            for (i = 0, other = 0; i < 3 && CHECK_STATUS(b.status, MOE_OK); i++) {
+                const size_t from = (size_t)sequences[i];
+                for (t = from; t < (size_t)sequences[i + 1]; t++)
+                    CHECK(same_choices(&b, t, from) || (by_call && !b.call.training), "a sequence shares its draw");
+                for (t = 1; t < 20; t++) other += !same_choices(&b, t, 0);
+            }
+            CHECK((other > 0) == !(by_call && b.call.training), "others draw for themselves");
+        }
+        bench_end(&b);
+    }
+}
+
 /* Sampling draws in proportion to p and without replacement; even rows and columns for sinkhorn. */
 static void test_sampling(void) {
     moe_router_config c = config_of("n_experts=3 top_k=1 select=sample router_bias=1 weight=one");
@@ -2239,37 +2271,7 @@ static void test_sampling(void) {
     for (e = 0; e < 4; e++) CHECK(b.routing.counts[e] > 60 && b.routing.counts[e] < 140, "sinkhorn is nearly even");
     check_consistent(&b);
     bench_end(&b);
-}
-
-static int same_choices(const bench *b, size_t t, size_t other) {
-    return same_bits(b->routing.selected + t * 8, b->routing.selected + other * 8, 8);
-}
-
-/* sample_scope: the tokens of a sequence share a draw, padding before them or not, and other
-   sequences have other ones; those of a call do so in training alone. */
-static void test_sample_scopes(void) {
-    static const int32_t sequences[4] = {0, 5, 11, 20};
-    moe_router_config c = config_of("n_experts=8 top_k=2 select=sample sample_scope=sequence sample_at=always");
-    size_t i, t;
-    bench b;
-    int other;
-    for (c.sample_scope = MOE_SAMPLE_SEQUENCE; c.sample_scope <= MOE_SAMPLE_CALL; c.sample_scope++) {
-        const int by_call = c.sample_scope == MOE_SAMPLE_CALL;
-        if (!CHECK(bench_start(&b, &c, NULL, 20, 0.2), "routes")) return;
-        b.call.sequences = sequences;
-        b.call.n_sequences = 3;
-        for (b.call.training = 0; b.call.training < 2; b.call.training++) {
-            bench_route(&b);
-            for (i = 0, other = 0; i < 3 && CHECK_STATUS(b.status, MOE_OK); i++) {
-                const size_t from = (size_t)sequences[i];
-                for (t = from; t < (size_t)sequences[i + 1]; t++)
-                    CHECK(same_choices(&b, t, from) || (by_call && !b.call.training), "a sequence shares its draw");
-                for (t = 1; t < 20; t++) other += !same_choices(&b, t, 0);
-            }
-            CHECK((other > 0) == !(by_call && b.call.training), "others draw for themselves");
-        }
-        bench_end(&b);
-    }
+    test_sample_scopes();
 }
 
 /* A token for which no expert is left draws all the same: what comes later keeps its draws. */
@@ -3909,13 +3911,11 @@ int main(int argc, char **argv) {
     CASE(test_capacity_factor());
     CASE(test_sinkhorn());
     CASE(test_affinity());
-    CASE(test_affinity_sum());
     CASE(test_noise());
     CASE(test_expert_dropout());
     CASE(test_drop_rules());
     CASE(test_drop_rule_and_capacity());
     CASE(test_sampling());
-    CASE(test_sample_scopes());
     CASE(test_draws_are_counted());
     CASE(test_last_ones_are_checked());
     CASE(test_machines());

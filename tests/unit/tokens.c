@@ -390,8 +390,6 @@ static void test_special(void) {
     vocab v;
     moe_tokenizer t, none;
     moe_buffer b;
-    moe_decoder d;
-    char text[8];
     size_t n;
     int32_t ids[4];
     memset(&b, 0, sizeof b);
@@ -425,6 +423,17 @@ static void test_special(void) {
     moe_tokenizer_free(&t);
     moe_tokenizer_free(NULL);
     moe_buffer_free(&b);
+    test_most_tokens();
+}
+
+static void test_special_pieces(void) {
+    vocab v;
+    moe_tokenizer t;
+    moe_buffer b;
+    moe_decoder d;
+    char text[8];
+    int turn;
+    memset(&b, 0, sizeof b);
     vocab_pieces(&v, VOCAB_SCORES);
     vocab_gguf(&v, &b);
     if (!CHECKF(load(&t, "a.gguf", &b) == MOE_OK, "%s", error.message)) return;
@@ -433,9 +442,9 @@ static void test_special(void) {
     memset(&d, 0, sizeof d);
     d.tokenizer = &t;
     CHECK(moe_tokenizer_decode(&d, 0, text, 8) == 0);
-    /* the space that encoding puts before a text goes, behind tokens that print nothing, too; -1 ends
-       the text */
-    for (n = 0; n < 2; n++) {
+    /* the space that encoding puts before a text goes, behind tokens that print nothing, too; -1
+       ends the text */
+    for (turn = 0; turn < 2; turn++) {
         CHECK(moe_tokenizer_decode(&d, 1, text, 8) == 0);
         CHECK(moe_tokenizer_decode(&d, vocab_find(&v, "\342\226\201a"), text, 8) == 1);
         CHECK(moe_tokenizer_decode(&d, vocab_find(&v, "\342\226\201a"), text, 8) == 2);
@@ -446,7 +455,6 @@ static void test_special(void) {
     encodes(&t, "z\xC3\xA4\xFF", 0, "\342\226\201|<0x7A>|\xC3\xA4|<0xFF>");
     moe_tokenizer_free(&t);
     moe_buffer_free(&b);
-    test_most_tokens();
 }
 
 /* A tokenizer.json with the first text of a row in the place of its %s reads the second as the
@@ -1652,6 +1660,7 @@ int main(void) {
     CASE(test_byte_fallback());
     CASE(test_cuts());
     CASE(test_special());
+    CASE(test_special_pieces());
     CASE(test_stripping());
     CASE(test_fused());
     CASE(test_decoding());

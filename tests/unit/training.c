@@ -1212,8 +1212,8 @@ static void test_needs(void) {
     moe_net_free(&net);
 }
 
-/* A convolution mixes neighbors, so samples that are shuffled one by one are no sequence for it, nor
-   for attention. */
+/* A convolution mixes neighbors, so samples that are shuffled one by one are no sequence for it,
+   nor for attention. */
 static void test_convolution_needs(void) {
     samples s = samples_of(24, 12);
     moe_train_config c = descent(8);
