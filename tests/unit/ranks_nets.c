@@ -126,7 +126,6 @@ static void append(moe_net *net, int kind) {
     }
     moe_net_linear(net, 8);
     moe_net_dropout(net, (moe_real)0.2);
-    if (kind == NOISY) moe_net_dropout(net, 0); /* which draws nothing */
     moe_net_layer_norm(net);
     if (kind == DENSE) {
         config.d_ff = 9;
