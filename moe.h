@@ -362,7 +362,7 @@
 
    Threads. There are no globals. Several threads may run inference on one layer or network, each
    with its own workspace; only one thread may train a network. A call distributes the work
-   of experts, attention and other products over OpenMP's threads if OpenMP is enabled (-fopenmp;
+   of experts, attention and linear modules over OpenMP's threads if OpenMP is enabled (-fopenmp;
    OMP_NUM_THREADS=1 limits it to one), else over those of call.parallel, a function of the caller's
    that runs tasks. Every thread computes the same number of columns of each expert and owns what it
    writes: no thread waits for a popular expert, and the bits are the same for any number of
