@@ -93,7 +93,7 @@ static void group_expert(const group *g, product_fn *product, void *state, size_
     moe_activate(k, g->c.gated ? MOE_ACT_SILU : MOE_ACT_RELU, n * g->c.f, g->inner, g->inner);
     if (g->c.gated) {
         product(state, UP, e, n, g->rows, g->up);
-        moei_multiply(k, n * g->c.f, g->inner, g->up, g->inner);
+        k->multiply(n * g->c.f, g->inner, g->up, g->inner);
     }
     product(state, SECOND, e, n, g->inner, g->out);
     for (i = 0; i < n; i++) moe_axpy(k, d, entries[i].weight_out, g->out + i * d, y + (size_t)entries[i].token * d);

@@ -29,6 +29,7 @@ plan() {
     echo exclusions
     echo 'no_state'
     echo 'no_state -DMOE_NO_FLOAT'
+    echo bench_compiles
     echo 'gcc_analyzer moe_routers.h'
     echo 'gcc_analyzer moe_kernels.h'
     echo 'clang_analyzer moe_kernels.h'
@@ -202,6 +203,20 @@ no_state() { # options...
     run gcc -std=c99 -O0 -fno-pic -w "$@" -I"$root" -c a.c -o a.o || return 1
     [ "$(nm a.o | grep -c ' [tT] ')" -gt 100 ] || { echo 'nm sees no functions'; return 1; }
     empty 'variables:' "$(nm a.o | grep -i ' [bdcs] ')"
+}
+
+# What no test runs: the tables of times, with all libraries that stand beside.
+bench_compiles() {
+    needs gcc
+    for header in cblas.h dnnl.h libxsmm.h; do
+        echo "#include <$header>" | gcc -fsyntax-only -x c - 2>/dev/null && continue
+        [ "${REQUIRE_TOOLS:-0}" = 1 ] || missing "$header"
+        echo "$header is not there"
+        return 1
+    done
+    cd "$root" || return 1
+    run gcc -std=c99 -I"$stb_folder" -I. -DBENCH_OPENBLAS -DBENCH_ONEDNN -DBENCH_LIBXSMM -Wall -Wextra -Werror \
+        -fsyntax-only tests/bench/bench.c tests/bench/bench_peers.c
 }
 
 quick=-DMOE_NO_SIMD
