@@ -2908,122 +2908,100 @@ MOEI_AVX2 static void moei_pack_avx2(size_t columns, size_t k, const float *b, s
 }
 
 /* One step of p in eight rows of b. */
-MOEI_AVX2 MOEI_INLINE __m256 moei_column_avx2(const float *b, size_t ldb) {
+MOEI_AVX2 MOEI_INLINE void moei_column_avx2(const float *b, size_t ldb, __m256 y[1]) {
     const float *b4 = b + 4 * ldb;
-    return _mm256_setr_ps(b[0], b[ldb], b[2 * ldb], b[3 * ldb], b4[0], b4[ldb], b4[2 * ldb], b4[3 * ldb]);
+    y[0] = _mm256_setr_ps(b[0], b[ldb], b[2 * ldb], b[3 * ldb], b4[0], b4[ldb], b4[2 * ldb], b4[3 * ldb]);
 }
 
-#define MOEI_STEP(row, group, i) \
-    if (rows > row) \
-        s##row##group = _mm256_fmadd_ps(_mm256_broadcast_ss(a + (row)*lda + p + (i)), y[i], s##row##group);
-#define MOEI_STEPS(group, i) \
-    MOEI_STEP(0, group, i) MOEI_STEP(1, group, i) MOEI_STEP(2, group, i) MOEI_STEP(3, group, i)
-#define MOEI_FOUR(group) \
-    if (groups > group) { \
+#define MOEI_EACH(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
+#define MOEI_STEP(i, step) \
+    if (i < rows * groups && i % groups == group) \
+        s##i = _mm256_fmadd_ps(_mm256_broadcast_ss(a + (size_t)(i / groups) * lda + step), y[step], s##i);
+#define MOEI_LAST(i) MOEI_STEP(i, 0)
+#define MOEI_SUM(i) MOEI_STEP(i, 0) MOEI_STEP(i, 1) MOEI_STEP(i, 2) MOEI_STEP(i, 3)
+#define MOEI_GROUP(number, LOAD, SUM) \
+    if (number < groups) { \
+        enum { group = number }; \
         __m256 y[4]; \
-        moei_transpose_avx2(b + (group)*8 * ldb + p, ldb, y); \
-        MOEI_STEPS(group, 0) MOEI_STEPS(group, 1) MOEI_STEPS(group, 2) MOEI_STEPS(group, 3) \
+        LOAD(b + group * 8 * ldb, ldb, y); \
+        MOEI_EACH(SUM) \
     }
-#define MOEI_LINE(group) \
-    for (p = from; p < from + 16; p += 4) MOEI_FOUR(group)
-#define MOEI_SPILL(row, group) \
-    if (rows > row && groups > group) _mm256_storeu_ps(sums[row][group], s##row##group);
-#define MOEI_RELOAD(row, group) \
-    if (rows > row && groups > group) s##row##group = _mm256_loadu_ps(sums[row][group]);
-#define MOEI_STORE(row, group) \
-    if (rows > row && groups > group) moei_add_to_avx2(c + (row) * ldc + (group) * 8, kept, s##row##group);
-#define MOEI_GROUPS(row, X) X(row, 0) X(row, 1) X(row, 2) X(row, 3)
-#define MOEI_EACH(X) MOEI_GROUPS(0, X) MOEI_GROUPS(1, X) MOEI_GROUPS(2, X) MOEI_GROUPS(3, X)
+#define MOEI_GROUPS(LOAD, SUM) \
+    MOEI_GROUP(0, LOAD, SUM) MOEI_GROUP(1, LOAD, SUM) MOEI_GROUP(2, LOAD, SUM) MOEI_GROUP(3, LOAD, SUM)
+#define MOEI_STORE(i) \
+    if (i < rows * groups) moei_add_to_avx2(c + (size_t)(i / groups) * ldc + i % groups * 8, kept, s##i);
 
-/* The last k steps, at most three, of the sums of rows x (8 groups). */
-MOEI_AVX2 static void moei_nt_last_avx2(int rows, int groups, size_t k, const float *a, size_t lda, const float *b,
-                                        size_t ldb, float sums[4][4][8]) {
-    size_t p;
-    int row, group;
-    for (group = 0; group < groups; group++, b += 8 * ldb)
-        for (p = 0; p < k; p++) {
-            const __m256 y = moei_column_avx2(b + p, ldb);
-            for (row = 0; row < rows; row++) {
-                float *sum = sums[row][group];
-                const __m256 x = _mm256_broadcast_ss(a + (size_t)row * lda + p);
-                _mm256_storeu_ps(sum, _mm256_fmadd_ps(x, y, _mm256_loadu_ps(sum)));
-            }
-        }
-}
-
-/* rows x (8 groups) of one block of an NT product without packing: the right operand is transposed
-   in registers, with lines a whole cache line of eight of its rows at a time. rows (1 to 4) and
-   groups (1 or 2, for one row 2 or 4) are constants after inlining. */
-MOEI_AVX2 MOEI_INLINE void moei_nt_tile_avx2(int rows, int groups, int lines, size_t k, const float *a, size_t lda,
+/* rows x (8 groups), at most eight vectors of sums, of one block of an NT product without packing:
+   the right operand is transposed in registers. ahead: the same part of the next tile is prefetched
+   into the second-level cache; processors do not follow so many rows by themselves. rows, groups
+   and ahead are constants after inlining. */
+MOEI_AVX2 MOEI_INLINE void moei_nt_tile_avx2(int rows, int groups, int ahead, size_t k, const float *a, size_t lda,
                                              const float *b, size_t ldb, float *c, size_t ldc, int load) {
     const __m256 zero = _mm256_setzero_ps();
-    __m256 s00 = zero, s01 = zero;
-    __m256 s02 = zero, s03 = zero;
-    __m256 s10 = zero, s11 = zero;
-    __m256 s12 = zero, s13 = zero;
-    __m256 s20 = zero, s21 = zero;
-    __m256 s22 = zero, s23 = zero;
-    __m256 s30 = zero, s31 = zero;
-    __m256 s32 = zero, s33 = zero;
+    __m256 s0 = zero, s1 = zero;
+    __m256 s2 = zero, s3 = zero;
+    __m256 s4 = zero, s5 = zero;
+    __m256 s6 = zero, s7 = zero;
     const __m256i kept = _mm256_set1_epi32(load ? -1 : 0);
-    size_t p, from;
-    for (from = 0; lines && from + 16 <= k; from += 16) {
-        MOEI_LINE(0)
-        MOEI_LINE(1)
-        MOEI_LINE(2)
-        MOEI_LINE(3)
+    const size_t row = ldb * sizeof *b;
+    int i;
+    for (; k >= 4; k -= 4) {
+        uintptr_t next = (uintptr_t)b + (8 + k / 2 % 8) * (size_t)groups * row;
+        for (i = 0; ahead && i < 2 * groups; i++, next += row) _mm_prefetch((const char *)next, _MM_HINT_T1);
+        MOEI_GROUPS(moei_transpose_avx2, MOEI_SUM)
+        a += 4;
+        b += 4;
     }
-    for (p = from; p + 4 <= k; p += 4) {
-        MOEI_FOUR(0)
-        MOEI_FOUR(1)
-        MOEI_FOUR(2)
-        MOEI_FOUR(3)
-    }
-    if (p < k) {
-        float sums[4][4][8];
-        MOEI_EACH(MOEI_SPILL)
-        moei_nt_last_avx2(rows, groups, k - p, a + p, lda, b + p, ldb, sums);
-        MOEI_EACH(MOEI_RELOAD)
+    for (; k > 0; k--) {
+        MOEI_GROUPS(moei_column_avx2, MOEI_LAST)
+        a++;
+        b++;
     }
     MOEI_EACH(MOEI_STORE)
 }
-#undef MOEI_STEP
-#undef MOEI_STEPS
-#undef MOEI_FOUR
-#undef MOEI_LINE
 #undef MOEI_EACH
-#undef MOEI_SPILL
-#undef MOEI_RELOAD
-#undef MOEI_STORE
+#undef MOEI_STEP
+#undef MOEI_LAST
+#undef MOEI_SUM
+#undef MOEI_GROUP
 #undef MOEI_GROUPS
+#undef MOEI_STORE
 
-/* The columns of one to four rows that fill vectors (one row: pairs of them), column by column, so
-   that each row of b is read from its beginning to its end; returns how many were computed.
-   Matrices of 512 KB and more, and rows a multiple of 4 KB apart, whose lines share a set of the
-   first-level cache, are read by whole cache lines. */
+/* The columns of one to eight rows that fill vectors, column by column, so that each row of b is
+   read from its beginning to its end. How many are read at once depends on whether b is likely to
+   be cached, and on strides: lines that are a multiple of 4 KB apart share a set of the first-level
+   cache. */
 MOEI_AVX2 static size_t moei_nt_unpacked_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b,
                                               size_t ldb, float *c, size_t ldc, int accumulate) {
-    const int lines = n * ldb >= 131072 || (m == 1 && ldb % 1024 == 0);
-    size_t j, p, columns;
-    for (j = 0; j + (m > 1 ? 8 : 16) <= n; j += columns) {
-        columns = n - j < 16 ? 8 : m > 1 || n - j < 32 ? 16 : 32;
+    static const unsigned char widths[2][8] = {{4, 3, 2, 2, 1, 1, 1, 1}, {2, 3, 2, 1, 1, 1, 1, 1}};
+    const size_t fit = ldb % 1024 == 0 || (ldb % 512 == 0 && m > 2) ? 1 : ldb % 512 == 0 ? 2 : 4;
+    const size_t most = moei_smaller(fit, widths[n * ldb >= 32768][m - 1]); /* 128 KB */
+    size_t j, p, groups;
+    for (j = 0; j + 8 <= n; j += 8 * groups) {
+        groups = moei_smaller(most, (n - j) / 8);
         for (p = 0; p < k; p += MOEI_BLOCK_K) {
             const size_t block = moei_smaller(k - p, MOEI_BLOCK_K);
             const float *bj = b + j * ldb + p;
-#define MOEI_CASE(rows, groups) \
+#define MOEI_CASE(rows, groups, ahead) \
     case 8 * (rows) + (groups): \
-        moei_nt_tile_avx2(rows, groups, lines, block, a + p, lda, bj, ldb, c + j, ldc, accumulate || p > 0); \
+        moei_nt_tile_avx2(rows, groups, ahead, block, a + p, lda, bj, ldb, c + j, ldc, accumulate || p > 0); \
         break;
-            switch (8 * m + columns / 8) {
-                MOEI_CASE(1, 2)
-                MOEI_CASE(1, 4)
-                MOEI_CASE(2, 1)
-                MOEI_CASE(2, 2)
-                MOEI_CASE(3, 1)
-                MOEI_CASE(3, 2)
-                MOEI_CASE(4, 1)
-            default:
-                MOEI_CASE(4, 2)
+            switch (8 * m + groups) {
+                MOEI_CASE(1, 1, 1)
+                MOEI_CASE(1, 2, 1)
+                MOEI_CASE(1, 3, 1)
+                MOEI_CASE(1, 4, 0)
+                MOEI_CASE(2, 1, 1)
+                MOEI_CASE(2, 2, 1)
+                MOEI_CASE(2, 3, 1)
+                MOEI_CASE(3, 1, 1)
+                MOEI_CASE(3, 2, 1)
+                MOEI_CASE(4, 1, 1)
+                MOEI_CASE(4, 2, 0)
+                MOEI_CASE(5, 1, 1)
+                MOEI_CASE(6, 1, 1)
+                MOEI_CASE(7, 1, 1)
+            default: MOEI_CASE(8, 1, 1)
             }
 #undef MOEI_CASE
         }
@@ -3119,22 +3097,31 @@ MOEI_AVX2 static void moei_block_avx2(int op, size_t m, size_t n, size_t k, cons
 
 MOEI_MATMUL(avx2, MOEI_AVX2, MOEI_PACKING_M, 1)
 
-/* A product of one to four rows. The columns that do not fill vectors, or are few, are computed row
-   by row. */
-static void moei_nt_few_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b, size_t ldb,
-                             float *c, size_t ldc, int accumulate) {
-    size_t j = 0, i;
+/* A product of one to eight rows. The columns that do not fill vectors, or are few, are computed row
+   by row. Rows of a that are a multiple of 4 KB apart are copied first: they would evict lines of
+   b. */
+MOEI_AVX2 static void moei_nt_few_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b,
+                                       size_t ldb, float *c, size_t ldc, int accumulate) {
+    enum { APART = MOEI_BLOCK_K + 16 };
+    float rows[8 * APART];
+    size_t j = 0, i, p;
     if (k == 0 && !accumulate) moei_zero_rows(m, n, c, ldc);
-    if (m > 1 || n > MOEI_ROW_COLUMNS) j = moei_nt_unpacked_avx2(m, n, k, a, lda, b, ldb, c, ldc, accumulate);
+    for (p = 0; m > 2 && lda % 1024 == 0 && p < k; p += MOEI_BLOCK_K) {
+        const size_t block = moei_smaller(k - p, MOEI_BLOCK_K);
+        for (i = 0; i < m; i++) memcpy(rows + i * APART, a + i * lda + p, block * sizeof *a);
+        j = moei_nt_unpacked_avx2(m, n, block, rows, APART, b + p, ldb, c, ldc, accumulate || p > 0);
+    }
+    if (p == 0 && (m > 1 || n > MOEI_ROW_COLUMNS))
+        j = moei_nt_unpacked_avx2(m, n, k, a, lda, b, ldb, c, ldc, accumulate);
     for (i = 0; k > 0 && j < n && i < m; i++)
         moei_nt_row_avx2(n - j, k, a + i * lda, b + j * ldb, ldb, c + i * ldc + j, accumulate);
 }
 
-/* If one to four rows are left over, they are computed without packing. */
+/* If one to eight rows are left over, they are computed without packing. */
 #define MOEI_NT_ENTRY(isa) \
     static void moei_nt_##isa(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, \
                               float *c, size_t ldc, int accumulate) { \
-        const size_t few = m % MOEI_PACKING_M > 4 ? 0 : m % MOEI_PACKING_M, most = m - few; \
+        const size_t few = m % MOEI_PACKING_M > 8 ? 0 : m % MOEI_PACKING_M, most = m - few; \
         if (most > 0) moei_matmul_##isa(MOE_MATMUL_NT, most, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate); \
         if (few > 0) \
             moei_nt_few_avx2(few, n, k, a + most * lda, lda, (const float *)b, ldb, c + most * ldc, ldc, accumulate); \
