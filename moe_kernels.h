@@ -3820,6 +3820,7 @@ MOEI_AVX512 static size_t moei_columns_avx512(size_t m, size_t n, size_t k, cons
     const size_t columns = wide ? 64 : n < 32 ? n : 32;
     const moei_prefetch next =
         moei_prefetch_begin((uintptr_t)b + 2 * panel * sizeof(float), k * 64, k * 64, panel * sizeof(float));
+    if (m <= 3 && !wide) return moei_columns_avx2(m, n, k, a, ra, ca, b, rb, panel, c, ldc, load);
     moei_rows_avx512(wide, columns, m, k, a, ra, ca, b, rb, panel, c, ldc, load, next);
     return columns;
 }
