@@ -258,7 +258,7 @@
    bytes for products and 1.2 KiB for the rest; below 20 KiB for a product with AVX2, NEON or
    WebAssembly SIMD, most of it the panel of 256 x 16; below 36 KiB with AVX-512, which packs two
    panels, and everywhere for 16-bit weights, which are widened on the stack (with AVX2 and AVX-512,
-   up to eight rows use registers). Packed floats take less than 1 KiB, quantized weights up to 5
+   up to 48 rows use registers). Packed floats take less than 1 KiB, quantized weights up to 5
    KiB, and matrices in files up to 52 KiB.
 
    Packed weights. A product whose right operand does not change reads it fastest in panels of 16
@@ -7027,7 +7027,7 @@ void moe_softmax(const moe_kernels *k, size_t n, const moe_real *x, moe_real tem
 
 /* A block of k for 16-bit weights. With a 16-bit size_t the stack cannot hold a whole one: sums
    longer than this are then rounded differently. */
-enum { MOEI_HALF_K = SIZE_MAX > 65535 ? (int)MOEI_BLOCK_K : 16, MOEI_HALF_M = 8 };
+enum { MOEI_HALF_K = SIZE_MAX > 65535 ? (int)MOEI_BLOCK_K : 16, MOEI_HALF_M = 48 };
 
 /* 16-bit weights: for up to MOEI_HALF_M rows in registers; for more, widens two panels of one block
    of k at a time on the stack. */
