@@ -298,6 +298,44 @@ static void test_exact_across_tables(const moe_kernels *table) {
     CHECK(same_real(plain[0], 1));
 }
 
+/* The rows of x [rows,columns] so far apart; what lies between them is NaN. */
+static moe_real *spread(size_t rows, size_t columns, const moe_real *x, size_t stride) {
+    const size_t count = (rows - 1) * stride + columns;
+    moe_real *to = borrow(count);
+    size_t i;
+    for (i = 0; i < count; i++) to[i] = i % stride < columns ? x[i / stride * columns + i % stride] : not_a_number();
+    return to;
+}
+
+/* Rows a multiple of 2 or 4 KB apart, and matrices that are too large for caches, are read in other
+   orders: no bit may differ from the product of dense rows. */
+static void test_strides(const moe_kernels *table) {
+    static const size_t strides[] = {512, 1024, 2048}, some_n[] = {1, 8, 23, 33, 70},
+                        some_k[] = {3, 255, 258, 511, 900};
+    size_t m, i, j, l;
+    for (m = 1; m <= 9; m++)
+        for (i = 0; i < 3; i++)
+            for (j = 0; j < 5; j++)
+                for (l = 0; l < 5; l += quick ? 1 + j % 2 : 1) {
+                    const size_t n = some_n[j], k = some_k[l] < strides[i] ? some_k[l] : strides[i];
+                    const int accumulate = (m + i + j + l) % 2 == 0;
+                    moe_rng rng = {m * 1009 + n * 31 + k};
+                    moe_real *a = make_matrix(&rng, m, k, k, 0), *w = make_matrix(&rng, n, k, k, 0);
+                    moe_real *far_a = spread(m, k, a, strides[i]), *far_w = spread(n, k, w, strides[i]);
+                    moe_real *c = make_matrix(&rng, m, n, n, 0), *want = spread(m, n, c, n);
+                    moe_matmul(table, MOE_MATMUL_NT, MOE_TYPE_REAL, m, n, k, a, k, w, k, want, n, accumulate);
+                    moe_matmul(table, MOE_MATMUL_NT, MOE_TYPE_REAL, m, n, k, far_a, strides[i], far_w, strides[i], c, n,
+                               accumulate);
+                    CHECK(memcmp(c, want, m * n * sizeof *c) == 0);
+                    give_back(a);
+                    give_back(w);
+                    give_back(far_a);
+                    give_back(far_w);
+                    give_back(c);
+                    give_back(want);
+                }
+}
+
 /* ---- products with packed weights ---- */
 
 /* The rows of w[n,k] in panels of 16, so many numbers from the start of one to the start of the
@@ -1376,6 +1414,7 @@ int main(int argc, char **argv) {
         CASE(test_row_independence(table));
         CASE(test_order(table));
         CASE(test_exact_across_tables(table));
+        CASE(test_strides(table));
         CASE(test_panels(table));
         CASE(test_panel_rows(table));
         CASE(test_vectors(table));
