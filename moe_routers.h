@@ -6829,37 +6829,27 @@ static void moei_soft_dispatch(const moei_pass *s, size_t from, size_t to) {
 }
 
 /* Every real token of a sequence contributes to every slot of it; row = sequence * slots + slot.
-   The assignments of an expert are sorted by slot; they are created token by token, the order of D
-   and C. */
+   The assignments of an expert are sorted by token, then by slot. */
 static void moei_soft_plan(moei_pass *s) {
     size_t total = moei_slot_total(s->c), slots = (size_t)s->c->slots;
     size_t sequences = moei_sequence_count(s->call);
-    size_t e, i, slot, t, from, to, real;
+    size_t e, i, slot, t, from, to;
     moe_assignment *rows = s->r->plan.assignments;
     s->r->plan.rows = slots * sequences;
     for (e = 0; e < s->experts; e++) {
         s->r->plan.offsets[e] = (size_t)(rows - s->r->plan.assignments);
         for (i = 0; i < sequences; i++) {
-            moe_assignment *first = rows;
             moei_sequence(s->call, i, &from, &to);
-            real = moei_real_tokens(s->call, from, to);
-            for (t = from; t < to; t++) {
-                const moe_real *d = s->r->gate + t * total + e * slots,
-                               *c = s->r->probabilities + t * total + e * slots;
-                moe_real sum = 0;
-                if (!moei_is_real(s->call, t)) continue;
-                for (slot = 0; slot < slots; slot++) {
-                    moe_assignment *to_slot = first + slot * real;
-                    to_slot->token = (int32_t)t;
-                    to_slot->choice = (int32_t)(i * slots + slot);
-                    to_slot->weight_in = d[slot];
-                    to_slot->weight_out = c[slot];
-                    sum += c[slot];
+            for (t = from; t < to; t++)
+                for (slot = 0; slot < slots && moei_is_real(s->call, t); slot++) {
+                    const size_t cell = t * total + e * slots + slot;
+                    rows->token = (int32_t)t;
+                    rows->choice = (int32_t)(i * slots + slot);
+                    rows->weight_in = s->r->gate[cell];
+                    rows->weight_out = s->r->probabilities[cell];
+                    s->r->weights[t * s->experts + e] += rows->weight_out;
+                    rows++;
                 }
-                s->r->weights[t * s->experts + e] = sum;
-                first++;
-            }
-            rows += slots * real;
         }
     }
     s->r->plan.offsets[s->experts] = (size_t)(rows - s->r->plan.assignments);

@@ -3325,9 +3325,9 @@ static void check_columns(const int32_t *parts, const moe_real *nothing, int exp
                 if (is_real(b, t)) column[count++] = b->routing.logits[t * total + slot];
             moe_softmax(b->router.kernels, count, column, 1, column);
             for (t = 0; t < from; t++) entry += is_real(b, t) ? 3u : 0u;
-            entry += slot % 3 * count;
+            entry += slot % 3;
             for (t = from, count = 0; t < to; t++) {
-                const moe_assignment *of = b->routing.plan.assignments + entry + count;
+                const moe_assignment *of = b->routing.plan.assignments + entry + 3 * count;
                 same &= same_bits(&b->routing.gate[t * total + slot],
                                   is_real(b, t) ? &column[count] : nothing, sizeof(moe_real));
                 if (!is_real(b, t)) continue;
@@ -3721,8 +3721,8 @@ static void test_soft_scale_of_zero(void) {
         bench_route(&b);
         CHECK_STATUS(b.status, MOE_OK, "routes");
         for (i = 0; i < b.routing.plan.offsets[4]; i++) {
-            b.routing.d_weight_in[i] = (moe_real)sin((double)i);
-            b.routing.d_weight_out[i] = (moe_real)cos((double)i);
+            b.routing.d_weight_in[i] = (moe_real)sin((double)(i * i));
+            b.routing.d_weight_out[i] = (moe_real)cos((double)(i * i));
         }
         memset(phi, 0, cells * sizeof *phi);
         CHECK_STATUS(moe_route_backward(&b.router, &b.call, &b.routing, d_tensors, NULL, NULL), MOE_OK, "backward");
