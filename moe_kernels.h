@@ -3097,9 +3097,9 @@ MOEI_AVX2 static void moei_block_avx2(int op, size_t m, size_t n, size_t k, cons
 
 MOEI_MATMUL(avx2, MOEI_AVX2, MOEI_PACKING_M, 1)
 
-/* A product of one to eight rows. The columns that do not fill vectors, or are few, are computed row
-   by row. Rows of a that are a multiple of 4 KB apart are copied first: they would evict lines of
-   b. */
+/* A product of one to eight rows. The columns that do not fill vectors, or are few, are computed
+   row by row. Rows of a that are a multiple of 4 KB apart are copied first: they would evict lines
+   of b. */
 MOEI_AVX2 static void moei_nt_few_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b,
                                        size_t ldb, float *c, size_t ldc, int accumulate) {
     enum { APART = MOEI_BLOCK_K + 16 };

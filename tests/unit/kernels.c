@@ -310,8 +310,8 @@ static moe_real *spread(size_t rows, size_t columns, const moe_real *x, size_t s
 /* Rows a multiple of 2 or 4 KB apart, and matrices that are too large for caches, are read in other
    orders: no bit may differ from the product of dense rows. */
 static void test_strides(const moe_kernels *table) {
-    static const size_t strides[] = {512, 1024, 2048}, some_n[] = {1, 8, 23, 33, 70},
-                        some_k[] = {3, 255, 258, 511, 900};
+    static const size_t strides[] = {512, 1024, 2048};
+    static const size_t some_n[] = {1, 8, 23, 33, 70}, some_k[] = {3, 255, 258, 511, 900};
     size_t m, i, j, l;
     for (m = 1; m <= 9; m++)
         for (i = 0; i < 3; i++)
