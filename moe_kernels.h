@@ -2933,8 +2933,8 @@ MOEI_AVX2 MOEI_INLINE void moei_column_avx2(const float *b, size_t ldb, __m256 y
 
 /* rows x (8 groups), at most eight vectors of sums, of one block of an NT product without packing:
    the right operand is transposed in registers. ahead: the same part of the next tile is prefetched
-   into the second-level cache; processors do not follow so many rows by themselves. rows, groups
-   and ahead are constants after inlining. */
+   into the second-level cache; processors do not follow so many rows. rows, groups and ahead are
+   constants after inlining. */
 MOEI_AVX2 MOEI_INLINE void moei_nt_tile_avx2(int rows, int groups, int ahead, size_t k, const float *a, size_t lda,
                                              const float *b, size_t ldb, float *c, size_t ldc, int load) {
     const __m256 zero = _mm256_setzero_ps();
@@ -3106,7 +3106,7 @@ MOEI_AVX2 static void moei_nt_few_avx2(size_t m, size_t n, size_t k, const float
     float rows[8 * APART];
     size_t j = 0, i, p;
     if (k == 0 && !accumulate) moei_zero_rows(m, n, c, ldc);
-    for (p = 0; m > 2 && lda % 1024 == 0 && p < k; p += MOEI_BLOCK_K) {
+    for (p = 0; m > 2 && n > 7 && lda % 1024 == 0 && p < k; p += MOEI_BLOCK_K) {
         const size_t block = moei_smaller(k - p, MOEI_BLOCK_K);
         for (i = 0; i < m; i++) memcpy(rows + i * APART, a + i * lda + p, block * sizeof *a);
         j = moei_nt_unpacked_avx2(m, n, block, rows, APART, b + p, ldb, c, ldc, accumulate || p > 0);
@@ -3117,14 +3117,18 @@ MOEI_AVX2 static void moei_nt_few_avx2(size_t m, size_t n, size_t k, const float
         moei_nt_row_avx2(n - j, k, a + i * lda, b + j * ldb, ldb, c + i * ldc + j, accumulate);
 }
 
-/* If one to eight rows are left over, they are computed without packing. */
+/* If one to eight rows are left over, or up to 32 for eight columns, they are not packed. */
 #define MOEI_NT_ENTRY(isa) \
     static void moei_nt_##isa(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, \
                               float *c, size_t ldc, int accumulate) { \
-        const size_t few = m % MOEI_PACKING_M > 8 ? 0 : m % MOEI_PACKING_M, most = m - few; \
-        if (most > 0) moei_matmul_##isa(MOE_MATMUL_NT, most, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate); \
-        if (few > 0) \
-            moei_nt_few_avx2(few, n, k, a + most * lda, lda, (const float *)b, ldb, c + most * ldc, ldc, accumulate); \
+        const float *w = (const float *)b; \
+        size_t few = m % MOEI_PACKING_M, i = m - few; \
+        if (few > (n == 8 ? 32 : 8)) i = m; \
+        if (i > 0) moei_matmul_##isa(MOE_MATMUL_NT, i, n, k, a, lda, w, ldb, c, ldc, accumulate); \
+        for (; i < m; i += few) { \
+            few = moei_smaller(m - i, 8); \
+            moei_nt_few_avx2(few, n, k, a + i * lda, lda, w, ldb, c + i * ldc, ldc, accumulate); \
+        } \
     }
 
 MOEI_NT_ENTRY(avx2)
@@ -3709,8 +3713,8 @@ MOEI_AVX512 MOEI_INLINE void moei_add_to_512(float *c, __mmask16 mask, __m512 su
     }
 #define MOEI_STORE(row, at) \
     if (rows > row) { \
-        moei_add_to_512(c, mask0, s##row##_0, load); \
-        if (columns > 16) moei_add_to_512(c + 16, mask1, s##row##_1, load); \
+        moei_add_to_512(c, 0xffff, s##row##_0, load); \
+        moei_add_to_512(c + 16, mask, s##row##_1, load); \
         c += ldc; \
     }
 #define MOEI_WIDE_STORE(row, at) \
@@ -3724,16 +3728,16 @@ MOEI_AVX512 MOEI_INLINE void moei_add_to_512(float *c, __mmask16 mask, __m512 su
 
 /* rows x (16 panels): C = (load ? C : 0) + the sum over one block of k; rows (1 to 14, up to 7 with
    four panels) and panels (2 or 4) are constants after inlining. Rows of the right operand are rb
-   apart; columns from `columns` on are not stored. */
+   apart; of two panels, columns from `columns` (17 to 32) on are not stored. */
 MOEI_AVX512 MOEI_INLINE void moei_tile_avx512(int rows, int panels, size_t columns, size_t k, const float *a, size_t ra,
                                               size_t ca, const float *b, size_t rb, size_t panel, float *c, size_t ldc,
                                               int load, moei_prefetch *ahead) {
     const float *a3 = a + (rows > 3 ? 3 * ra : 0), *a6 = a3 + (rows > 6 ? 3 * ra : 0);
     const float *a9 = a6 + (rows > 9 ? 3 * ra : 0);
-    const float *a12 = a9 + (rows > 12 ? 3 * ra : 0), *b1 = columns > 16 ? b + panel : b;
+    const float *a12 = a9 + (rows > 12 ? 3 * ra : 0), *b1 = b + panel;
     const float *b2 = panels > 2 ? b1 + panel : b, *b3 = panels > 2 ? b2 + panel : b;
     const __m512 zero = _mm512_setzero_ps();
-    const __mmask16 mask0 = moei_mask_512(columns), mask1 = moei_mask_512(columns > 16 ? columns - 16 : 0);
+    const __mmask16 mask = moei_mask_512(columns - 16);
     moei_prefetch next = *ahead;
     size_t p;
     MOEI_ROWS_14(MOEI_SUMS)
@@ -3748,7 +3752,7 @@ MOEI_AVX512 MOEI_INLINE void moei_tile_avx512(int rows, int panels, size_t colum
     } else {
         for (p = 0; p < (size_t)rows; p++) {
             _mm_prefetch((const char *)(c + p * ldc), _MM_HINT_T0);
-            _mm_prefetch((const char *)(c + p * ldc + (columns > 16 ? 16 : 0)), _MM_HINT_T0);
+            _mm_prefetch((const char *)(c + p * ldc + 16), _MM_HINT_T0);
         }
         for (p = 0; p < k; p++, a += ca, a3 += ca, a6 += ca, a9 += ca, a12 += ca, b += rb, b1 += rb) {
             const __m512 y0 = _mm512_loadu_ps(b), y1 = _mm512_loadu_ps(b1);
@@ -3820,7 +3824,7 @@ MOEI_AVX512 static size_t moei_columns_avx512(size_t m, size_t n, size_t k, cons
     const size_t columns = wide ? 64 : n < 32 ? n : 32;
     const moei_prefetch next =
         moei_prefetch_begin((uintptr_t)b + 2 * panel * sizeof(float), k * 64, k * 64, panel * sizeof(float));
-    if (m <= 3 && !wide) return moei_columns_avx2(m, n, k, a, ra, ca, b, rb, panel, c, ldc, load);
+    if (n <= 16 || (m <= 3 && !wide)) return moei_columns_avx2(m, n, k, a, ra, ca, b, rb, panel, c, ldc, load);
     moei_rows_avx512(wide, columns, m, k, a, ra, ca, b, rb, panel, c, ldc, load, next);
     return columns;
 }
@@ -3832,15 +3836,16 @@ MOEI_PANELS(avx512, MOEI_AVX512, MOEI_BLOCK_M, MOEI_CACHED)
 MOEI_AVX512 static void moei_block_avx512(int op, size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca,
                                           const float *b, size_t ldb, float *c, size_t ldc, int load, float *room) {
     const size_t row = ldb * sizeof(float);
+    const size_t step = op == MOE_MATMUL_NT ? ldb : 1;
     size_t j, half, columns;
     moei_prefetch next;
-    for (j = 0; j < n; j += columns) {
-        const float *bj = op == MOE_MATMUL_NT ? b + j * ldb : b + j;
+    for (j = 0; j + 16 < n; j += columns) {
+        const float *bj = b + j * step;
         columns = n - j < 32 ? n - j : 32;
         next = op == MOE_MATMUL_NT
                    ? moei_prefetch_begin((uintptr_t)bj + 32 * row, k * sizeof(float), row, MOEI_PANEL * row)
                    : moei_prefetch_begin((uintptr_t)bj + 128, 64, row, 64);
-        if (op != MOE_MATMUL_NT && m <= MOEI_UNPACKED_M && columns % MOEI_PANEL == 0) {
+        if (op != MOE_MATMUL_NT && m <= MOEI_UNPACKED_M && columns == 32) {
             moei_rows_avx512(0, columns, m, k, a, ra, ca, bj, ldb, MOEI_PANEL, c + j, ldc, load, next);
             continue;
         }
@@ -3853,6 +3858,7 @@ MOEI_AVX512 static void moei_block_avx512(int op, size_t m, size_t n, size_t k, 
         moei_rows_avx512(0, columns, m, k, a, ra, ca, room, MOEI_PANEL, MOEI_BLOCK_K * MOEI_PANEL, c + j, ldc, load,
                          next);
     }
+    if (j < n) moei_block_avx2(op, m, n - j, k, a, ra, ca, b + j * step, ldb, c + j, ldc, load, room);
 }
 
 MOEI_MATMUL(avx512, MOEI_AVX512, MOEI_PACKING_M, 2)
