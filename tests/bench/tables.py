@@ -188,7 +188,7 @@ def layers(rows, weights):
 
 def layers_avx2(rows):
     if 'layers_avx2' not in rows:
-        return 'AVX2 is the widest that this machine has: see the tables above.'
+        return 'Measured only where the widest kernels are those of AVX-512.'
     return '\n\n'.join('%s\n\n%s' % (title, layers(rows['layers_avx2'], weights)) for title, weights in
                        [('### Packed weights', 'packed'), ('### Weights as they are', 'plain')])
 
@@ -213,7 +213,9 @@ def thin(rows):
     for row in rows['layers_thin']:
         ours, theirs = number(row, 'us'), number(row, 'libxsmm_packed_us')
         if row['weights'] == 'packed' and theirs is not None:
-            lines.append([layer_of(row), row['tokens'], time_text(ours), time_text(theirs), '%.2f' % (ours - theirs)])
+            lines.append([layer_of(row), row['tokens'], time_text(ours), time_text(theirs), time_text(ours - theirs)])
+    if not lines:
+        return 'libxsmm was not installed.'
     return table(['layer', 'tokens', 'us', 'libxsmm*, us', 'difference, us'], 'lrrrr', lines)
 
 
