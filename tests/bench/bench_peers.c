@@ -498,18 +498,34 @@ void bench_peers_begin(int kernels, double (*seconds)(void)) {
 #endif
 }
 
+#if defined(BENCH_OPENBLAS)
+/* How long the first two words of "OpenBLAS 0.3.21 NO_LAPACKE ..." are. */
+static int openblas_name(const char *config) {
+    const size_t first = strcspn(config, " ");
+    return (int)(config[first] == ' ' ? first + 1 + strcspn(config + first + 1, " ") : first);
+}
+#endif
+
+#if defined(BENCH_ONEDNN)
+static const char *onednn_width(void) {
+    return ((int)dnnl_get_effective_cpu_isa() & (int)dnnl_cpu_isa_avx512_core) == (int)dnnl_cpu_isa_avx512_core
+               ? "AVX-512"
+               : "at most AVX2";
+}
+#endif
+
 void bench_peers_about(char *text, size_t room) {
     size_t used = 0;
     if (room > 0) text[0] = '\0';
     (void)used;
 #if defined(BENCH_OPENBLAS)
-    used += (size_t)snprintf(text + used, room - used, "OpenBLAS with kernels %s", openblas_get_corename());
+    used += (size_t)snprintf(text + used, room - used, "%.*s with kernels %s", openblas_name(openblas_get_config()),
+                             openblas_get_config(), openblas_get_corename());
 #endif
 #if defined(BENCH_ONEDNN)
     if (used < room)
-        used += (size_t)snprintf(text + used, room - used, "%soneDNN %d.%d.%d (instruction set %d)",
-                                 used > 0 ? ", " : "", dnnl_version()->major, dnnl_version()->minor,
-                                 dnnl_version()->patch, (int)dnnl_get_effective_cpu_isa());
+        used += (size_t)snprintf(text + used, room - used, "%soneDNN %d.%d.%d with %s", used > 0 ? ", " : "",
+                                 dnnl_version()->major, dnnl_version()->minor, dnnl_version()->patch, onednn_width());
 #endif
 #if defined(BENCH_LIBXSMM)
     if (used < room)

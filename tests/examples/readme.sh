@@ -26,7 +26,8 @@ root=$PWD
 . tests/setup.sh
 . tests/checks.sh
 
-pages='README.md examples/README.md examples/bench/README.md examples/mcu/README.md examples/mpi/README.md'
+pages='README.md examples/README.md examples/bench/README.md examples/mcu/README.md examples/mpi/README.md
+tests/bench/README.md'
 
 # Cuts the blocks out, each into files of its own whose names are numbers in the order of the pages:
 # text, language, what readme.txt says of it, where it is.
@@ -108,7 +109,7 @@ SCRIPT
 make_copy() {
     mkdir "$prepared/copy" "$prepared/copy/tests" &&
         cp -R moe.h moe_routers.h moe_kernels.h README.md LICENSE amalgamate examples "$prepared/copy" &&
-        cp tests/*.sh tests/run "$prepared/copy/tests"
+        cp -R tests/*.sh tests/run tests/bench "$prepared/copy/tests"
 }
 
 prepare() {
