@@ -859,8 +859,8 @@ static wanted *wanted_of(const in_file *f, size_t m, const moe_real *x) {
     return sums;
 }
 
-/* Products with quantized activations: of all tables, near the sums in double and near plain C. Rows
-   of x and C have others between them; work is aligned as products want it, or not at all. */
+/* Products with quantized activations: of all tables, near the sums in double and near plain C. No
+   rows of x or C touch; work is aligned as products want it, or not at all. */
 static void check_product_in_file(const in_file *f, const moei_block_type *type, size_t m, const moe_real *x) {
     const size_t n = f->n, k = f->k;
     const size_t ldc = n + 3, ldx = k + 5;
@@ -908,13 +908,13 @@ static void check_product_in_file(const in_file *f, const moei_block_type *type,
 }
 
 /* A type's fill that counts rows which the matrix does not have. */
-static const moei_block_type *filled;
+static const moei_block_type *filled_type;
 static size_t filled_rows, filled_beyond;
 
 static void fill_within(const moe_kernels *k, const moe_external *w, size_t row, size_t rows, size_t from,
                         size_t count, unsigned char *codes, moe_real *scales, moe_real *minima) {
     filled_beyond += rows == 0 || rows > 16 || row + rows > filled_rows;
-    filled->external.fill(k, w, row, rows, from, count, codes, scales, minima);
+    filled_type->external.fill(k, w, row, rows, from, count, codes, scales, minima);
 }
 
 static void test_products_in_files(void) {
@@ -937,7 +937,7 @@ static void test_products_in_files(void) {
                 f = make_in_file(type, widths[b], k, i % 3, i);
                 own.external.fill = fill_within;
                 f.w.type = &own.external;
-                filled = type;
+                filled_type = type;
                 filled_rows = f.n;
                 x = normals(&rng, heights[a] * k);
                 if (k > 32) memset(x, 0, 32 * sizeof *x);

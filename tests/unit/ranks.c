@@ -2719,7 +2719,8 @@ static void test_lies(void) {
 typedef struct mismatch {
     const char *name;
     const char *settings;          /* of the odd rank */
-    int odd, init, seed, training; /* init: the layers are not made by moe_layer_create */
+    int odd, init, seed; /* init: the layers are not made by moe_layer_create */
+    int training;        /* 2: keep instead */
     moe_status status[RANKS_MOST];
     moe_error error[RANKS_MOST];
 } mismatch;
@@ -2755,7 +2756,8 @@ static void mismatch_task(ranks_rank *self, void *ctx) {
         }
         call.n_tokens = 4;
         call.x = x;
-        call.training = odd && m->training;
+        call.training = odd && m->training == 1;
+        call.keep = odd && m->training == 2;
         call.error = &m->error[r];
         m->status[r] = moe_layer_work_size(&layer, 4, 1, &bytes);
         work = grab(bytes, 1);
@@ -2781,6 +2783,7 @@ static void test_mismatch(void) {
                 {"", "kernels=c", 0, 0, 0, MOE_OK},
                 {"", "", 0, 0, 0, MOE_OK},
                 {"call.training", "", 0, 0, 1, MOE_ERR_STATE},
+                {"keep", "", 0, 0, 2, MOE_ERR_STATE},
                 {"", "loss_z=0.001", 1, 0, 0, MOE_ERR_CONFIG},
                 {"", "top_k=3", 1, 0, 0, MOE_ERR_CONFIG},
                 {"", "", 1, 0, 0, MOE_OK}};
