@@ -2327,8 +2327,11 @@ static void open_task(ranks_rank *self, void *ctx) {
         if (o->kind == OPEN_OTHER_LEVEL) t.two_level = 1;
     }
     o->status[self->rank] = moe_transport_begin(&t, &o->error[self->rank]);
+    if (o->kind == OPEN_GOOD && (t.ranks_per_machine != t.n_ranks || t.chunks != 1)) /* the defaults */
+        o->status[self->rank] = MOE_ERR_FORMAT;
     moe_transport_end(&t);
     moe_transport_end(&t);
+    if (moe_transport_status(&t, MOE_OK) != MOE_ERR_ARGUMENT) o->status[self->rank] = MOE_ERR_FORMAT;
 }
 
 static void test_begin(void) {
