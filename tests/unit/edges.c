@@ -1959,8 +1959,8 @@ static void test_struct_places(void) {
     CHECK(offset == offsetof(moe_call, x) && size == sizeof(const moe_real *));
     IS(MOE_OK, moe_struct_place("moe_error", "message", &offset, NULL));
     CHECK(offset == offsetof(moe_error, message));
-    IS(MOE_OK, moe_struct_place("moe_net", NULL, NULL, &size));
-    CHECK(size == sizeof(moe_net));
+    IS(MOE_OK, moe_struct_place("moe_net", NULL, &offset, &size));
+    CHECK(offset == 0 && size == sizeof(moe_net));
     IS(MOE_OK, moe_struct_place("moe_built_model", "allocator", &offset, &size));
     CHECK(offset == offsetof(moe_built_model, allocator) && size == sizeof(moe_allocator));
 }

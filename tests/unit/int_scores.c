@@ -1279,6 +1279,8 @@ static void test_blocks(void) {
     CHECK_STATUS(moe_blocks_pin(&cache, 24, 8, 1), MOE_ERR_SPACE, "one stays free");
     CHECK_STATUS(moe_blocks_pin(&cache, 56, 8, 0), MOE_ERR_NOT_FOUND, "not there");
     CHECK_STATUS(moe_blocks_pin(&cache, 32, 8, 0), MOE_OK, "let go");
+    n = cache.hit_bytes;
+    CHECK(fast.fetch(fast.ctx, 32, 4, to) == MOE_OK && to[3] == 35 && cache.hit_bytes == n + 4, "which stays there");
     CHECK_STATUS(moe_blocks_pin(&cache, 0, 9, 1), MOE_ERR_ARGUMENT, "larger than a block");
     CHECK_STATUS(moe_blocks_pin(NULL, 0, 8, 1), MOE_ERR_ARGUMENT, "no cache");
     bytes[16] = 99;
@@ -1312,15 +1314,37 @@ static void check_empty_first(void) {
 /* Bytes that align the memory hold no block. */
 static void check_odd_memory(void) {
     enum { BLOCK = sizeof(moe_blocks_slot) + 8 };
-    unsigned char memory[32 + 3 * BLOCK], bytes[64], *odd = memory + (16 - (uintptr_t)memory % 16) + 1;
-    moe_loader slow;
+    unsigned char memory[32 + 3 * BLOCK], bytes[64], to[8], *odd = memory + (16 - (uintptr_t)memory % 16) + 1;
+    moe_loader slow, fast;
     moe_blocks cache;
     shelf s;
+    size_t i;
     slow = shelf_begin(&s, bytes, sizeof bytes);
     CHECK_STATUS(moe_blocks_init(&cache, &slow, 8, odd, 15 + 3 * BLOCK), MOE_OK, "three blocks");
     CHECK(cache.n == 3, "that fit exactly");
+    fast = moe_blocks_loader(&cache);
+    for (i = 0; i < 48; i += 8) /* twice 0 8 16 */
+        CHECK(fast.fetch(fast.ctx, i % 24, 8, to) == MOE_OK && memcmp(to, bytes + i % 24, 8) == 0, "fetched");
+    CHECK(cache.reads == 3 && cache.hit_bytes == 24 && (uintptr_t)cache.slots % 16 == 0, "slots and blocks apart");
+    CHECK_STATUS(moe_blocks_init(&cache, &slow, 8, odd, 14), MOE_ERR_SPACE, "less than what aligns it");
     CHECK_STATUS(moe_blocks_init(&cache, &slow, 8, odd, 15 + 3 * BLOCK - 1), MOE_OK, "a byte less");
     CHECK(cache.n == 2, "two fit");
+}
+
+/* The oldest block gives way when the number of the request begins again at 0, too. */
+static void check_clock(void) {
+    unsigned char memory[MOE_BLOCKS_MEMORY(3, 8)], to[8], bytes[64];
+    moe_loader slow, fast;
+    moe_blocks cache;
+    shelf s;
+    size_t i;
+    slow = shelf_begin(&s, bytes, sizeof bytes);
+    CHECK_STATUS(moe_blocks_init(&cache, &slow, 8, memory, sizeof memory), MOE_OK, "three blocks");
+    cache.requests = UINT32_MAX - 1;
+    fast = moe_blocks_loader(&cache);
+    for (i = 8; i <= 32; i += 8) CHECK(fast.fetch(fast.ctx, i, 8, to) == MOE_OK, "the last number, 0, 1 and 2");
+    CHECK(fast.fetch(fast.ctx, 16, 8, to) == MOE_OK && cache.reads == 4 && cache.requests == 3, "number 0 is there");
+    CHECK(fast.fetch(fast.ctx, 8, 8, to) == MOE_OK && cache.reads == 5, "the last number is not");
 }
 
 /* A read that fails leaves what there is, pinned or not, and costs no block. */
@@ -1349,6 +1373,7 @@ static void test_blocks_failing(void) {
     s.left = -1;
     CHECK(fast.fetch(fast.ctx, 24, 8, to) == MOE_OK && to[7] == 31, "it is read later");
     CHECK(fast.fetch(fast.ctx, 8, 8, to) == MOE_OK && to[7] == 15 && cache.bytes == 4 + 4 + 8 + 4, "as is the rest");
+    CHECK(cache.reads == 4 && cache.hit_bytes == 8, "what has failed is not counted");
     CHECK_STATUS(moe_blocks_pin(&cache, 24, 8, 1), MOE_ERR_SPACE, "one is pinned still");
     CHECK_STATUS(moe_blocks_pin(&cache, 8, 8, 0), MOE_OK, "which can be let go");
     CHECK_STATUS(moe_blocks_pin(&cache, 24, 8, 1), MOE_OK, "then there is room");
@@ -1359,6 +1384,7 @@ static void test_blocks_failing(void) {
     CHECK(!s.bad, "requests are of four bytes");
     check_empty_first();
     check_odd_memory();
+    check_clock();
 }
 
 int main(int argc, char **argv) {

@@ -8,6 +8,7 @@
 #include "../test.h"
 
 #include <math.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -541,6 +542,82 @@ static void test_most_of_a_list(void) {
     moei_array_free(NULL, &list, sizeof *list);
 }
 
+/* A range of a module that is infinite is seen, whichever it is. */
+static void test_infinite_ranges(void) {
+    enum { RANGES = offsetof(moei_ranges, rotation_table) / sizeof(moei_range) };
+    size_t i;
+    for (i = 0; i <= RANGES; i++) {
+        moei_ranges r;
+        moei_range all[RANGES + 1];
+        memset(&r, 0, sizeof r);
+        memset(all, 0, sizeof all);
+        all[i].most = HUGE_VAL;
+        memcpy(&r, all, RANGES * sizeof *all);
+        CHECK(moei_ranges_are_finite(&r) == (i == RANGES), "an infinite range");
+    }
+}
+
+/* The weighted inputs of experts are the tokens' own, in whichever order the plan has them. */
+static void test_weighted_inputs(void) {
+    enum { N = 6, D = 3, E = 4 };
+    moe_layer_config config;
+    moe_layer layer;
+    moe_layer_pass pass;
+    moe_call call;
+    moei_ranges range;
+    moe_real x[N * D], y[N * D];
+    void *work = NULL;
+    double most = 0, squares = 0;
+    size_t i, e, bytes = 0;
+    memset(&config, 0, sizeof config);
+    config.router.d_model = D;
+    config.router.n_experts = E;
+    config.router.top_k = 2;
+    config.router.apply_to = MOE_APPLY_INPUT;
+    config.d_ff = 2;
+    for (i = 0; i < N * D; i++) x[i] = (moe_real)((double)(i / D + 1) * cos((double)(i * i)));
+    memset(&call, 0, sizeof call);
+    call.n_tokens = N;
+    call.x = x;
+    call.keep = 1;
+    if (!CHECK(moe_layer_create(&layer, &config, 0, 1, NULL, NULL) == MOE_OK, "a layer")) return;
+    if (CHECK(moe_layer_work_size(&layer, N, 1, &bytes) == MOE_OK && (work = malloc(bytes)) != NULL, "memory") &&
+        CHECK(moe_layer_forward(&layer, &call, y, work, bytes, &pass) == MOE_OK, "a pass")) {
+        memset(&range, 0, sizeof range);
+        moei_ranges_weights(&layer, &pass, &range);
+        for (i = 0; i < N * D; i++)
+            for (e = 0; e < E; e++) {
+                const double weighted = (double)pass.routing.weights[i / D * E + e] * (double)x[i];
+                most = fmax(most, fabs(weighted));
+                squares += weighted * weighted;
+            }
+        CHECK_NEAR(range.weighted_input.most, most, 1e-5);
+        CHECK_NEAR(range.weighted_input.squares, squares, 1e-4);
+    }
+    free(work);
+    moe_layer_free(&layer);
+}
+
+/* The scale of a row leaves its bias, in units of the sums, below 2^28; one that fits changes
+   nothing. */
+static void test_row_scales(void) {
+    static const moe_real w[4] = {(moe_real)0.5, -1, (moe_real)0.25, 0}, zeros[4] = {0, 0, 0, 0};
+    static const double biases[] = {-3, 1e5, -1e9};
+    moei_maker m;
+    size_t i;
+    memset(&m, 0, sizeof m);
+    for (i = 0; i < 6; i++) {
+        const double bias = biases[i / 2];
+        double without, scale;
+        m.weights = i % 2 == 0 ? MOE_WEIGHTS_INT8 : MOE_WEIGHTS_INT4;
+        without = moei_codes_row_scale(&m, w, 4, 0, 1e-3);
+        scale = moei_codes_row_scale(&m, w, 4, bias, 1e-3);
+        CHECK((scale > without) == (i >= 2) && fabs(bias) <= scale * 1e-3 * 268435457.0, "the bias fits");
+        scale = moei_codes_row_scale(&m, zeros, 4, bias, 1e-3);
+        CHECK(fabs(bias) <= scale * 1e-3 * 65537.0, "beside no weights");
+    }
+}
+
 int main(void) {
     CASE(test_measures());
     CASE(test_weights());
@@ -559,6 +636,9 @@ int main(void) {
     CASE(test_int4_most());
     CASE(test_int4_scale());
     CASE(test_nearest());
+    CASE(test_infinite_ranges());
+    CASE(test_weighted_inputs());
+    CASE(test_row_scales());
     CASE(test_row_sizes());
     CASE(test_balanced_steps());
     return test_end();

@@ -859,22 +859,27 @@ static wanted *wanted_of(const in_file *f, size_t m, const moe_real *x) {
     return sums;
 }
 
-/* Products with quantized activations: of all tables, near the sums in double and near plain C. */
+/* Products with quantized activations: of all tables, near the sums in double and near plain C. No
+   rows of x or C touch; work is aligned as products want it, or not at all. */
 static void check_product_in_file(const in_file *f, const moei_block_type *type, size_t m, const moe_real *x) {
     const size_t n = f->n, k = f->k;
-    const size_t ldc = n + 3;
+    const size_t ldc = n + 3, ldx = k + 5;
     const size_t size = moe_external_work_size(&f->w, m, k), one = moe_external_work_size(&f->w, 1, k);
     moe_real *c = borrow_reals(m * ldc), *plain = borrow_reals(m * ldc);
     moe_real *row = borrow_reals(n);
-    unsigned char *work = (unsigned char *)borrow(size), *work1 = (unsigned char *)borrow(one);
+    unsigned char *memory = (unsigned char *)borrow(size + 64), *work1 = (unsigned char *)borrow(one);
+    moe_real *apart_x = borrow_reals(m * ldx);
     wanted *sums = wanted_of(f, m, x);
     size_t l, i, j;
     size_t far = 0, differ = 0;
     size_t apart = 0, outside = 0;
     CHECK(size > one || m == 1);
+    for (i = 0; i < m * ldx; i++) apart_x[i] = i % ldx < k ? x[i / ldx * k + i % ldx] : 1000;
     for (l = 0; l < n_levels; l++) {
+        unsigned char *work = memory + (64 - (uintptr_t)memory % 64) % 64 + l % 2;
         for (i = 0; i < m * ldc; i++) c[i] = 7;
-        moe_matmul_external(&levels[l], &f->w, 0, m, n, k, x, k, work, c, ldc);
+        moe_matmul_external(&levels[l], &f->w, 0, m, n, k, apart_x, ldx, work, c, ldc);
+        outside += l == 0 && work[size] != 0xa5;
         if (l == 0) memcpy(plain, c, m * ldc * sizeof *c);
         for (i = 0; i < m; i++) {
             for (j = 0; j < n; j++) {
@@ -896,9 +901,20 @@ static void check_product_in_file(const in_file *f, const moei_block_type *type,
     give_back(c);
     give_back(row);
     give_back(plain);
-    give_back(work);
+    give_back(memory);
     give_back(work1);
+    give_back(apart_x);
     free(sums);
+}
+
+/* A type's fill that counts rows which the matrix does not have. */
+static const moei_block_type *filled_type;
+static size_t filled_rows, filled_beyond;
+
+static void fill_within(const moe_kernels *k, const moe_external *w, size_t row, size_t rows, size_t from,
+                        size_t count, unsigned char *codes, moe_real *scales, moe_real *minima) {
+    filled_beyond += rows == 0 || rows > 16 || row + rows > filled_rows;
+    filled_type->external.fill(k, w, row, rows, from, count, codes, scales, minima);
 }
 
 static void test_products_in_files(void) {
@@ -912,18 +928,82 @@ static void test_products_in_files(void) {
         for (k = block; k <= 1280; k += k < 2 * block ? block : k < 512 ? 512 - k % 512 : 768)
             for (a = 0; a < 7; a++, i++) {
                 moe_rng rng = {i};
+                moei_block_type own = *type;
                 moe_real *x;
                 in_file f;
+                size_t p;
                 if (quick && (a + i) % 4 != 0) continue;
                 b = i % 5;
                 f = make_in_file(type, widths[b], k, i % 3, i);
+                own.external.fill = fill_within;
+                f.w.type = &own.external;
+                filled_type = type;
+                filled_rows = f.n;
                 x = normals(&rng, heights[a] * k);
                 if (k > 32) memset(x, 0, 32 * sizeof *x);
+                for (p = k; p < 2 * k && p < heights[a] * k; p++) x[p] *= (moe_real)1e-6;
                 check_product_in_file(&f, type, heights[a], x);
                 give_back(x);
                 free_in_file(&f);
             }
     }
+}
+
+static void run_in_turn(void *ctx, void (*task)(void *work, int index), void *work, int count) {
+    int i;
+    (void)ctx;
+    for (i = 0; i < count; i++) task(work, i);
+}
+
+/* Biases that lie in a file, of more numbers than are unpacked at once: the bits of tensors, in one
+   task or several. */
+static void test_biases_in_files(void) {
+    enum { N = 5, D = 8, F = 300 };
+    const int slots[2] = {MOE_EXPERTS_FC1_BIAS, MOE_EXPERTS_FC2_BIAS};
+    moe_parallel team = {NULL, 1, 1, run_in_turn};
+    moe_layer_config config;
+    moe_external external[2];
+    in_file f[2];
+    moe_layer layer;
+    moe_call call;
+    moe_rng rng = {4};
+    moe_real *x = normals(&rng, N * D), y[N * D], want[N * D], *to;
+    size_t bytes = 0, i;
+    unsigned char *work;
+    memset(&config, 0, sizeof config);
+    config.router.d_model = D;
+    config.router.n_experts = 1;
+    config.router.top_k = 1;
+    config.expert = MOE_EXPERT_MLP;
+    config.d_ff = F;
+    memset(&call, 0, sizeof call);
+    call.n_tokens = N;
+    call.x = x;
+    if (!CHECK(moe_layer_create(&layer, &config, 0, 5, NULL, NULL) == MOE_OK)) return;
+    CHECK(moe_layer_work_size(&layer, N, 0, &bytes) == MOE_OK);
+    work = (unsigned char *)take(bytes);
+    for (i = 0; i < 2; i++) {
+        f[i] = make_in_file(moei_gguf_type_find(30), 1, i == 0 ? F : D, 0, i); /* bfloat16 */
+        external[i] = f[i].w;
+        memcpy(&to, &layer.tensors[slots[i]], sizeof to);
+        memcpy(to, f[i].values, f[i].k * sizeof *to);
+    }
+    CHECK(moe_layer_forward(&layer, &call, want, work, bytes, NULL) == MOE_OK);
+    for (i = 0; i < 2; i++) {
+        layer.external[slots[i]] = &external[i];
+        layer.tensors[slots[i]] = NULL;
+    }
+    for (i = 1; i < 4; i++) {
+        team.threads = (int)i;
+        call.parallel = &team;
+        memset(y, 0, sizeof y);
+        CHECK(moe_layer_forward(&layer, &call, y, work, bytes, NULL) == MOE_OK);
+        CHECK(memcmp(y, want, sizeof y) == 0);
+    }
+    for (i = 0; i < 2; i++) free_in_file(&f[i]);
+    free(work);
+    give_back(x);
+    moe_layer_free(&layer);
 }
 
 /* Long rows, more panels than a direct product takes at once, and outputs that fill none. */
@@ -1633,6 +1713,8 @@ int main(int count, char **arguments) {
     CASE(test_worked_blocks());
     CASE(test_numbers_in_files());
     CASE(test_products_in_files());
+    CHECK(filled_beyond == 0);
+    CASE(test_biases_in_files());
     CASE(test_long_rows_in_files());
     CASE(test_exact_in_files());
     CASE(test_layers_in_files());

@@ -2327,8 +2327,11 @@ static void open_task(ranks_rank *self, void *ctx) {
         if (o->kind == OPEN_OTHER_LEVEL) t.two_level = 1;
     }
     o->status[self->rank] = moe_transport_begin(&t, &o->error[self->rank]);
+    if (o->kind == OPEN_GOOD && (t.ranks_per_machine != t.n_ranks || t.chunks != 1)) /* the defaults */
+        o->status[self->rank] = MOE_ERR_FORMAT;
     moe_transport_end(&t);
     moe_transport_end(&t);
+    if (moe_transport_status(&t, MOE_OK) != MOE_ERR_ARGUMENT) o->status[self->rank] = MOE_ERR_FORMAT;
 }
 
 static void test_begin(void) {
@@ -2719,7 +2722,8 @@ static void test_lies(void) {
 typedef struct mismatch {
     const char *name;
     const char *settings;          /* of the odd rank */
-    int odd, init, seed, training; /* init: the layers are not made by moe_layer_create */
+    int odd, init, seed; /* init: the layers are not made by moe_layer_create */
+    int training;        /* 2: keep instead */
     moe_status status[RANKS_MOST];
     moe_error error[RANKS_MOST];
 } mismatch;
@@ -2755,7 +2759,8 @@ static void mismatch_task(ranks_rank *self, void *ctx) {
         }
         call.n_tokens = 4;
         call.x = x;
-        call.training = odd && m->training;
+        call.training = odd && m->training == 1;
+        call.keep = odd && m->training == 2;
         call.error = &m->error[r];
         m->status[r] = moe_layer_work_size(&layer, 4, 1, &bytes);
         work = grab(bytes, 1);
@@ -2781,6 +2786,7 @@ static void test_mismatch(void) {
                 {"", "kernels=c", 0, 0, 0, MOE_OK},
                 {"", "", 0, 0, 0, MOE_OK},
                 {"call.training", "", 0, 0, 1, MOE_ERR_STATE},
+                {"keep", "", 0, 0, 2, MOE_ERR_STATE},
                 {"", "loss_z=0.001", 1, 0, 0, MOE_ERR_CONFIG},
                 {"", "top_k=3", 1, 0, 0, MOE_ERR_CONFIG},
                 {"", "", 1, 0, 0, MOE_OK}};
@@ -2820,7 +2826,15 @@ static void test_mismatch(void) {
 }
 
 /* One rank's functions return MOE_ERR_TRANSPORT, or what it passes is not that of the others. */
-enum { UNLIKE_NOT = 0, UNLIKE_SCORE, UNLIKE_STREAM, UNLIKE_TRAINABLE, UNLIKE_RNG };
+enum {
+    UNLIKE_NOT = 0,
+    UNLIKE_SCORE,
+    UNLIKE_STREAM,
+    UNLIKE_TRAINABLE,
+    UNLIKE_RNG,
+    UNLIKE_RNG_READ, /* without training */
+    UNLIKE_NO_RNG    /* the same, and the odd rank has none */
+};
 
 typedef struct unlike {
     const char *settings;
@@ -2878,16 +2892,16 @@ static void unlike_task(ranks_rank *self, void *ctx) {
         layer.router.custom.score_backward = failing_backward;
         layer.router.custom.ctx = odd && u->what == UNLIKE_SCORE ? self : NULL;
         for (i = 0; i < 8 * 6; i++) x[i] = (moe_real)((i * 7 + (size_t)r * 5) % 11) / 5 - 1;
-        moe_rng_seed(&draws, odd && u->what == UNLIKE_RNG ? 8 : 7);
+        moe_rng_seed(&draws, odd && u->what >= UNLIKE_RNG ? 8 : 7);
         call.n_tokens = 8;
         call.x = x;
-        call.training = 1;
-        call.rng = &draws;
+        call.training = u->what < UNLIKE_RNG_READ;
+        call.rng = odd && u->what == UNLIKE_NO_RNG ? NULL : &draws;
         call.error = &u->error[r];
         u->status[r] = moe_layer_work_size(&layer, 8, 1, &bytes);
         work = grab(bytes, 1);
         if (u->status[r] == MOE_OK) u->status[r] = moe_layer_forward(&layer, &call, y, work, bytes, &pass);
-        if (u->status[r] == MOE_OK) u->status[r] = moe_layer_backward(&layer, x, dx, NULL, &pass);
+        if (u->status[r] == MOE_OK && call.training) u->status[r] = moe_layer_backward(&layer, x, dx, NULL, &pass);
         free(work);
     }
     moe_layer_free(&layer);
@@ -2906,6 +2920,9 @@ static void test_unlike(void) {
                 {"noise=gaussian", UNLIKE_RNG, 0, MOE_ERR_STATE, MOE_ERR_STATE},
                 {"select=sample top_k=1 weight=raw", UNLIKE_RNG, 0, MOE_ERR_STATE, MOE_ERR_STATE},
                 {"drop_order=random capacity_factor=1", UNLIKE_RNG, 0, MOE_ERR_STATE, MOE_ERR_STATE},
+                {"drop_order=random capacity_factor=1", UNLIKE_RNG_READ, 0, MOE_ERR_STATE, MOE_ERR_STATE},
+                {"drop_order=random capacity_factor=1", UNLIKE_NO_RNG, 0, MOE_ERR_STATE, MOE_ERR_STATE},
+                {"noise=gaussian", UNLIKE_NO_RNG, 0, MOE_OK, MOE_OK}, /* nothing is drawn */
                 {"compete_rate=0.5 gate=softmax weight=sum", UNLIKE_RNG, 0, MOE_ERR_STATE, MOE_ERR_STATE},
                 {"compete_rate=0.5 gate=softmax weight=sum", UNLIKE_RNG, 1, MOE_ERR_STATE, MOE_ERR_STATE},
                 {"noise=gaussian", UNLIKE_RNG, 1, MOE_OK, MOE_OK}, /* each rank draws for itself */
