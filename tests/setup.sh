@@ -37,8 +37,6 @@ setup_usage() {
 
 setup_tool() { command -v "$1" >/dev/null 2>&1; }
 
-# The clock does not matter: a busy machine fails nothing. A process that sleeps forever is ended
-# after an hour.
 # Puts a text between the lines "<!-- NAME -->" and "<!-- end -->" of a file.
 setup_write_between() { # name text file
     awk -v name="<!-- $1 -->" '
@@ -49,6 +47,8 @@ setup_write_between() { # name text file
     ' "$2" "$3" >"$3.new" && mv "$3.new" "$3"
 }
 
+# The clock does not matter: a busy machine fails nothing. A process that sleeps forever is ended
+# after an hour.
 setup_limit() ( # processor seconds, command...
     ulimit -S -t "$1" 2>/dev/null
     shift
@@ -57,10 +57,16 @@ setup_limit() ( # processor seconds, command...
 )
 
 setup_scratch() {
-    scratch=$(mktemp -d "${TMPDIR:-/tmp}/moe.XXXXXX") || setup_die "cannot make a temporary folder in ${TMPDIR:-/tmp}"
+    scratch=${TMPDIR:-/tmp}
+    case $scratch in
+    /*) ;;
+    *) scratch=${caller:-$PWD}/$scratch ;; # the scripts change folders
+    esac
+    scratch=$(mktemp -d "$scratch/moe.XXXXXX") || setup_die "cannot make a temporary folder in ${TMPDIR:-/tmp}"
     trap 'rm -rf "$scratch"' EXIT
     trap 'exit 129' HUP
     trap 'exit 130' INT
+    trap 'exit 141' PIPE
     trap 'exit 143' TERM
 }
 
