@@ -39,6 +39,7 @@ setup_tool() { command -v "$1" >/dev/null 2>&1; }
 
 # Puts a text between the lines "<!-- NAME -->" and "<!-- end -->" of a file.
 setup_write_between() { # name text file
+    [ -s "$2" ] || setup_die "$3: there are no rows $1 to write"
     awk -v name="<!-- $1 -->" '
         FNR == NR { text = text $0 "\n"; next }
         inside && $0 == "<!-- end -->" { inside = 0 }
@@ -109,11 +110,12 @@ setup_need() {
 
 setup_compiler() {
     if [ -n "${CC:-}" ]; then
-        setup_compiler_works "$CC" || setup_die \
-            "CC=$CC does not make a C program that runs. Set CC to another compiler, or unset it."
-        return
+        setup_compiler_works "$CC" && return
+        setup_compiler_made
+        setup_die "CC=$CC does not make a C program that runs. Set CC to another compiler, or unset it."
     fi
     setup_compiler_found && return
+    setup_compiler_made
     # One call for all that is missing: the second download of package lists would take longer than
     # the package.
     setup_file_found || setup_packages_compiler="$setup_packages_compiler $setup_packages_stb"
@@ -135,9 +137,17 @@ setup_compiler_quietly() { [ -n "${CC:-}" ] || setup_compiler_found || :; }
 
 # Headers, libm and linking must work too. The name may hold options: CC="gcc -m32".
 setup_compiler_works() {
-    printf '#include <math.h>\n#include <stdio.h>\nint main(int n, char **v) {\n' >"$scratch/works.c"
-    printf '    return v[0] == NULL || sqrt((double)n) < 0.5;\n}\n' >>"$scratch/works.c"
-    $1 "$scratch/works.c" -o "$scratch/works" -lm >/dev/null 2>&1 </dev/null && "$scratch/works"
+    printf '%s\n' '#include <math.h>' '#include <stdio.h>' 'int main(int n, char **v) {' \
+        '    return v[0] == NULL || sqrt((double)n) < 0.5;' '}' >"$scratch/works.c" || return
+    $1 "$scratch/works.c" -o "$scratch/works" -lm >/dev/null 2>&1 </dev/null && "$scratch/works" 2>/dev/null
+}
+
+# Ends the script when it was not for lack of a compiler: a folder can be full, or closed to
+# programs.
+setup_compiler_made() {
+    [ -s "$scratch/works.c" ] || setup_die "${TMPDIR:-/tmp}: cannot be written; TMPDIR names another folder."
+    echo '#!/bin/sh' >"$scratch/script" && chmod +x "$scratch/script"
+    "$scratch/script" 2>/dev/null || setup_die "${TMPDIR:-/tmp}: programs do not run there; TMPDIR names another folder."
 }
 
 # ---- stb_ds.h ----

@@ -133,6 +133,8 @@ TEXT
 }
 
 plan() {
+    echo named_by_folder
+    echo compiler_of_words
     echo short_check
     echo rows_5000
     echo byte_order_mark
@@ -253,6 +255,25 @@ wrong() { # status what call...
     for file in new*; do
         [ ! -e "$file" ] || show_call "$file was written" || return 1
     done
+}
+
+# A folder's name as shells complete it; that of all examples is none of them.
+named_by_folder() {
+    for name in mcu mcu/ examples/mcu/ "$root/examples/mcu/"; do
+        sh "$root/examples/run" "$name" nothing >shown 2>said
+        status=$?
+        [ "$status" = 2 ] && grep -q 'nothing is not one of the processors' said || show_call "$name" || return 1
+    done
+    for name in examples/ "$root/examples/" . ./; do
+        sh "$root/examples/run" "$name" nothing >shown 2>said
+        status=$?
+        [ "$status" = 2 ] && grep -q 'There is no example called [^n]' said || show_call "$name" || return 1
+    done
+}
+
+compiler_of_words() {
+    echo 'int main(void) { return 0; }' >firmware.c
+    CC="$CC -O1" run sh "$root/examples/run" mcu host firmware.c >said 2>&1 || show_call 'it does not run'
 }
 
 # As some programs begin a table.
