@@ -214,25 +214,26 @@ PROBE
 # ---- programs that are kept ----
 
 # Sets $program to the compiled examples/$1.c, by a command ($2...) that lacks only "-o FILE". It is
-# kept in build/examples and made anew when its source, a header or the command has changed. Where
-# the checkout cannot be written it is made in $scratch.
+# kept in build/examples and made anew when what its source, a header or the command says has
+# changed: a header of another version may be older than the program. Where the checkout cannot be
+# written it is made in $scratch.
 setup_program() { # name command...
     setup_name=$1
     shift
     setup_kept=$root/build/examples
     { mkdir -p "$setup_kept" && [ -w "$setup_kept" ]; } 2>/dev/null || setup_kept=$scratch
     program=$setup_kept/$setup_name
-    [ ! -x "$program" ] || [ "$(cat "$program.command" 2>/dev/null)" != "$*" ] || setup_is_older || return 0
+    setup_made_of="$* $(setup_sum_of_sources)"
+    [ ! -x "$program" ] || [ "$(cat "$program.command" 2>/dev/null)" != "$setup_made_of" ] || return 0
     setup_say "compiling $setup_name, about $(cat "$setup_kept/seconds" 2>/dev/null || echo 10) s"
     setup_began=$(date +%s)
     "$@" -o "$program.$$" || return 1
-    mv "$program.$$" "$program" && printf '%s\n' "$*" >"$program.command"
+    mv "$program.$$" "$program" && printf '%s\n' "$setup_made_of" >"$program.command"
     echo $(($(date +%s) - setup_began + 1)) >"$setup_kept/seconds"
 }
 
-setup_is_older() {
-    [ -n "$(find "$root"/moe*.h "$root/examples" \( -name '*.h' -o -name "$setup_name*.c" \) -newer "$program" -print \
-        2>/dev/null | sed 1q)" ]
+setup_sum_of_sources() {
+    find "$root"/moe*.h "$root/examples" \( -name '*.h' -o -name "$setup_name*.c" \) -exec cat {} + | cksum
 }
 
 # ---- the programs of the tests ----

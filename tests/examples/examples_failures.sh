@@ -135,6 +135,7 @@ TEXT
 plan() {
     echo named_by_folder
     echo compiler_of_words
+    echo kept_program
     echo short_check
     echo rows_5000
     echo byte_order_mark
@@ -274,6 +275,21 @@ named_by_folder() {
 compiler_of_words() {
     echo 'int main(void) { return 0; }' >firmware.c
     CC="$CC -O1" run sh "$root/examples/run" mcu host firmware.c >said 2>&1 || show_call 'it does not run'
+}
+
+# A kept program is made anew for another header, also for one that is older than the program.
+kept_program() {
+    mkdir -p repository/examples && cp "$root/examples/run" repository/examples && mkdir repository/tests &&
+        cp "$root/tests/setup.sh" repository/tests || return 1
+    printf '#include <stdio.h>\n#include "../moe.h"\nint main(void) { return puts(WORD) < 0; }\n' \
+        >repository/examples/word.c
+    for word in one two; do
+        echo "#define WORD \"$word\"" >repository/moe.h && touch -t 200101010000 repository/moe.h || return 1
+        sh repository/examples/run word >shown 2>said
+        status=$?
+        [ "$(cat shown)" = "$word" ] || show_call "it is not the program of $word" || return 1
+    done
+    sh repository/examples/run word 2>said >shown && empty 'compiled again:' "$(cat said)"
 }
 
 # As some programs begin a table.
