@@ -147,7 +147,8 @@ setup_compiler_works() {
 setup_compiler_made() {
     [ -s "$scratch/works.c" ] || setup_die "${TMPDIR:-/tmp}: cannot be written; TMPDIR names another folder."
     echo '#!/bin/sh' >"$scratch/script" && chmod +x "$scratch/script"
-    "$scratch/script" 2>/dev/null || setup_die "${TMPDIR:-/tmp}: programs do not run there; TMPDIR names another folder."
+    "$scratch/script" 2>/dev/null ||
+        setup_die "${TMPDIR:-/tmp}: programs do not run there; TMPDIR names another folder."
 }
 
 # ---- stb_ds.h ----

@@ -133,6 +133,7 @@ TEXT
 }
 
 plan() {
+    echo help_cut_off
     echo named_by_folder
     echo compiler_of_words
     echo kept_program
@@ -255,6 +256,19 @@ wrong() { # status what call...
         show_call 'a file is lost' || return 1
     for file in new*; do
         [ ! -e "$file" ] || show_call "$file was written" || return 1
+    done
+}
+
+# Help of which no more than the first line is read, or none can be written, is not followed by
+# anything else.
+help_cut_off() {
+    { sh "$root/examples/run" -h 2>said; } | head -n 1 >shown
+    empty 'said after its help:' "$(grep 'no example' said)" || return 1
+    [ -c /dev/full ] || missing /dev/full
+    for name in mcu web; do
+        sh "$root/examples/run" "$name" -h >/dev/full 2>said
+        status=$?
+        [ "$status" = 1 ] && [ "$(grep -c . said)" = 1 ] || show_call "more than the help of $name" || return 1
     done
 }
 
