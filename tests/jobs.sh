@@ -47,6 +47,14 @@ jobs_lanes() { # file
     wait
 }
 
+# ^C, which goes to all of a terminal's group, is ignored by what a shell runs in the background: it
+# would go on after its folder is gone.
+jobs_interrupted() {
+    trap '' TERM
+    kill -s TERM 0
+    exit 130
+}
+
 # The lanes write the number of each job that ended; when the last lane has ended, so does what is
 # read.
 jobs_run() { # file
@@ -55,6 +63,7 @@ jobs_run() { # file
     mkdir "$jobs" && mkfifo "$jobs/ended" || setup_die "cannot make a pipe in $scratch"
     jobs_total=$(awk 'END { print NR }' "$1")
     jobs_shown=0
+    trap jobs_interrupted INT
     jobs_lanes "$1" >"$jobs/ended" &
     while read -r jobs_number <&3; do jobs_show "$jobs_number" "$1"; done 3<"$jobs/ended"
     wait
@@ -63,6 +72,7 @@ jobs_run() { # file
         jobs_number=$((jobs_number + 1))
         [ -e "$jobs/$jobs_number.shown" ] || jobs_show "$jobs_number" "$1"
     done
+    trap 'exit 130' INT
 }
 
 jobs_show() { # number file

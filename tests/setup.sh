@@ -37,10 +37,9 @@ setup_usage() {
 
 setup_tool() { command -v "$1" >/dev/null 2>&1; }
 
-# The clock does not matter: a busy machine fails nothing. A process that sleeps forever is ended
-# after an hour.
 # Puts a text between the lines "<!-- NAME -->" and "<!-- end -->" of a file.
 setup_write_between() { # name text file
+    [ -s "$2" ] || setup_die "$3: there are no rows $1 to write"
     awk -v name="<!-- $1 -->" '
         FNR == NR { text = text $0 "\n"; next }
         inside && $0 == "<!-- end -->" { inside = 0 }
@@ -49,6 +48,8 @@ setup_write_between() { # name text file
     ' "$2" "$3" >"$3.new" && mv "$3.new" "$3"
 }
 
+# The clock does not matter: a busy machine fails nothing. A process that sleeps forever is ended
+# after an hour.
 setup_limit() ( # processor seconds, command...
     ulimit -S -t "$1" 2>/dev/null
     shift
@@ -57,10 +58,16 @@ setup_limit() ( # processor seconds, command...
 )
 
 setup_scratch() {
-    scratch=$(mktemp -d "${TMPDIR:-/tmp}/moe.XXXXXX") || setup_die "cannot make a temporary folder in ${TMPDIR:-/tmp}"
+    scratch=${TMPDIR:-/tmp}
+    case $scratch in
+    /*) ;;
+    *) scratch=${caller:-$PWD}/$scratch ;; # the scripts change folders
+    esac
+    scratch=$(mktemp -d "$scratch/moe.XXXXXX") || setup_die "cannot make a temporary folder in ${TMPDIR:-/tmp}"
     trap 'rm -rf "$scratch"' EXIT
     trap 'exit 129' HUP
     trap 'exit 130' INT
+    trap 'exit 141' PIPE
     trap 'exit 143' TERM
 }
 
@@ -103,11 +110,12 @@ setup_need() {
 
 setup_compiler() {
     if [ -n "${CC:-}" ]; then
-        setup_compiler_works "$CC" || setup_die \
-            "CC=$CC does not make a C program that runs. Set CC to another compiler, or unset it."
-        return
+        setup_compiler_works "$CC" && return
+        setup_compiler_made
+        setup_die "CC=$CC does not make a C program that runs. Set CC to another compiler, or unset it."
     fi
     setup_compiler_found && return
+    setup_compiler_made
     # One call for all that is missing: the second download of package lists would take longer than
     # the package.
     setup_file_found || setup_packages_compiler="$setup_packages_compiler $setup_packages_stb"
@@ -129,9 +137,18 @@ setup_compiler_quietly() { [ -n "${CC:-}" ] || setup_compiler_found || :; }
 
 # Headers, libm and linking must work too. The name may hold options: CC="gcc -m32".
 setup_compiler_works() {
-    printf '#include <math.h>\n#include <stdio.h>\nint main(int n, char **v) {\n' >"$scratch/works.c"
-    printf '    return v[0] == NULL || sqrt((double)n) < 0.5;\n}\n' >>"$scratch/works.c"
-    $1 "$scratch/works.c" -o "$scratch/works" -lm >/dev/null 2>&1 </dev/null && "$scratch/works"
+    printf '%s\n' '#include <math.h>' '#include <stdio.h>' 'int main(int n, char **v) {' \
+        '    return v[0] == NULL || sqrt((double)n) < 0.5;' '}' >"$scratch/works.c" || return
+    $1 "$scratch/works.c" -o "$scratch/works" -lm >/dev/null 2>&1 </dev/null && "$scratch/works" 2>/dev/null
+}
+
+# Ends the script when it was not for lack of a compiler: a folder can be full, or closed to
+# programs.
+setup_compiler_made() {
+    [ -s "$scratch/works.c" ] || setup_die "${TMPDIR:-/tmp}: cannot be written; TMPDIR names another folder."
+    echo '#!/bin/sh' >"$scratch/script" && chmod +x "$scratch/script"
+    "$scratch/script" 2>/dev/null ||
+        setup_die "${TMPDIR:-/tmp}: programs do not run there; TMPDIR names another folder."
 }
 
 # ---- stb_ds.h ----
@@ -198,25 +215,26 @@ PROBE
 # ---- programs that are kept ----
 
 # Sets $program to the compiled examples/$1.c, by a command ($2...) that lacks only "-o FILE". It is
-# kept in build/examples and made anew when its source, a header or the command has changed. Where
-# the checkout cannot be written it is made in $scratch.
+# kept in build/examples and made anew when what its source, a header or the command says has
+# changed: a header of another version may be older than the program. Where the checkout cannot be
+# written it is made in $scratch.
 setup_program() { # name command...
     setup_name=$1
     shift
     setup_kept=$root/build/examples
     { mkdir -p "$setup_kept" && [ -w "$setup_kept" ]; } 2>/dev/null || setup_kept=$scratch
     program=$setup_kept/$setup_name
-    [ ! -x "$program" ] || [ "$(cat "$program.command" 2>/dev/null)" != "$*" ] || setup_is_older || return 0
+    setup_made_of="$* $(setup_sum_of_sources)"
+    [ ! -x "$program" ] || [ "$(cat "$program.command" 2>/dev/null)" != "$setup_made_of" ] || return 0
     setup_say "compiling $setup_name, about $(cat "$setup_kept/seconds" 2>/dev/null || echo 10) s"
     setup_began=$(date +%s)
     "$@" -o "$program.$$" || return 1
-    mv "$program.$$" "$program" && printf '%s\n' "$*" >"$program.command"
+    mv "$program.$$" "$program" && printf '%s\n' "$setup_made_of" >"$program.command"
     echo $(($(date +%s) - setup_began + 1)) >"$setup_kept/seconds"
 }
 
-setup_is_older() {
-    [ -n "$(find "$root"/moe*.h "$root/examples" \( -name '*.h' -o -name "$setup_name*.c" \) -newer "$program" -print \
-        2>/dev/null | sed 1q)" ]
+setup_sum_of_sources() {
+    find "$root"/moe*.h "$root/examples" \( -name '*.h' -o -name "$setup_name*.c" \) -exec cat {} + | cksum
 }
 
 # ---- the programs of the tests ----

@@ -128,18 +128,20 @@ write_all() { # options...
     printf '%5d s  written: %s/*.csv, tests/bench/README.md\n' $(($(date +%s) - began)) "$results" >&2
 }
 
-wanted=
+wanted='' speed=-O2
 for word in "$@"; do
     shift
     case $word in
+    -h | --help) speed='-O0 -DMOE_NO_SIMD' && set -- "$@" -h ;;
     --write | --verify) wanted=$word ;;
     *) set -- "$@" "$word" ;;
     esac
 done
+[ "$speed" = -O2 ] || wanted='' # what only explains is compiled fast
 [ -z "$wanted" ] || setup_tool python3 || setup_ask Python python3
 case $wanted.${1:-} in
 --verify.) exec python3 tests/bench/tables.py --verify ;;
---verify.* | --write.compile) setup_usage "bench: $wanted does not go with $1" ;;
+--verify.* | --write.[!-]*) setup_usage "bench: $wanted does not go with $1; -h explains" ;;
 esac
 
 if [ "${1:-}" = compile ]; then
@@ -150,11 +152,10 @@ setup_scratch
 setup_compiler
 setup_stb
 setup_stb_flag "$CC"
-find_peers
-find_torch
-find_commit
+peer_flags='' libraries=''
+if [ "$speed" = -O2 ]; then find_peers && find_torch && find_commit; fi
 # shellcheck disable=SC2086
-$CC -std=c99 -O2 -I. -pthread $peer_flags ${stb_flag:+-I"$stb_flag"} ${CFLAGS:-} tests/bench/bench.c \
+$CC -std=c99 $speed -I. -pthread $peer_flags ${stb_flag:+-I"$stb_flag"} ${CFLAGS:-} tests/bench/bench.c \
     tests/bench/bench_peers.c \
     -o "$scratch/bench" $libraries -lm || setup_die 'bench does not compile'
 if [ "$wanted" = --write ]; then write_all "$@"; else "$scratch/bench" "$@"; fi

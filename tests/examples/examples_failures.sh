@@ -133,6 +133,10 @@ TEXT
 }
 
 plan() {
+    echo help_cut_off
+    echo named_by_folder
+    echo compiler_of_words
+    echo kept_program
     echo short_check
     echo rows_5000
     echo byte_order_mark
@@ -253,6 +257,53 @@ wrong() { # status what call...
     for file in new*; do
         [ ! -e "$file" ] || show_call "$file was written" || return 1
     done
+}
+
+# Help of which no more than the first line is read, or none can be written, is not followed by
+# anything else.
+help_cut_off() {
+    { sh "$root/examples/run" -h 2>said; } | head -n 1 >shown
+    empty 'said after its help:' "$(grep 'no example' said)" || return 1
+    [ -c /dev/full ] || missing /dev/full
+    for name in mcu web; do
+        sh "$root/examples/run" "$name" -h >/dev/full 2>said
+        status=$?
+        [ "$status" = 1 ] && [ "$(grep -c . said)" = 1 ] || show_call "more than the help of $name" || return 1
+    done
+}
+
+# A folder's name as shells complete it; that of all examples is none of them.
+named_by_folder() {
+    for name in mcu mcu/ examples/mcu/ "$root/examples/mcu/"; do
+        sh "$root/examples/run" "$name" nothing >shown 2>said
+        status=$?
+        [ "$status" = 2 ] && grep -q 'nothing is not one of the processors' said || show_call "$name" || return 1
+    done
+    for name in examples/ "$root/examples/" . ./; do
+        sh "$root/examples/run" "$name" nothing >shown 2>said
+        status=$?
+        [ "$status" = 2 ] && grep -q 'There is no example called [^n]' said || show_call "$name" || return 1
+    done
+}
+
+compiler_of_words() {
+    echo 'int main(void) { return 0; }' >firmware.c
+    CC="$CC -O1" run sh "$root/examples/run" mcu host firmware.c >said 2>&1 || show_call 'it does not run'
+}
+
+# A kept program is made anew for another header, also for one that is older than the program.
+kept_program() {
+    mkdir -p repository/examples && cp "$root/examples/run" repository/examples && mkdir repository/tests &&
+        cp "$root/tests/setup.sh" repository/tests || return 1
+    printf '#include <stdio.h>\n#include "../moe.h"\nint main(void) { return puts(WORD) < 0; }\n' \
+        >repository/examples/word.c
+    for word in one two; do
+        echo "#define WORD \"$word\"" >repository/moe.h && touch -t 200101010000 repository/moe.h || return 1
+        sh repository/examples/run word >shown 2>said
+        status=$?
+        [ "$(cat shown)" = "$word" ] || show_call "it is not the program of $word" || return 1
+    done
+    sh repository/examples/run word 2>said >shown && empty 'compiled again:' "$(cat said)"
 }
 
 # As some programs begin a table.

@@ -15,6 +15,8 @@ plan() {
     echo 'same_bytes'
     for tools in mawk gawk original-awk busybox; do echo "same_bytes_by $tools"; done
     echo 'revisions'
+    echo 'unwritten'
+    echo 'closed'
     echo 'licenses'
     echo 'opened gcc'
     echo 'stb_names gcc'
@@ -120,6 +122,30 @@ same_bytes_by() { # awk or busybox
     for words in '' all inference integers; do
         sh "$root/amalgamate" $words >again.h && run cmp again.h "$prepared/${words:-one}/moe.h" || return 1
     done
+}
+
+# Where files may not grow as far as its own must, it does not end well with half of the headers:
+# whichever awk there is. The sizes are 50 and 700 KB, or twice these: shells count in other units.
+unwritten() {
+    mkdir tools
+    ! setup_tool busybox || ln -s "$(command -v busybox)" tools/awk
+    for path in "$PATH" "$PWD/tools:$PATH"; do
+        for size in 100 1400; do
+            { PATH=$path sh -c 'trap "" XFSZ; ulimit -f "$1"; exec sh "$2"' sh "$size" "$root/amalgamate" 2>said
+                echo $? >status; } | cat >written
+            [ "$(cat status)" = 1 ] && [ ! -s written ] && grep -q '^amalgamate: .* cannot be written' said && continue
+            echo "files of at most $size: status $(cat status), $(wc -c <written) bytes"
+            cat said
+            return 1
+        done
+    done
+}
+
+# One who reads no further ends it, and nothing is left.
+closed() {
+    mkdir temporary
+    { TMPDIR=$PWD/temporary sh "$root/amalgamate" inference 2>/dev/null; } | head -n 1 >first
+    run grep -q '^/\* moe.h' first && empty 'this is left:' "$(find temporary -name 'moe.*')"
 }
 
 # What it says of the revision: in a repository, in whole and shallow clones of it, which give the
