@@ -2967,10 +2967,9 @@ MOEI_AVX2 MOEI_INLINE void moei_nt_tile_avx2(int rows, int groups, int ahead, si
 #undef MOEI_GROUPS
 #undef MOEI_STORE
 
-/* The columns of one to eight rows that fill vectors, column by column, so that each row of b is
-   read from its beginning to its end. How many are read at once depends on whether b is likely to
-   be cached, and on strides: lines that are a multiple of 4 KB apart share a set of the first-level
-   cache. */
+/* The columns of one to eight rows that fill vectors; returns how many. Each row of b is read from
+   its beginning to its end. How many are read at once depends on whether b is likely to be cached,
+   and on strides: lines that are a multiple of 4 KB apart share a set of the first-level cache. */
 MOEI_AVX2 static size_t moei_nt_unpacked_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b,
                                               size_t ldb, float *c, size_t ldc, int accumulate) {
     static const unsigned char widths[2][8] = {{4, 3, 2, 2, 1, 1, 1, 1}, {2, 3, 2, 1, 1, 1, 1, 1}};
