@@ -275,7 +275,8 @@ class Layer:
         c = self.c
         c.gate, c.gate_temperature, c.select = "softmax", 1.0, "top_k"
         self.taught = z
-        return self.responses([self.expert(e, self.seen()) for e in range(c.n_experts)])
+        self.clean = self.responses([self.expert(e, self.seen()) for e in range(c.n_experts)])
+        return self.clean
 
     def norm(self, v):
         if self.c.norm_order == "l2":
