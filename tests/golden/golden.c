@@ -893,7 +893,7 @@ static int unpack(golden *g, moe_layer *layer, int type) {
     return 1;
 }
 
-/* The largest number that experts add to their outputs: outputs can be small where sums cancel it. */
+/* The largest number that experts add to their outputs: where sums cancel it, outputs are small. */
 static double largest_bias(const golden *g, const moe_layer *layer) {
     moe_tensor bias;
     double largest = 0.0;
