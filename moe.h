@@ -2499,12 +2499,6 @@ static moe_status moei_file_metadata_object(moei_json *j, moe_file *file, size_t
 
 /* ---- safetensors: names ---- */
 
-static uint64_t moei_file_mix(uint64_t x) {
-    x = (x ^ x >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
-    x = (x ^ x >> 27) * UINT64_C(0x94d049bb133111eb);
-    return x ^ x >> 31;
-}
-
 static uint64_t moei_file_hash_step(uint64_t hash, int c) {
     return (hash ^ (uint64_t)(unsigned)c) * UINT64_C(0x100000001b3);
 }
@@ -2556,7 +2550,7 @@ static int moei_names_string(moei_names *w, moei_span *s, uint64_t *hash) {
     if (p >= end) return 0;
     s->end = p;
     w->at = (size_t)(p - w->bytes) + 1;
-    *hash = moei_file_mix(h);
+    *hash = moei_mix_bits(h);
     return 1;
 }
 
@@ -2623,7 +2617,7 @@ static int moei_names_find(moei_names *w, const char *text, moei_span *name) {
     uint64_t hash, wanted = UINT64_C(0xcbf29ce484222325);
     const char *p;
     for (p = text; *p != '\0'; p++) wanted = moei_file_hash_step(wanted, (unsigned char)*p);
-    wanted = moei_file_mix(wanted);
+    wanted = moei_mix_bits(wanted);
     while (moei_names_next(w, name, &hash))
         if (hash == wanted && moei_span_is(*name, text)) return 1;
     return 0;
@@ -2650,8 +2644,8 @@ typedef struct moei_tiles {
 } moei_tiles;
 
 static void moei_tiles_add(moei_tiles *s, const moe_file_tensor *t, size_t begin, size_t at) {
-    s->begins += moei_file_mix(s->seed + begin);
-    s->ends += moei_file_mix(s->seed + begin + t->bytes);
+    s->begins += moei_mix_bits(s->seed + begin);
+    s->ends += moei_mix_bits(s->seed + begin + t->bytes);
     s->covered += t->bytes;
     s->strays |= t->bytes == 0 && begin != s->last;
     if (begin != s->last && s->odd.p == NULL) {
@@ -2667,7 +2661,7 @@ static moe_status moei_tiles_check(const moei_tiles *s, moei_json *j, size_t siz
     if (s->covered != size)
         return moei_json_refuse(j, at, MOE_ERR_FORMAT, "a hole: the tensors cover %z of %z bytes of data", s->covered,
                                 size);
-    if (s->begins + moei_file_mix(s->seed + size) != s->ends + moei_file_mix(s->seed))
+    if (s->begins + moei_mix_bits(s->seed + size) != s->ends + moei_mix_bits(s->seed))
         return moei_json_refuse(j, at, MOE_ERR_FORMAT, "the tensors overlap and leave a hole");
     return MOE_OK;
 }
@@ -2705,7 +2699,7 @@ enum { MOEI_TILES_SLOTS = 512, MOEI_TILES_BATCH = 384 };
 
 /* The slot that has the offset, or would have it; 0: it is free. */
 static size_t *moei_tiles_slot(size_t slots[MOEI_TILES_SLOTS], uint64_t seed, size_t offset) {
-    size_t i = (size_t)(moei_file_mix(seed + offset) % MOEI_TILES_SLOTS);
+    size_t i = (size_t)(moei_mix_bits(seed + offset) % MOEI_TILES_SLOTS);
     while (slots[i] != 0 && slots[i] != offset) i = (i + 1) % MOEI_TILES_SLOTS;
     return &slots[i];
 }
@@ -2751,12 +2745,11 @@ static const char *moei_unsigned_text(uint64_t value, char out[24]) {
 
 /* The eight bytes of the header's length. */
 static moe_status moei_file_header(moei_json *j, moe_file *file) {
-    uint64_t length = 0;
-    int i;
+    uint64_t length;
     if (file->size < 8)
         return moei_json_refuse(j, 0, MOE_ERR_FORMAT,
                                 "not a safetensors file: it ends within its first 8 bytes, it has %z", file->size);
-    for (i = 0; i < 8; i++) length |= (uint64_t)file->bytes[i] << 8 * i;
+    length = moei_load(file->bytes, 8);
     if (length > MOEI_FILE_MAX_HEADER) {
         char digits[24];
         return moei_json_refuse(j, 0, MOE_ERR_FORMAT,
@@ -2834,7 +2827,7 @@ static moe_status moei_file_check(moe_file *file, const unsigned char *bytes, si
     j.error = error;
     if ((status = moei_file_header(&j, &f)) != MOE_OK) return status;
     for (i = 8; i < j.end; i++) tiles.seed = moei_file_hash_step(tiles.seed, f.bytes[i]);
-    tiles.seed = moei_file_mix(tiles.seed);
+    tiles.seed = moei_mix_bits(tiles.seed);
     if ((status = moei_file_entries(&j, &f, &tiles)) != MOE_OK ||
         (status = moei_tiles_check(&tiles, &j, size - j.end)) != MOE_OK ||
         (status = moei_file_unique(&j, &f, 0, f.n_tensors)) != MOE_OK ||
@@ -3330,12 +3323,7 @@ static moe_status moei_write_reals(moe_stream *stream, const moe_real *x, size_t
         size_t i, b, block = n < 256 ? n : 256;
         moe_status status;
         for (i = 0; i < block; i++) {
-#if MOE_REAL_IS_DOUBLE
-            uint64_t bits;
-#else
-            uint32_t bits;
-#endif
-            memcpy(&bits, &x[i], sizeof bits);
+            const moei_bits bits = moei_real_bits(x[i]);
             for (b = 0; b < sizeof bits; b++) out[i * sizeof bits + b] = (unsigned char)(bits >> 8 * b & 0xffu);
         }
         status = moei_streamed(stream->write(stream->ctx, out, block * sizeof(moe_real)));
@@ -3577,7 +3565,6 @@ static void moei_own_part(const struct moe_transport *t, size_t n, size_t *first
 /* For experts, 0 is the kind's default, and "relu" comes after the other names. */
 #define MOEI_EXPERT_ACT(value, name, f, field) (value) == MOE_ACT_RELU ? "default" : (name),
 static const char *const moei_expert_act_names[] = {MOE_ACTS(MOEI_EXPERT_ACT) "relu", NULL};
-static const char *const moei_kernel_names[] = {"auto", "c", "avx2", "avx512", "neon", "wasm", NULL};
 
 #define MOEI_L moe_layer_config
 
@@ -3843,6 +3830,13 @@ MOEI_TOOL void moei_slot_fill(const moe_parameter *slot, moe_real *data, moe_rng
             slot->init_value + (slot->init_std > 0 ? slot->init_std * moe_rng_normal(rng) : 0);
 }
 
+static moe_status moei_kernels_of(int wanted, const moe_kernels **kernels, moe_error *error) {
+    *kernels = moe_kernels_select(wanted);
+    if (*kernels != NULL) return MOE_OK;
+    return moei_error(error, MOE_ERR_UNSUPPORTED, "kernels = %s: not compiled in, or this machine cannot run them",
+                      moei_kernel_names[wanted]);
+}
+
 moe_status moe_layer_init(moe_layer *layer, const moe_layer_config *config, moe_error *error) {
     moe_layer made;
     moe_parameter slot;
@@ -3858,11 +3852,8 @@ moe_status moe_layer_init(moe_layer *layer, const moe_layer_config *config, moe_
             return moei_error(error, status, "tensor number %d does not fit this machine's memory", index);
         if (status == MOE_OK) made.present |= (uint64_t)1 << index;
     }
-    made.kernels = moe_kernels_select(made.config.kernels);
-    if (made.kernels == NULL)
-        return moei_error(error, MOE_ERR_UNSUPPORTED, "kernels = %s: not compiled in, or this machine cannot run them",
-                          moei_kernel_names[made.config.kernels]);
-    status = moe_router_init(&made.router, &made.config.router, made.kernels, error);
+    status = moei_kernels_of(made.config.kernels, &made.kernels, error);
+    if (status == MOE_OK) status = moe_router_init(&made.router, &made.config.router, made.kernels, error);
     if (status == MOE_OK) *layer = made;
     return status;
 }
@@ -5979,10 +5970,7 @@ moe_status moe_net_init(moe_net *net, int d_in, int kernels, const moe_allocator
                           (int)MOE_MAX_WIDTH);
     if (moe_kernels_name(kernels) == NULL)
         return moei_error(&net->error, MOE_ERR_CONFIG, "kernels = %d: no such kernels", kernels);
-    net->kernels = moe_kernels_select(kernels);
-    if (net->kernels == NULL)
-        return moei_error(&net->error, MOE_ERR_UNSUPPORTED,
-                          "kernels = %s: not compiled in, or this machine cannot run them", moe_kernels_name(kernels));
+    if (moei_kernels_of(kernels, &net->kernels, &net->error) != MOE_OK) return net->error.code;
     net->kernels_wanted = kernels;
     net->d_in = net->d_out = d_in;
     return MOE_OK;
@@ -9319,13 +9307,6 @@ static moe_mixture moei_mixture_of(const moe_net *net, const moe_net_pass *pass,
     return m;
 }
 
-static size_t moei_largest(size_t n, const moe_real *v) {
-    size_t i, best = 0;
-    for (i = 1; i < n; i++)
-        if (v[i] > v[best]) best = i;
-    return best;
-}
-
 /* The message of a failed call, or the text of its status. */
 static const char *moei_why(const moe_error *why, moe_status status) {
     return why->message[0] != '\0' ? why->message : moe_status_text(status);
@@ -9386,7 +9367,8 @@ static moe_status moei_evaluate_part(moei_evaluating *e, const moe_data *batch, 
     e->sums.loss += (double)mean * (double)counted;
     e->sums.counted += counted;
     for (t = 0; !moei_is_squared(e->criterion) && t < batch->n; t++)
-        if (batch->labels[t] >= 0) e->sums.right += moei_largest(width, answer + t * width) == (size_t)batch->labels[t];
+        if (batch->labels[t] >= 0)
+            e->sums.right += moei_max_index(width, answer + t * width) == (size_t)batch->labels[t];
     return MOE_OK;
 }
 
@@ -10161,9 +10143,7 @@ moe_status moe_trainer_accumulate(moe_trainer *trainer, const moe_data *batch, m
 
 static moe_status moei_update_check(const moe_trainer *trainer, moe_error *error) {
     if (trainer->n_accumulated < 1) return moei_error(error, MOE_ERR_STATE, "no batch since the last update");
-    if (!moe_is_finite(trainer->rate))
-        return MOEI_REFUSE(error, "rate = %g: must be a finite number", (double)trainer->rate);
-    return MOE_OK;
+    return moei_rate_check(trainer, error);
 }
 
 moe_status moe_trainer_update(moe_trainer *trainer, moe_step *step, moe_error *error) {

@@ -2424,11 +2424,14 @@ void moe_rng_seed(moe_rng *rng, uint64_t seed) {
     rng->state = seed;
 }
 
-uint64_t moe_rng_next(moe_rng *rng) {
-    uint64_t z = rng->state += UINT64_C(0x9e3779b97f4a7c15);
+static uint64_t moei_mix_bits(uint64_t z) {
     z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
     z = (z ^ (z >> 27)) * UINT64_C(0x94d049bb133111eb);
     return z ^ (z >> 31);
+}
+
+uint64_t moe_rng_next(moe_rng *rng) {
+    return moei_mix_bits(rng->state += UINT64_C(0x9e3779b97f4a7c15));
 }
 
 /* Draws below 2^64 mod n are rejected; the number of the remaining values is a multiple of n. */
@@ -6631,9 +6634,11 @@ const moe_kernels *moe_kernels_select(int want) {
     return want == MOE_KERNELS_AUTO || want == MOE_KERNELS_C ? &moei_kernels_c : NULL;
 }
 
+static const char *const moei_kernel_names[MOE_KERNELS_COUNT + 1] = {"auto", "c",    "avx2", "avx512",
+                                                                     "neon", "wasm", NULL};
+
 const char *moe_kernels_name(int id) {
-    static const char *const names[MOE_KERNELS_COUNT] = {"auto", "c", "avx2", "avx512", "neon", "wasm"};
-    return id >= 0 && id < MOE_KERNELS_COUNT ? names[id] : NULL;
+    return id >= 0 && id < MOE_KERNELS_COUNT ? moei_kernel_names[id] : NULL;
 }
 
 /* ==== calls through a table =================================================================== */
@@ -9159,17 +9164,17 @@ void moei_float_op_sqrt_softplus(const moei_int_op *op, moei_int_run *run) {
     moei_float_each(op, run, moei_sqrt_softplus);
 }
 
-void moei_float_op_multiply(const moei_int_op *op, moei_int_run *run) {
-    const moei_float_view v = moei_float_see(op, run);
-    int i;
-    for (i = 0; i < v.n; i++) v.y[i] = v.x[i] * v.z[i];
-}
-
-void moei_float_op_add(const moei_int_op *op, moei_int_run *run) {
-    const moei_float_view v = moei_float_see(op, run);
-    int i;
-    for (i = 0; i < v.n; i++) v.y[i] = v.x[i] + v.z[i];
-}
+#define MOEI_FLOAT_LOOP(name, count, out, value) \
+    void moei_float_op_##name(const moei_int_op *op, moei_int_run *run) { \
+        const moei_float_view v = moei_float_see(op, run); \
+        int i; \
+        for (i = 0; i < count; i++) out[i] = value; \
+    }
+MOEI_FLOAT_LOOP(multiply, v.n, v.y, v.x[i] * v.z[i])
+MOEI_FLOAT_LOOP(add, v.n, v.y, v.x[i] + v.z[i])
+MOEI_FLOAT_LOOP(weigh, v.choices[0], v.w, v.x[v.choices[1 + i]])
+MOEI_FLOAT_LOOP(weigh_scale, v.choices[0], v.w, v.w[i] * v.c[v.choices[1 + i]])
+#undef MOEI_FLOAT_LOOP
 
 void moei_float_op_layer_norm(const moei_int_op *op, moei_int_run *run) {
     const moei_float_view v = moei_float_see(op, run);
@@ -9214,12 +9219,6 @@ void moei_float_op_softmax(const moei_int_op *op, moei_int_run *run) {
     moei_softmax_c((size_t)v.n, v.x, v.c[0], v.y);
 }
 
-void moei_float_op_weigh(const moei_int_op *op, moei_int_run *run) {
-    const moei_float_view v = moei_float_see(op, run);
-    int i;
-    for (i = 0; i < v.choices[0]; i++) v.w[i] = v.x[v.choices[1 + i]];
-}
-
 void moei_float_op_weigh_sum(const moei_int_op *op, moei_int_run *run) {
     const moei_float_view v = moei_float_see(op, run);
     float sum = 0;
@@ -9231,12 +9230,6 @@ void moei_float_op_weigh_sum(const moei_int_op *op, moei_int_run *run) {
 void moei_float_op_weigh_softmax(const moei_int_op *op, moei_int_run *run) {
     const moei_float_view v = moei_float_see(op, run);
     moei_softmax_c((size_t)v.choices[0], v.w, 1, v.w);
-}
-
-void moei_float_op_weigh_scale(const moei_int_op *op, moei_int_run *run) {
-    const moei_float_view v = moei_float_see(op, run);
-    int i;
-    for (i = 0; i < v.choices[0]; i++) v.w[i] *= v.c[v.choices[1 + i]];
 }
 #endif
 
