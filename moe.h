@@ -5113,9 +5113,11 @@ static int moei_next_group(moei_task *task) {
     return 1;
 }
 
-/* A forward or backward pass of all experts: group by group, on several threads or, with one task,
-   in this one. */
-static void moei_run_experts(moei_task *task, const moe_parallel *team, int backward) {
+/* A forward or backward pass of all experts on `rows` rows in all: group by group, on several
+   threads or, with one task, in this one. */
+static void moei_run_experts(moei_task *task, const moe_parallel *team, size_t rows, int backward) {
+    if (team != NULL && team->threads > 1)
+        task->n_tasks = moei_task_count(team, &task->run, backward ? 2 * rows : rows, task->experts);
     while (moei_next_group(task)) {
         moei_expert_run *run = &task->run;
         moei_expert_runs[task->kind](task, task->first, run);
@@ -5146,12 +5148,10 @@ static void moei_latent_product(const moe_layer *layer, moe_layer_pass *p, int k
                                 moe_real *dx, const moe_parallel *team) {
     moei_expert_run run = moei_expert_run_begin(layer, kind, 0);
     moei_task task;
-    size_t n = p->call.n_tokens;
     moei_task_begin(&task, layer, p, MOEI_RUN_LATENT, &run);
     task.y = y;
     task.dx = dx;
-    if (team->threads > 1) task.n_tasks = moei_task_count(team, &run, backward ? 2 * n : n, 1);
-    moei_run_experts(&task, team, backward);
+    moei_run_experts(&task, team, p->call.n_tokens, backward);
 }
 
 /* Computes W_in x, which the experts read. */
@@ -5197,25 +5197,25 @@ static void moei_scored_forward(const moe_layer *layer, moe_layer_pass *p, const
     if (n == 0) return;
     moei_task_begin(&task, layer, p, MOEI_RUN_SCORED, run);
     moei_clean(&p->call, run->width[MOEI_X], p->inputs, p->clean);
-    if (team->threads > 1) task.n_tasks = moei_task_count(team, run, n * task.experts, task.experts);
     /* one expert at a time: they share the buffer of quantized rows */
     if (task.quantizes) task.room = n;
-    moei_run_experts(&task, team, 0);
+    moei_run_experts(&task, team, n * task.experts, 0);
     p->call.activations = p->all[run->scored];
     p->call.activation_width = run->width[run->scored];
 }
 
-/* y_t += w_te f_e(x_t) for all assignments of the plan. */
-static void moei_chosen_forward(const moe_layer *layer, moe_layer_pass *p, const moei_expert_run *run, moe_real *y,
-                                const moe_parallel *team) {
+/* y_t += w_te f_e(x_t) for all assignments of the plan; with `returned` (else NULL) the backward
+   pass of that. */
+static void moei_chosen_experts(const moe_layer *layer, moe_layer_pass *p, const moei_expert_run *run, moe_real *y,
+                                const struct moei_returned *returned, moe_real *dx, const moe_parallel *team) {
     moei_task task;
     const moe_dispatch_plan *plan = &p->routing.plan;
-    size_t rows;
     moei_task_begin(&task, layer, p, MOEI_RUN_CHOSEN, run);
-    rows = plan->rows > 0 ? task.experts * plan->rows : plan->offsets[task.experts];
     task.y = y;
-    if (team->threads > 1) task.n_tasks = moei_task_count(team, run, rows, task.experts);
-    moei_run_experts(&task, team, 0);
+    task.returned = returned;
+    task.dx = dx;
+    moei_run_experts(&task, team, plan->rows > 0 ? task.experts * plan->rows : plan->offsets[task.experts],
+                     returned != NULL);
 }
 
 /* A copy or constant expert for one token: f(w x) = on_x x + on_v v. */
@@ -5291,10 +5291,9 @@ static void moei_shared_forward(const moe_layer *layer, moe_layer_pass *p, moe_r
     size_t n = p->call.n_tokens, d = run.width[MOEI_X], t;
     moei_task_begin(&task, layer, p, MOEI_RUN_SHARED, &run);
     task.y = y;
-    if (team->threads > 1) task.n_tasks = moei_task_count(team, &run, n, 1);
     for (t = 0; t < n; t++)
         p->shared_factor[t] = gate != NULL ? moe_sigmoid(moe_dot(layer->kernels, d, gate, p->x + t * d)) : MOEI_R(1.0);
-    moei_run_experts(&task, team, 0);
+    moei_run_experts(&task, team, n, 0);
 }
 
 /* Checks what must be set before anything is computed; the router checks the rest. */
@@ -5365,7 +5364,7 @@ moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_r
     if (status != MOE_OK) return status;
     sum = layer->config.d_latent > 0 ? p.latent[2] : y;
     if (call->n_tokens > 0) memset(sum, 0, call->n_tokens * run.width[MOE_NODE_OUTPUT] * sizeof *sum);
-    moei_chosen_forward(layer, &p, &run, sum, &team);
+    moei_chosen_experts(layer, &p, &run, sum, NULL, NULL, &team);
     if (layer->config.d_latent > 0) moei_latent_product(layer, &p, MOEI_LATENT_OUT, 0, y, NULL, &team);
     if (p.routing.real_experts < p.routing.n_experts) moei_zero_forward(layer, &p, y);
     if (layer->config.add_input) moei_add_input(layer, &p, y);
@@ -5379,20 +5378,6 @@ moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_r
 /* ==== >>code_backward ========================================================================= */
 
 #ifndef MOE_NO_TRAIN
-
-static void moei_experts_backward(const moe_layer *layer, moe_layer_pass *p, const moei_returned *returned,
-                                  moe_real *dx, const moe_parallel *team) {
-    moei_expert_run run = moei_expert_run_begin(layer, layer->config.expert, MOEI_COMPETED(&p->call));
-    moei_task task;
-    const moe_dispatch_plan *plan = &p->routing.plan;
-    size_t rows;
-    moei_task_begin(&task, layer, p, MOEI_RUN_CHOSEN, &run);
-    rows = plan->rows > 0 ? task.experts * plan->rows : plan->offsets[task.experts];
-    task.returned = returned;
-    task.dx = dx;
-    if (team->threads > 1) task.n_tasks = moei_task_count(team, &run, 2 * rows, task.experts);
-    moei_run_experts(&task, team, 1);
-}
 
 /* The backward pass of one assignment of a constant expert: from dO = s g, with a = softmax(l), l =
    w W x:  dl1 = a1 a2 dO . (w x - v) = -dl2,  dv += a2 dO,  dW += dl w x^T,  dx += w (W1 - W2) dl1.
@@ -5478,8 +5463,7 @@ static void moei_shared_backward(const moe_layer *layer, moe_layer_pass *p, cons
         if (dx != NULL) moe_axpy(k, d, slope, gate, dx + t * d);
     }
     task.dx = dx;
-    if (team->threads > 1) task.n_tasks = moei_task_count(team, &run, 2 * n, 1);
-    moei_run_experts(&task, team, 1);
+    moei_run_experts(&task, team, n, 1);
 }
 
 /* Sets the gradients of all activations that the score read to 0. */
@@ -5496,7 +5480,7 @@ static void moei_scored_backward(const moe_layer *layer, moe_layer_pass *p, cons
     moei_task task;
     moei_task_begin(&task, layer, p, MOEI_RUN_SCORED, run);
     task.dx = dx;
-    moei_run_experts(&task, NULL, 1);
+    moei_run_experts(&task, NULL, 0, 1);
 }
 
 /* Replaces dy by the gradient of the experts' sum; returns that of their inputs, set to 0. Without
@@ -5528,7 +5512,7 @@ static moe_status moei_layer_backward(const moe_layer *layer, const moei_returne
     if (run.scored >= 0) moei_scored_zero(layer, pass, &run);
     if (returned->dy != NULL && layer->config.n_shared > 0) moei_shared_backward(layer, pass, returned->dy, dx, &team);
     d_inputs = moei_sum_backward(layer, pass, &back, dx, &team);
-    moei_experts_backward(layer, pass, &back, d_inputs, &team);
+    moei_chosen_experts(layer, pass, &run, NULL, &back, d_inputs, &team);
     moei_zero_backward(layer, pass, returned, dx);
     if (returned->dy != NULL && layer->config.add_input) moei_add_input_backward(layer, pass, returned->dy, dx);
     status = moe_route_backward(&router, &pass->call, &pass->routing, layer->gradients,
