@@ -6047,8 +6047,14 @@ static moe_status moei_attention_rules_check(const moe_attention_config *c, moe_
     return MOE_OK;
 }
 
+static moe_status moei_head_refuse(const char *name, int width, int heads, moe_error *error) {
+    return moei_error(error, MOE_ERR_CONFIG, "%s = %d: with heads = %d the width exceeds %d", name, width, heads,
+                      (int)MOE_MAX_WIDTH);
+}
+
 /* Checks a configuration and fills in the defaults for width d. */
 static moe_status moei_attention_check(moe_attention_config *c, int d, moe_error *error) {
+    int most;
     moe_status status = moei_fields_check(moei_attention_fields, c, error);
     if (status == MOE_OK) status = moei_attention_rules_check(c, error);
     if (status != MOE_OK) return status;
@@ -6058,12 +6064,9 @@ static moe_status moei_attention_check(moe_attention_config *c, int d, moe_error
         return moei_error(error, MOE_ERR_CONFIG,
                           "heads = %d: must divide the input width %d unless d_head is set", c->heads, d);
     moei_default(&c->d_head, d / c->heads);
-    if (c->d_head > MOE_MAX_WIDTH / c->heads)
-        return moei_error(error, MOE_ERR_CONFIG, "d_head = %d: with heads = %d the width exceeds %d", c->d_head,
-                          c->heads, (int)MOE_MAX_WIDTH);
-    if (c->d_value > MOE_MAX_WIDTH / c->heads)
-        return moei_error(error, MOE_ERR_CONFIG, "d_value = %d: with heads = %d the width exceeds %d", c->d_value,
-                          c->heads, (int)MOE_MAX_WIDTH);
+    most = MOE_MAX_WIDTH / c->heads;
+    if (c->d_head > most) return moei_head_refuse("d_head", c->d_head, c->heads, error);
+    if (c->d_value > most) return moei_head_refuse("d_value", c->d_value, c->heads, error);
     if (c->kv_heads != 0 && c->heads % c->kv_heads != 0)
         return moei_error(error, MOE_ERR_CONFIG, "kv_heads = %d: must divide heads = %d", c->kv_heads, c->heads);
     if (c->rotary && c->rotary_dims == 0 && c->d_head % 2 != 0)
@@ -6071,9 +6074,8 @@ static moe_status moei_attention_check(moe_attention_config *c, int d, moe_error
     if (c->rotary_dims % 2 != 0 || c->rotary_dims > c->d_head || (c->kv_lora != 0 && c->rotary_dims == c->d_head))
         return moei_error(error, MOE_ERR_CONFIG, "rotary_dims = %d: must be even and at most d_head = %d%s",
                           c->rotary_dims, c->d_head, c->kv_lora != 0 ? ", and with kv_lora less" : "");
-    if (c->kv_lora != 0 && c->kv_lora > MOE_MAX_WIDTH / c->heads - c->d_head)
-        return moei_error(error, MOE_ERR_CONFIG, "kv_lora = %d: with heads = %d the width exceeds %d", c->kv_lora,
-                          c->heads, (int)MOE_MAX_WIDTH);
+    if (c->kv_lora != 0 && c->kv_lora > most - c->d_head)
+        return moei_head_refuse("kv_lora", c->kv_lora, c->heads, error);
     if ((c->rotary_scaling == MOE_ROTARY_YARN || c->rotary_scaling == MOE_ROTARY_LLAMA3) && c->rotary_length == 0)
         return moei_error(error, MOE_ERR_CONFIG, "rotary_length = 0: rotary_scaling = %s needs it",
                           moei_rotary_names[c->rotary_scaling]);
@@ -6871,12 +6873,9 @@ static moei_extent moei_extent_of(size_t n, int training) {
 
 /* n tokens at the end of a cache for most. */
 static moei_extent moei_extent_decoding(size_t n, size_t most) {
-    moei_extent e;
-    e.n = n;
+    moei_extent e = moei_extent_of(n, 0);
     e.past = most - n;
-    e.training = 0;
     e.decoding = 1;
-    e.type = -1;
     return e;
 }
 
@@ -10528,15 +10527,11 @@ enum { MOEI_CONFIG_FIELDS = 192 };
 /* Keys that begin with _ are notes: nothing reads them. */
 static int moei_is_note(moei_span key) { return key.p < key.end && key.p[0] == '_'; }
 
-static moe_status moei_config_unknown(moei_json *j, const char *place, moei_span key) {
+/* A key that is unknown, or occurs twice. */
+static moe_status moei_config_refuse(moei_json *j, const char *place, moei_span key, int twice) {
     char shown[52];
-    return moei_json_refuse(j, (size_t)(key.p - j->bytes), MOE_ERR_UNSUPPORTED, "%s: unknown key '%s'", place,
-                            moei_span_text(key, shown));
-}
-
-static moe_status moei_config_twice(moei_json *j, const char *place, moei_span key) {
-    char shown[52];
-    return moei_json_refuse(j, (size_t)(key.p - j->bytes), MOE_ERR_FORMAT, "%s: the key '%s' occurs twice", place,
+    return moei_json_refuse(j, (size_t)(key.p - j->bytes), twice ? MOE_ERR_FORMAT : MOE_ERR_UNSUPPORTED,
+                            twice ? "%s: the key '%s' occurs twice" : "%s: unknown key '%s'", place,
                             moei_span_text(key, shown));
 }
 
@@ -10550,8 +10545,8 @@ static moe_status moei_config_members(moei_json *j, const char *place, const cha
     for (first = 1; status == MOE_OK; first = 0) {
         if ((status = moei_json_key(j, first, &key, &more)) != MOE_OK || !more) break;
         for (i = 0; names[i] != NULL && !moei_span_is(key, names[i]);) i++;
-        if (names[i] == NULL && !moei_is_note(key)) return moei_config_unknown(j, place, key);
-        if (names[i] != NULL && at[i] != 0) return moei_config_twice(j, place, key);
+        if (names[i] == NULL && !moei_is_note(key)) return moei_config_refuse(j, place, key, 0);
+        if (names[i] != NULL && at[i] != 0) return moei_config_refuse(j, place, key, 1);
         if (names[i] != NULL) at[i] = j->at;
         status = moei_config_skip(j);
     }
@@ -10603,8 +10598,8 @@ static moe_status moei_config_fields(moei_json *j, const char *place, const moe_
         }
         while (fields[i].name != NULL && !moei_span_is(key, fields[i].name)) i++;
         if (fields[i].name == NULL || !moei_is_saved(&fields[i]) || i >= MOEI_CONFIG_FIELDS)
-            return moei_config_unknown(j, place, key);
-        if (seen[i]++) return moei_config_twice(j, place, key);
+            return moei_config_refuse(j, place, key, 0);
+        if (seen[i]++) return moei_config_refuse(j, place, key, 1);
         status = moei_config_value(j, place, &fields[i], config);
     }
     return status;
@@ -10623,7 +10618,7 @@ static moe_status moei_config_kind(moei_json *j, const char *place, int *kind) {
             status = moei_config_skip(j);
             continue;
         }
-        if (*kind >= 0) return moei_config_twice(j, place, key);
+        if (*kind >= 0) return moei_config_refuse(j, place, key, 1);
         if ((status = moei_json_string(j, &name)) != MOE_OK) break;
         for (*kind = 0; *kind < MOE_MODULE_COUNT && !moei_span_is(name, moei_module_names[*kind]);) ++*kind;
         if (*kind == MOE_MODULE_COUNT)
@@ -10813,25 +10808,29 @@ static const char *moei_shape_text(const size_t *shape, int n_dims, char out[80]
     return out;
 }
 
+static moe_status moei_file_fits(const moe_file_tensor *found, const char *name, const size_t *shape, int n_dims,
+                                 moe_error *error) {
+    char want[80], have[80];
+    if (found->dtype >= MOE_DTYPE_COUNT)
+        return moei_error(error, MOE_ERR_UNSUPPORTED, "tensor '%s': an element type that this version does not know",
+                          name);
+    if (found->n_dims == n_dims && moei_memcmp(shape, found->shape, (size_t)n_dims * sizeof *shape) == 0)
+        return MOE_OK;
+    return moei_error(error, MOE_ERR_SHAPE, "tensor '%s': the shape must be %s, the file has %s", name,
+                      moei_shape_text(shape, n_dims, want), moei_shape_text(found->shape, found->n_dims, have));
+}
+
 static moe_status moei_file_compare(const moe_net *net, const moe_file_tensor *found, const moe_tensor **wanted,
                                     moe_error *error) {
-    char shown[52], want[80], have[80];
+    char shown[52];
     const moe_tensor *t = moei_file_wanted(net, found);
     moe_tensor whole;
     if (t == NULL)
         return moei_error(error, MOE_ERR_UNSUPPORTED, "tensor '%s': the configuration has no tensor of this name",
                           moei_span_text(moei_span_of(found->name, found->name_length), shown));
-    if (found->dtype >= MOE_DTYPE_COUNT)
-        return moei_error(error, MOE_ERR_UNSUPPORTED, "tensor '%s': an element type that this version does not know",
-                          t->name);
     whole = moei_whole_tensor(net, t);
-    if (t->n_dims != found->n_dims ||
-        moei_memcmp(whole.shape, found->shape, (size_t)t->n_dims * sizeof t->shape[0]) != 0)
-        return moei_error(error, MOE_ERR_SHAPE, "tensor '%s': the shape must be %s, the file has %s", t->name,
-                          moei_shape_text(whole.shape, t->n_dims, want),
-                          moei_shape_text(found->shape, found->n_dims, have));
     *wanted = t;
-    return MOE_OK;
+    return moei_file_fits(found, t->name, whole.shape, t->n_dims, error);
 }
 
 /* Compares names and shapes, before memory for the values is allocated: exactly the registered
@@ -10957,12 +10956,13 @@ static moe_status moei_contents_memory(moei_contents *c, const void *bytes, size
 
 /* Seeks in several steps if necessary: long may have 32 bits where files are larger. */
 MOEI_TOOL int moei_disk_seek(FILE *f, uint64_t to) {
-    uint64_t step = to < (uint64_t)MOEI_SEEK_MOST ? to : (uint64_t)MOEI_SEEK_MOST;
-    if (fseek(f, (long)step, SEEK_SET) != 0) return 0;
-    for (to -= step; to > 0; to -= step) {
-        step = to < (uint64_t)MOEI_SEEK_MOST ? to : (uint64_t)MOEI_SEEK_MOST;
-        if (fseek(f, (long)step, SEEK_CUR) != 0) return 0;
-    }
+    int from = SEEK_SET;
+    do {
+        const uint64_t step = to < (uint64_t)MOEI_SEEK_MOST ? to : (uint64_t)MOEI_SEEK_MOST;
+        if (fseek(f, (long)step, from) != 0) return 0;
+        to -= step;
+        from = SEEK_CUR;
+    } while (to > 0);
     return 1;
 }
 
@@ -11417,18 +11417,14 @@ static moe_status moei_checkpoint_same_net(const moe_net *net, const moe_file *f
 
 /* Checks that the file has exactly the trainer's moments. */
 static moe_status moei_checkpoint_moments(const moe_trainer *trainer, moe_file *file, moe_error *error) {
-    char have[80];
     moe_file_tensor found;
+    moe_status status;
     size_t i, count = 0, numbers = moei_net_parameter_count(trainer->net);
     for (i = 0; i < moei_moments(trainer); i++) {
         if (moe_file_find(file, moei_moment_names[i], &found) != MOE_OK)
             return moei_error(error, MOE_ERR_NOT_FOUND, "tensor '%s': missing in the file", moei_moment_names[i]);
-        if (found.dtype >= MOE_DTYPE_COUNT)
-            return moei_error(error, MOE_ERR_UNSUPPORTED,
-                              "tensor '%s': an element type that this version does not know", moei_moment_names[i]);
-        if (found.n_dims != 1 || found.shape[0] != numbers)
-            return moei_error(error, MOE_ERR_SHAPE, "tensor '%s': the shape must be [%z], the file has %s",
-                              moei_moment_names[i], numbers, moei_shape_text(found.shape, found.n_dims, have));
+        status = moei_file_fits(&found, moei_moment_names[i], &numbers, 1, error);
+        if (status != MOE_OK) return status;
     }
     for (file->at = 0; moe_file_next(file, &found) == MOE_OK;) count += (size_t)moei_is_of_trainer(&found);
     if (count == i) return MOE_OK;
