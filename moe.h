@@ -2499,12 +2499,6 @@ static moe_status moei_file_metadata_object(moei_json *j, moe_file *file, size_t
 
 /* ---- safetensors: names ---- */
 
-static uint64_t moei_file_mix(uint64_t x) {
-    x = (x ^ x >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
-    x = (x ^ x >> 27) * UINT64_C(0x94d049bb133111eb);
-    return x ^ x >> 31;
-}
-
 static uint64_t moei_file_hash_step(uint64_t hash, int c) {
     return (hash ^ (uint64_t)(unsigned)c) * UINT64_C(0x100000001b3);
 }
@@ -2556,7 +2550,7 @@ static int moei_names_string(moei_names *w, moei_span *s, uint64_t *hash) {
     if (p >= end) return 0;
     s->end = p;
     w->at = (size_t)(p - w->bytes) + 1;
-    *hash = moei_file_mix(h);
+    *hash = moei_mix_bits(h);
     return 1;
 }
 
@@ -2623,7 +2617,7 @@ static int moei_names_find(moei_names *w, const char *text, moei_span *name) {
     uint64_t hash, wanted = UINT64_C(0xcbf29ce484222325);
     const char *p;
     for (p = text; *p != '\0'; p++) wanted = moei_file_hash_step(wanted, (unsigned char)*p);
-    wanted = moei_file_mix(wanted);
+    wanted = moei_mix_bits(wanted);
     while (moei_names_next(w, name, &hash))
         if (hash == wanted && moei_span_is(*name, text)) return 1;
     return 0;
@@ -2650,8 +2644,8 @@ typedef struct moei_tiles {
 } moei_tiles;
 
 static void moei_tiles_add(moei_tiles *s, const moe_file_tensor *t, size_t begin, size_t at) {
-    s->begins += moei_file_mix(s->seed + begin);
-    s->ends += moei_file_mix(s->seed + begin + t->bytes);
+    s->begins += moei_mix_bits(s->seed + begin);
+    s->ends += moei_mix_bits(s->seed + begin + t->bytes);
     s->covered += t->bytes;
     s->strays |= t->bytes == 0 && begin != s->last;
     if (begin != s->last && s->odd.p == NULL) {
@@ -2667,7 +2661,7 @@ static moe_status moei_tiles_check(const moei_tiles *s, moei_json *j, size_t siz
     if (s->covered != size)
         return moei_json_refuse(j, at, MOE_ERR_FORMAT, "a hole: the tensors cover %z of %z bytes of data", s->covered,
                                 size);
-    if (s->begins + moei_file_mix(s->seed + size) != s->ends + moei_file_mix(s->seed))
+    if (s->begins + moei_mix_bits(s->seed + size) != s->ends + moei_mix_bits(s->seed))
         return moei_json_refuse(j, at, MOE_ERR_FORMAT, "the tensors overlap and leave a hole");
     return MOE_OK;
 }
@@ -2705,7 +2699,7 @@ enum { MOEI_TILES_SLOTS = 512, MOEI_TILES_BATCH = 384 };
 
 /* The slot that has the offset, or would have it; 0: it is free. */
 static size_t *moei_tiles_slot(size_t slots[MOEI_TILES_SLOTS], uint64_t seed, size_t offset) {
-    size_t i = (size_t)(moei_file_mix(seed + offset) % MOEI_TILES_SLOTS);
+    size_t i = (size_t)(moei_mix_bits(seed + offset) % MOEI_TILES_SLOTS);
     while (slots[i] != 0 && slots[i] != offset) i = (i + 1) % MOEI_TILES_SLOTS;
     return &slots[i];
 }
@@ -2751,12 +2745,11 @@ static const char *moei_unsigned_text(uint64_t value, char out[24]) {
 
 /* The eight bytes of the header's length. */
 static moe_status moei_file_header(moei_json *j, moe_file *file) {
-    uint64_t length = 0;
-    int i;
+    uint64_t length;
     if (file->size < 8)
         return moei_json_refuse(j, 0, MOE_ERR_FORMAT,
                                 "not a safetensors file: it ends within its first 8 bytes, it has %z", file->size);
-    for (i = 0; i < 8; i++) length |= (uint64_t)file->bytes[i] << 8 * i;
+    length = moei_load(file->bytes, 8);
     if (length > MOEI_FILE_MAX_HEADER) {
         char digits[24];
         return moei_json_refuse(j, 0, MOE_ERR_FORMAT,
@@ -2834,7 +2827,7 @@ static moe_status moei_file_check(moe_file *file, const unsigned char *bytes, si
     j.error = error;
     if ((status = moei_file_header(&j, &f)) != MOE_OK) return status;
     for (i = 8; i < j.end; i++) tiles.seed = moei_file_hash_step(tiles.seed, f.bytes[i]);
-    tiles.seed = moei_file_mix(tiles.seed);
+    tiles.seed = moei_mix_bits(tiles.seed);
     if ((status = moei_file_entries(&j, &f, &tiles)) != MOE_OK ||
         (status = moei_tiles_check(&tiles, &j, size - j.end)) != MOE_OK ||
         (status = moei_file_unique(&j, &f, 0, f.n_tensors)) != MOE_OK ||
@@ -3330,12 +3323,7 @@ static moe_status moei_write_reals(moe_stream *stream, const moe_real *x, size_t
         size_t i, b, block = n < 256 ? n : 256;
         moe_status status;
         for (i = 0; i < block; i++) {
-#if MOE_REAL_IS_DOUBLE
-            uint64_t bits;
-#else
-            uint32_t bits;
-#endif
-            memcpy(&bits, &x[i], sizeof bits);
+            const moei_bits bits = moei_real_bits(x[i]);
             for (b = 0; b < sizeof bits; b++) out[i * sizeof bits + b] = (unsigned char)(bits >> 8 * b & 0xffu);
         }
         status = moei_streamed(stream->write(stream->ctx, out, block * sizeof(moe_real)));
@@ -3577,7 +3565,6 @@ static void moei_own_part(const struct moe_transport *t, size_t n, size_t *first
 /* For experts, 0 is the kind's default, and "relu" comes after the other names. */
 #define MOEI_EXPERT_ACT(value, name, f, field) (value) == MOE_ACT_RELU ? "default" : (name),
 static const char *const moei_expert_act_names[] = {MOE_ACTS(MOEI_EXPERT_ACT) "relu", NULL};
-static const char *const moei_kernel_names[] = {"auto", "c", "avx2", "avx512", "neon", "wasm", NULL};
 
 #define MOEI_L moe_layer_config
 
@@ -3843,6 +3830,13 @@ MOEI_TOOL void moei_slot_fill(const moe_parameter *slot, moe_real *data, moe_rng
             slot->init_value + (slot->init_std > 0 ? slot->init_std * moe_rng_normal(rng) : 0);
 }
 
+static moe_status moei_kernels_of(int wanted, const moe_kernels **kernels, moe_error *error) {
+    *kernels = moe_kernels_select(wanted);
+    if (*kernels != NULL) return MOE_OK;
+    return moei_error(error, MOE_ERR_UNSUPPORTED, "kernels = %s: not compiled in, or this machine cannot run them",
+                      moei_kernel_names[wanted]);
+}
+
 moe_status moe_layer_init(moe_layer *layer, const moe_layer_config *config, moe_error *error) {
     moe_layer made;
     moe_parameter slot;
@@ -3858,11 +3852,8 @@ moe_status moe_layer_init(moe_layer *layer, const moe_layer_config *config, moe_
             return moei_error(error, status, "tensor number %d does not fit this machine's memory", index);
         if (status == MOE_OK) made.present |= (uint64_t)1 << index;
     }
-    made.kernels = moe_kernels_select(made.config.kernels);
-    if (made.kernels == NULL)
-        return moei_error(error, MOE_ERR_UNSUPPORTED, "kernels = %s: not compiled in, or this machine cannot run them",
-                          moei_kernel_names[made.config.kernels]);
-    status = moe_router_init(&made.router, &made.config.router, made.kernels, error);
+    status = moei_kernels_of(made.config.kernels, &made.kernels, error);
+    if (status == MOE_OK) status = moe_router_init(&made.router, &made.config.router, made.kernels, error);
     if (status == MOE_OK) *layer = made;
     return status;
 }
@@ -5122,9 +5113,11 @@ static int moei_next_group(moei_task *task) {
     return 1;
 }
 
-/* A forward or backward pass of all experts: group by group, on several threads or, with one task,
-   in this one. */
-static void moei_run_experts(moei_task *task, const moe_parallel *team, int backward) {
+/* A forward or backward pass of all experts on `rows` rows in all: group by group, on several
+   threads or, with one task, in this one. */
+static void moei_run_experts(moei_task *task, const moe_parallel *team, size_t rows, int backward) {
+    if (team != NULL && team->threads > 1)
+        task->n_tasks = moei_task_count(team, &task->run, backward ? 2 * rows : rows, task->experts);
     while (moei_next_group(task)) {
         moei_expert_run *run = &task->run;
         moei_expert_runs[task->kind](task, task->first, run);
@@ -5155,12 +5148,10 @@ static void moei_latent_product(const moe_layer *layer, moe_layer_pass *p, int k
                                 moe_real *dx, const moe_parallel *team) {
     moei_expert_run run = moei_expert_run_begin(layer, kind, 0);
     moei_task task;
-    size_t n = p->call.n_tokens;
     moei_task_begin(&task, layer, p, MOEI_RUN_LATENT, &run);
     task.y = y;
     task.dx = dx;
-    if (team->threads > 1) task.n_tasks = moei_task_count(team, &run, backward ? 2 * n : n, 1);
-    moei_run_experts(&task, team, backward);
+    moei_run_experts(&task, team, p->call.n_tokens, backward);
 }
 
 /* Computes W_in x, which the experts read. */
@@ -5206,25 +5197,25 @@ static void moei_scored_forward(const moe_layer *layer, moe_layer_pass *p, const
     if (n == 0) return;
     moei_task_begin(&task, layer, p, MOEI_RUN_SCORED, run);
     moei_clean(&p->call, run->width[MOEI_X], p->inputs, p->clean);
-    if (team->threads > 1) task.n_tasks = moei_task_count(team, run, n * task.experts, task.experts);
     /* one expert at a time: they share the buffer of quantized rows */
     if (task.quantizes) task.room = n;
-    moei_run_experts(&task, team, 0);
+    moei_run_experts(&task, team, n * task.experts, 0);
     p->call.activations = p->all[run->scored];
     p->call.activation_width = run->width[run->scored];
 }
 
-/* y_t += w_te f_e(x_t) for all assignments of the plan. */
-static void moei_chosen_forward(const moe_layer *layer, moe_layer_pass *p, const moei_expert_run *run, moe_real *y,
-                                const moe_parallel *team) {
+/* y_t += w_te f_e(x_t) for all assignments of the plan; with `returned` (else NULL) the backward
+   pass of that. */
+static void moei_chosen_experts(const moe_layer *layer, moe_layer_pass *p, const moei_expert_run *run, moe_real *y,
+                                const struct moei_returned *returned, moe_real *dx, const moe_parallel *team) {
     moei_task task;
     const moe_dispatch_plan *plan = &p->routing.plan;
-    size_t rows;
     moei_task_begin(&task, layer, p, MOEI_RUN_CHOSEN, run);
-    rows = plan->rows > 0 ? task.experts * plan->rows : plan->offsets[task.experts];
     task.y = y;
-    if (team->threads > 1) task.n_tasks = moei_task_count(team, run, rows, task.experts);
-    moei_run_experts(&task, team, 0);
+    task.returned = returned;
+    task.dx = dx;
+    moei_run_experts(&task, team, plan->rows > 0 ? task.experts * plan->rows : plan->offsets[task.experts],
+                     returned != NULL);
 }
 
 /* A copy or constant expert for one token: f(w x) = on_x x + on_v v. */
@@ -5300,10 +5291,9 @@ static void moei_shared_forward(const moe_layer *layer, moe_layer_pass *p, moe_r
     size_t n = p->call.n_tokens, d = run.width[MOEI_X], t;
     moei_task_begin(&task, layer, p, MOEI_RUN_SHARED, &run);
     task.y = y;
-    if (team->threads > 1) task.n_tasks = moei_task_count(team, &run, n, 1);
     for (t = 0; t < n; t++)
         p->shared_factor[t] = gate != NULL ? moe_sigmoid(moe_dot(layer->kernels, d, gate, p->x + t * d)) : MOEI_R(1.0);
-    moei_run_experts(&task, team, 0);
+    moei_run_experts(&task, team, n, 0);
 }
 
 /* Checks what must be set before anything is computed; the router checks the rest. */
@@ -5374,7 +5364,7 @@ moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_r
     if (status != MOE_OK) return status;
     sum = layer->config.d_latent > 0 ? p.latent[2] : y;
     if (call->n_tokens > 0) memset(sum, 0, call->n_tokens * run.width[MOE_NODE_OUTPUT] * sizeof *sum);
-    moei_chosen_forward(layer, &p, &run, sum, &team);
+    moei_chosen_experts(layer, &p, &run, sum, NULL, NULL, &team);
     if (layer->config.d_latent > 0) moei_latent_product(layer, &p, MOEI_LATENT_OUT, 0, y, NULL, &team);
     if (p.routing.real_experts < p.routing.n_experts) moei_zero_forward(layer, &p, y);
     if (layer->config.add_input) moei_add_input(layer, &p, y);
@@ -5388,20 +5378,6 @@ moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_r
 /* ==== >>code_backward ========================================================================= */
 
 #ifndef MOE_NO_TRAIN
-
-static void moei_experts_backward(const moe_layer *layer, moe_layer_pass *p, const moei_returned *returned,
-                                  moe_real *dx, const moe_parallel *team) {
-    moei_expert_run run = moei_expert_run_begin(layer, layer->config.expert, MOEI_COMPETED(&p->call));
-    moei_task task;
-    const moe_dispatch_plan *plan = &p->routing.plan;
-    size_t rows;
-    moei_task_begin(&task, layer, p, MOEI_RUN_CHOSEN, &run);
-    rows = plan->rows > 0 ? task.experts * plan->rows : plan->offsets[task.experts];
-    task.returned = returned;
-    task.dx = dx;
-    if (team->threads > 1) task.n_tasks = moei_task_count(team, &run, 2 * rows, task.experts);
-    moei_run_experts(&task, team, 1);
-}
 
 /* The backward pass of one assignment of a constant expert: from dO = s g, with a = softmax(l), l =
    w W x:  dl1 = a1 a2 dO . (w x - v) = -dl2,  dv += a2 dO,  dW += dl w x^T,  dx += w (W1 - W2) dl1.
@@ -5487,8 +5463,7 @@ static void moei_shared_backward(const moe_layer *layer, moe_layer_pass *p, cons
         if (dx != NULL) moe_axpy(k, d, slope, gate, dx + t * d);
     }
     task.dx = dx;
-    if (team->threads > 1) task.n_tasks = moei_task_count(team, &run, 2 * n, 1);
-    moei_run_experts(&task, team, 1);
+    moei_run_experts(&task, team, n, 1);
 }
 
 /* Sets the gradients of all activations that the score read to 0. */
@@ -5505,7 +5480,7 @@ static void moei_scored_backward(const moe_layer *layer, moe_layer_pass *p, cons
     moei_task task;
     moei_task_begin(&task, layer, p, MOEI_RUN_SCORED, run);
     task.dx = dx;
-    moei_run_experts(&task, NULL, 1);
+    moei_run_experts(&task, NULL, 0, 1);
 }
 
 /* Replaces dy by the gradient of the experts' sum; returns that of their inputs, set to 0. Without
@@ -5537,7 +5512,7 @@ static moe_status moei_layer_backward(const moe_layer *layer, const moei_returne
     if (run.scored >= 0) moei_scored_zero(layer, pass, &run);
     if (returned->dy != NULL && layer->config.n_shared > 0) moei_shared_backward(layer, pass, returned->dy, dx, &team);
     d_inputs = moei_sum_backward(layer, pass, &back, dx, &team);
-    moei_experts_backward(layer, pass, &back, d_inputs, &team);
+    moei_chosen_experts(layer, pass, &run, NULL, &back, d_inputs, &team);
     moei_zero_backward(layer, pass, returned, dx);
     if (returned->dy != NULL && layer->config.add_input) moei_add_input_backward(layer, pass, returned->dy, dx);
     status = moe_route_backward(&router, &pass->call, &pass->routing, layer->gradients,
@@ -5979,10 +5954,7 @@ moe_status moe_net_init(moe_net *net, int d_in, int kernels, const moe_allocator
                           (int)MOE_MAX_WIDTH);
     if (moe_kernels_name(kernels) == NULL)
         return moei_error(&net->error, MOE_ERR_CONFIG, "kernels = %d: no such kernels", kernels);
-    net->kernels = moe_kernels_select(kernels);
-    if (net->kernels == NULL)
-        return moei_error(&net->error, MOE_ERR_UNSUPPORTED,
-                          "kernels = %s: not compiled in, or this machine cannot run them", moe_kernels_name(kernels));
+    if (moei_kernels_of(kernels, &net->kernels, &net->error) != MOE_OK) return net->error.code;
     net->kernels_wanted = kernels;
     net->d_in = net->d_out = d_in;
     return MOE_OK;
@@ -6075,8 +6047,14 @@ static moe_status moei_attention_rules_check(const moe_attention_config *c, moe_
     return MOE_OK;
 }
 
+static moe_status moei_head_refuse(const char *name, int width, int heads, moe_error *error) {
+    return moei_error(error, MOE_ERR_CONFIG, "%s = %d: with heads = %d the width exceeds %d", name, width, heads,
+                      (int)MOE_MAX_WIDTH);
+}
+
 /* Checks a configuration and fills in the defaults for width d. */
 static moe_status moei_attention_check(moe_attention_config *c, int d, moe_error *error) {
+    int most;
     moe_status status = moei_fields_check(moei_attention_fields, c, error);
     if (status == MOE_OK) status = moei_attention_rules_check(c, error);
     if (status != MOE_OK) return status;
@@ -6086,12 +6064,9 @@ static moe_status moei_attention_check(moe_attention_config *c, int d, moe_error
         return moei_error(error, MOE_ERR_CONFIG,
                           "heads = %d: must divide the input width %d unless d_head is set", c->heads, d);
     moei_default(&c->d_head, d / c->heads);
-    if (c->d_head > MOE_MAX_WIDTH / c->heads)
-        return moei_error(error, MOE_ERR_CONFIG, "d_head = %d: with heads = %d the width exceeds %d", c->d_head,
-                          c->heads, (int)MOE_MAX_WIDTH);
-    if (c->d_value > MOE_MAX_WIDTH / c->heads)
-        return moei_error(error, MOE_ERR_CONFIG, "d_value = %d: with heads = %d the width exceeds %d", c->d_value,
-                          c->heads, (int)MOE_MAX_WIDTH);
+    most = MOE_MAX_WIDTH / c->heads;
+    if (c->d_head > most) return moei_head_refuse("d_head", c->d_head, c->heads, error);
+    if (c->d_value > most) return moei_head_refuse("d_value", c->d_value, c->heads, error);
     if (c->kv_heads != 0 && c->heads % c->kv_heads != 0)
         return moei_error(error, MOE_ERR_CONFIG, "kv_heads = %d: must divide heads = %d", c->kv_heads, c->heads);
     if (c->rotary && c->rotary_dims == 0 && c->d_head % 2 != 0)
@@ -6099,9 +6074,8 @@ static moe_status moei_attention_check(moe_attention_config *c, int d, moe_error
     if (c->rotary_dims % 2 != 0 || c->rotary_dims > c->d_head || (c->kv_lora != 0 && c->rotary_dims == c->d_head))
         return moei_error(error, MOE_ERR_CONFIG, "rotary_dims = %d: must be even and at most d_head = %d%s",
                           c->rotary_dims, c->d_head, c->kv_lora != 0 ? ", and with kv_lora less" : "");
-    if (c->kv_lora != 0 && c->kv_lora > MOE_MAX_WIDTH / c->heads - c->d_head)
-        return moei_error(error, MOE_ERR_CONFIG, "kv_lora = %d: with heads = %d the width exceeds %d", c->kv_lora,
-                          c->heads, (int)MOE_MAX_WIDTH);
+    if (c->kv_lora != 0 && c->kv_lora > most - c->d_head)
+        return moei_head_refuse("kv_lora", c->kv_lora, c->heads, error);
     if ((c->rotary_scaling == MOE_ROTARY_YARN || c->rotary_scaling == MOE_ROTARY_LLAMA3) && c->rotary_length == 0)
         return moei_error(error, MOE_ERR_CONFIG, "rotary_length = 0: rotary_scaling = %s needs it",
                           moei_rotary_names[c->rotary_scaling]);
@@ -6899,12 +6873,9 @@ static moei_extent moei_extent_of(size_t n, int training) {
 
 /* n tokens at the end of a cache for most. */
 static moei_extent moei_extent_decoding(size_t n, size_t most) {
-    moei_extent e;
-    e.n = n;
+    moei_extent e = moei_extent_of(n, 0);
     e.past = most - n;
-    e.training = 0;
     e.decoding = 1;
-    e.type = -1;
     return e;
 }
 
@@ -9319,13 +9290,6 @@ static moe_mixture moei_mixture_of(const moe_net *net, const moe_net_pass *pass,
     return m;
 }
 
-static size_t moei_largest(size_t n, const moe_real *v) {
-    size_t i, best = 0;
-    for (i = 1; i < n; i++)
-        if (v[i] > v[best]) best = i;
-    return best;
-}
-
 /* The message of a failed call, or the text of its status. */
 static const char *moei_why(const moe_error *why, moe_status status) {
     return why->message[0] != '\0' ? why->message : moe_status_text(status);
@@ -9386,7 +9350,8 @@ static moe_status moei_evaluate_part(moei_evaluating *e, const moe_data *batch, 
     e->sums.loss += (double)mean * (double)counted;
     e->sums.counted += counted;
     for (t = 0; !moei_is_squared(e->criterion) && t < batch->n; t++)
-        if (batch->labels[t] >= 0) e->sums.right += moei_largest(width, answer + t * width) == (size_t)batch->labels[t];
+        if (batch->labels[t] >= 0)
+            e->sums.right += moei_max_index(width, answer + t * width) == (size_t)batch->labels[t];
     return MOE_OK;
 }
 
@@ -10161,9 +10126,7 @@ moe_status moe_trainer_accumulate(moe_trainer *trainer, const moe_data *batch, m
 
 static moe_status moei_update_check(const moe_trainer *trainer, moe_error *error) {
     if (trainer->n_accumulated < 1) return moei_error(error, MOE_ERR_STATE, "no batch since the last update");
-    if (!moe_is_finite(trainer->rate))
-        return MOEI_REFUSE(error, "rate = %g: must be a finite number", (double)trainer->rate);
-    return MOE_OK;
+    return moei_rate_check(trainer, error);
 }
 
 moe_status moe_trainer_update(moe_trainer *trainer, moe_step *step, moe_error *error) {
@@ -10564,15 +10527,11 @@ enum { MOEI_CONFIG_FIELDS = 192 };
 /* Keys that begin with _ are notes: nothing reads them. */
 static int moei_is_note(moei_span key) { return key.p < key.end && key.p[0] == '_'; }
 
-static moe_status moei_config_unknown(moei_json *j, const char *place, moei_span key) {
+/* A key that is unknown, or occurs twice. */
+static moe_status moei_config_refuse(moei_json *j, const char *place, moei_span key, int twice) {
     char shown[52];
-    return moei_json_refuse(j, (size_t)(key.p - j->bytes), MOE_ERR_UNSUPPORTED, "%s: unknown key '%s'", place,
-                            moei_span_text(key, shown));
-}
-
-static moe_status moei_config_twice(moei_json *j, const char *place, moei_span key) {
-    char shown[52];
-    return moei_json_refuse(j, (size_t)(key.p - j->bytes), MOE_ERR_FORMAT, "%s: the key '%s' occurs twice", place,
+    return moei_json_refuse(j, (size_t)(key.p - j->bytes), twice ? MOE_ERR_FORMAT : MOE_ERR_UNSUPPORTED,
+                            twice ? "%s: the key '%s' occurs twice" : "%s: unknown key '%s'", place,
                             moei_span_text(key, shown));
 }
 
@@ -10586,8 +10545,8 @@ static moe_status moei_config_members(moei_json *j, const char *place, const cha
     for (first = 1; status == MOE_OK; first = 0) {
         if ((status = moei_json_key(j, first, &key, &more)) != MOE_OK || !more) break;
         for (i = 0; names[i] != NULL && !moei_span_is(key, names[i]);) i++;
-        if (names[i] == NULL && !moei_is_note(key)) return moei_config_unknown(j, place, key);
-        if (names[i] != NULL && at[i] != 0) return moei_config_twice(j, place, key);
+        if (names[i] == NULL && !moei_is_note(key)) return moei_config_refuse(j, place, key, 0);
+        if (names[i] != NULL && at[i] != 0) return moei_config_refuse(j, place, key, 1);
         if (names[i] != NULL) at[i] = j->at;
         status = moei_config_skip(j);
     }
@@ -10639,8 +10598,8 @@ static moe_status moei_config_fields(moei_json *j, const char *place, const moe_
         }
         while (fields[i].name != NULL && !moei_span_is(key, fields[i].name)) i++;
         if (fields[i].name == NULL || !moei_is_saved(&fields[i]) || i >= MOEI_CONFIG_FIELDS)
-            return moei_config_unknown(j, place, key);
-        if (seen[i]++) return moei_config_twice(j, place, key);
+            return moei_config_refuse(j, place, key, 0);
+        if (seen[i]++) return moei_config_refuse(j, place, key, 1);
         status = moei_config_value(j, place, &fields[i], config);
     }
     return status;
@@ -10659,7 +10618,7 @@ static moe_status moei_config_kind(moei_json *j, const char *place, int *kind) {
             status = moei_config_skip(j);
             continue;
         }
-        if (*kind >= 0) return moei_config_twice(j, place, key);
+        if (*kind >= 0) return moei_config_refuse(j, place, key, 1);
         if ((status = moei_json_string(j, &name)) != MOE_OK) break;
         for (*kind = 0; *kind < MOE_MODULE_COUNT && !moei_span_is(name, moei_module_names[*kind]);) ++*kind;
         if (*kind == MOE_MODULE_COUNT)
@@ -10849,25 +10808,29 @@ static const char *moei_shape_text(const size_t *shape, int n_dims, char out[80]
     return out;
 }
 
+static moe_status moei_file_fits(const moe_file_tensor *found, const char *name, const size_t *shape, int n_dims,
+                                 moe_error *error) {
+    char want[80], have[80];
+    if (found->dtype >= MOE_DTYPE_COUNT)
+        return moei_error(error, MOE_ERR_UNSUPPORTED, "tensor '%s': an element type that this version does not know",
+                          name);
+    if (found->n_dims == n_dims && moei_memcmp(shape, found->shape, (size_t)n_dims * sizeof *shape) == 0)
+        return MOE_OK;
+    return moei_error(error, MOE_ERR_SHAPE, "tensor '%s': the shape must be %s, the file has %s", name,
+                      moei_shape_text(shape, n_dims, want), moei_shape_text(found->shape, found->n_dims, have));
+}
+
 static moe_status moei_file_compare(const moe_net *net, const moe_file_tensor *found, const moe_tensor **wanted,
                                     moe_error *error) {
-    char shown[52], want[80], have[80];
+    char shown[52];
     const moe_tensor *t = moei_file_wanted(net, found);
     moe_tensor whole;
     if (t == NULL)
         return moei_error(error, MOE_ERR_UNSUPPORTED, "tensor '%s': the configuration has no tensor of this name",
                           moei_span_text(moei_span_of(found->name, found->name_length), shown));
-    if (found->dtype >= MOE_DTYPE_COUNT)
-        return moei_error(error, MOE_ERR_UNSUPPORTED, "tensor '%s': an element type that this version does not know",
-                          t->name);
     whole = moei_whole_tensor(net, t);
-    if (t->n_dims != found->n_dims ||
-        moei_memcmp(whole.shape, found->shape, (size_t)t->n_dims * sizeof t->shape[0]) != 0)
-        return moei_error(error, MOE_ERR_SHAPE, "tensor '%s': the shape must be %s, the file has %s", t->name,
-                          moei_shape_text(whole.shape, t->n_dims, want),
-                          moei_shape_text(found->shape, found->n_dims, have));
     *wanted = t;
-    return MOE_OK;
+    return moei_file_fits(found, t->name, whole.shape, t->n_dims, error);
 }
 
 /* Compares names and shapes, before memory for the values is allocated: exactly the registered
@@ -10993,12 +10956,13 @@ static moe_status moei_contents_memory(moei_contents *c, const void *bytes, size
 
 /* Seeks in several steps if necessary: long may have 32 bits where files are larger. */
 MOEI_TOOL int moei_disk_seek(FILE *f, uint64_t to) {
-    uint64_t step = to < (uint64_t)MOEI_SEEK_MOST ? to : (uint64_t)MOEI_SEEK_MOST;
-    if (fseek(f, (long)step, SEEK_SET) != 0) return 0;
-    for (to -= step; to > 0; to -= step) {
-        step = to < (uint64_t)MOEI_SEEK_MOST ? to : (uint64_t)MOEI_SEEK_MOST;
-        if (fseek(f, (long)step, SEEK_CUR) != 0) return 0;
-    }
+    int from = SEEK_SET;
+    do {
+        const uint64_t step = to < (uint64_t)MOEI_SEEK_MOST ? to : (uint64_t)MOEI_SEEK_MOST;
+        if (fseek(f, (long)step, from) != 0) return 0;
+        to -= step;
+        from = SEEK_CUR;
+    } while (to > 0);
     return 1;
 }
 
@@ -11453,18 +11417,14 @@ static moe_status moei_checkpoint_same_net(const moe_net *net, const moe_file *f
 
 /* Checks that the file has exactly the trainer's moments. */
 static moe_status moei_checkpoint_moments(const moe_trainer *trainer, moe_file *file, moe_error *error) {
-    char have[80];
     moe_file_tensor found;
+    moe_status status;
     size_t i, count = 0, numbers = moei_net_parameter_count(trainer->net);
     for (i = 0; i < moei_moments(trainer); i++) {
         if (moe_file_find(file, moei_moment_names[i], &found) != MOE_OK)
             return moei_error(error, MOE_ERR_NOT_FOUND, "tensor '%s': missing in the file", moei_moment_names[i]);
-        if (found.dtype >= MOE_DTYPE_COUNT)
-            return moei_error(error, MOE_ERR_UNSUPPORTED,
-                              "tensor '%s': an element type that this version does not know", moei_moment_names[i]);
-        if (found.n_dims != 1 || found.shape[0] != numbers)
-            return moei_error(error, MOE_ERR_SHAPE, "tensor '%s': the shape must be [%z], the file has %s",
-                              moei_moment_names[i], numbers, moei_shape_text(found.shape, found.n_dims, have));
+        status = moei_file_fits(&found, moei_moment_names[i], &numbers, 1, error);
+        if (status != MOE_OK) return status;
     }
     for (file->at = 0; moe_file_next(file, &found) == MOE_OK;) count += (size_t)moei_is_of_trainer(&found);
     if (count == i) return MOE_OK;

@@ -2424,11 +2424,14 @@ void moe_rng_seed(moe_rng *rng, uint64_t seed) {
     rng->state = seed;
 }
 
-uint64_t moe_rng_next(moe_rng *rng) {
-    uint64_t z = rng->state += UINT64_C(0x9e3779b97f4a7c15);
+static uint64_t moei_mix_bits(uint64_t z) {
     z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
     z = (z ^ (z >> 27)) * UINT64_C(0x94d049bb133111eb);
     return z ^ (z >> 31);
+}
+
+uint64_t moe_rng_next(moe_rng *rng) {
+    return moei_mix_bits(rng->state += UINT64_C(0x9e3779b97f4a7c15));
 }
 
 /* Draws below 2^64 mod n are rejected; the number of the remaining values is a multiple of n. */
@@ -2587,6 +2590,82 @@ MOEI_TOOL size_t moei_cached_steps(size_t cached, size_t rows, size_t k) {
     static void moei_##name##_##isa(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, \
                                     size_t ldb, float *c, size_t ldc, int accumulate) { \
         moei_matmul_##isa(op, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate); \
+    }
+
+/* An instruction set's activations, given its moei_act_ and moei_slope_ for vectors of `width`
+   numbers, whose act is a constant after inlining. OP: its name of an operation; times NULL: 1. */
+#define MOEI_GATED_FORWARD(set, target, VECTOR, width, OP) \
+    target MOEI_INLINE void moei_gated_rows_##set(int act, size_t m, size_t n, const float *x, size_t ldx, \
+                                                  const float *times, size_t ldt, float *y, size_t ldy) { \
+        size_t i, j; \
+        for (i = 0; i < m; i++, x += ldx, y += ldy) \
+            for (j = 0; j < n; j += width) { \
+                VECTOR result = moei_act_##set(act, moei_load_part_##set(n - j, x + j)); \
+                if (times != NULL) result = OP(mul)(result, moei_load_part_##set(n - j, times + i * ldt + j)); \
+                moei_store_part_##set(n - j, y + j, result); \
+            } \
+    } \
+    target static void moei_gated_##set(int act, size_t m, size_t n, const float *x, size_t ldx, const float *times, \
+                                        size_t ldt, float *y, size_t ldy) { \
+        switch (act) { MOE_ACTS(MOEI_GATED_CASE_##set) } \
+    } \
+    static void moei_activate_##set(int act, size_t n, const float *x, float *y) { \
+        moei_gated_##set(act, 1, n, x, n, NULL, 0, y, n); \
+    }
+#define MOEI_GATED_CASE(set, value) \
+    case value: \
+        moei_gated_rows_##set(value, m, n, x, ldx, times, ldt, y, ldy); \
+        break;
+
+/* The same, backward; times and d_times NULL: only dx = dy act'(x). */
+#define MOEI_GATED_BACKWARD(set, target, VECTOR, width, OP) \
+    target MOEI_INLINE void moei_gated_backward_act_##set(int act, size_t n, const float *x, const float *times, \
+                                                          const float *dy, float *dx, float *d_times) { \
+        size_t j; \
+        for (j = 0; j < n; j += width) { \
+            const VECTOR value = moei_load_part_##set(n - j, x + j), d = moei_load_part_##set(n - j, dy + j); \
+            const VECTOR in = times != NULL ? OP(mul)(d, moei_load_part_##set(n - j, times + j)) : d; \
+            moei_store_part_##set(n - j, dx + j, moei_slope_##set(act, value, in)); \
+            if (d_times != NULL) \
+                moei_store_part_##set(n - j, d_times + j, OP(mul)(d, moei_act_##set(act, value))); \
+        } \
+    } \
+    target static void moei_gated_backward_##set(int act, size_t n, const float *x, const float *times, \
+                                                 const float *dy, float *dx, float *d_times) { \
+        switch (act) { MOE_ACTS(MOEI_BACKWARD_CASE_##set) } \
+    } \
+    static void moei_activate_backward_##set(int act, size_t n, const float *x, const float *dy, float *dx) { \
+        moei_gated_backward_##set(act, n, x, NULL, dy, dx, NULL); \
+    }
+#define MOEI_BACKWARD_CASE(set, value) \
+    case value: \
+        moei_gated_backward_act_##set(value, n, x, times, dy, dx, d_times); \
+        break;
+
+/* moe_adamw for an instruction set. */
+#define MOEI_ADAMW(set, target, VECTOR, width, OP) \
+    target static void moei_adamw_##set(const moe_adamw_step *step, size_t n, const float *gradient, float *m, \
+                                        float *v, float *w) { \
+        const VECTOR scale = OP(set1)(step->scale), back = OP(set1)(-step->lr); \
+        const VECTOR decay = OP(set1)(step->weight_decay); \
+        const VECTOR keep1 = OP(set1)(step->beta1), take1 = OP(set1)(1.0f - step->beta1); \
+        const VECTOR correction1 = OP(set1)(step->correction1); \
+        const VECTOR keep2 = OP(set1)(step->beta2), take2 = OP(set1)(1.0f - step->beta2); \
+        const VECTOR correction2 = OP(set1)(step->correction2); \
+        const VECTOR epsilon = OP(set1)(step->epsilon); \
+        size_t i; \
+        for (i = 0; i < n; i += width) { \
+            const VECTOR g = OP(mul)(scale, moei_load_part_##set(n - i, gradient + i)); \
+            const VECTOR at = moei_load_part_##set(n - i, w + i); \
+            const VECTOR first = OP(fmadd)(keep1, moei_load_part_##set(n - i, m + i), OP(mul)(take1, g)); \
+            const VECTOR second = \
+                OP(fmadd)(keep2, moei_load_part_##set(n - i, v + i), OP(mul)(OP(mul)(take2, g), g)); \
+            const VECTOR divisor = OP(add)(OP(sqrt)(OP(mul)(second, correction2)), epsilon); \
+            const VECTOR way = OP(fmadd)(decay, at, OP(div)(OP(mul)(first, correction1), divisor)); \
+            moei_store_part_##set(n - i, m + i, first); \
+            moei_store_part_##set(n - i, v + i, second); \
+            moei_store_part_##set(n - i, w + i, OP(fmadd)(back, way, at)); \
+        } \
     }
 
 /* ==== AVX2 and FMA (float) =======================================================================
@@ -3312,33 +3391,9 @@ MOEI_AVX2 MOEI_INLINE void moei_store_part_avx2(size_t count, float *y, __m256 v
     else _mm256_storeu_ps(y, value);
 }
 
-/* act is a constant after inlining; times NULL: 1. */
-MOEI_AVX2 MOEI_INLINE void moei_gated_rows_avx2(int act, size_t m, size_t n, const float *x, size_t ldx,
-                                                const float *times, size_t ldt, float *y, size_t ldy) {
-    size_t i, j;
-    for (i = 0; i < m; i++, x += ldx, y += ldy)
-        for (j = 0; j < n; j += 8) {
-            __m256 result = moei_act_avx2(act, moei_load_part_avx2(n - j, x + j));
-            if (times != NULL) result = _mm256_mul_ps(result, moei_load_part_avx2(n - j, times + i * ldt + j));
-            moei_store_part_avx2(n - j, y + j, result);
-        }
-}
-
-MOEI_AVX2 static void moei_gated_avx2(int act, size_t m, size_t n, const float *x, size_t ldx, const float *times,
-                                      size_t ldt, float *y, size_t ldy) {
-    switch (act) {
-#define MOEI_ACT_CASE(value, ...) \
-    case value: \
-        moei_gated_rows_avx2(value, m, n, x, ldx, times, ldt, y, ldy); \
-        break;
-        MOE_ACTS(MOEI_ACT_CASE)
-#undef MOEI_ACT_CASE
-    }
-}
-
-static void moei_activate_avx2(int act, size_t n, const float *x, float *y) {
-    moei_gated_avx2(act, 1, n, x, n, NULL, 0, y, n);
-}
+#define MOEI_OP_AVX2(op) _mm256_##op##_ps
+#define MOEI_GATED_CASE_avx2(value, ...) MOEI_GATED_CASE(avx2, value)
+MOEI_GATED_FORWARD(avx2, MOEI_AVX2, __m256, 8, MOEI_OP_AVX2)
 
 #ifndef MOE_NO_TRAIN
 /* e / (1 + e)^2 with e = exp(z), z <= 0. */
@@ -3381,33 +3436,9 @@ MOEI_AVX2 MOEI_INLINE __m256 moei_slope_avx2(int act, __m256 x, __m256 dy) {
     }
 }
 
-/* times and d_times NULL: only dx = dy act'(x). */
-MOEI_AVX2 MOEI_INLINE void moei_gated_backward_act_avx2(int act, size_t n, const float *x, const float *times,
-                                                        const float *dy, float *dx, float *d_times) {
-    size_t j;
-    for (j = 0; j < n; j += 8) {
-        const __m256 value = moei_load_part_avx2(n - j, x + j), d = moei_load_part_avx2(n - j, dy + j);
-        const __m256 in = times != NULL ? _mm256_mul_ps(d, moei_load_part_avx2(n - j, times + j)) : d;
-        moei_store_part_avx2(n - j, dx + j, moei_slope_avx2(act, value, in));
-        if (d_times != NULL) moei_store_part_avx2(n - j, d_times + j, _mm256_mul_ps(d, moei_act_avx2(act, value)));
-    }
-}
-
-MOEI_AVX2 static void moei_gated_backward_avx2(int act, size_t n, const float *x, const float *times, const float *dy,
-                                               float *dx, float *d_times) {
-    switch (act) {
-#define MOEI_ACT_CASE(value, ...) \
-    case value: \
-        moei_gated_backward_act_avx2(value, n, x, times, dy, dx, d_times); \
-        break;
-        MOE_ACTS(MOEI_ACT_CASE)
-#undef MOEI_ACT_CASE
-    }
-}
-
-static void moei_activate_backward_avx2(int act, size_t n, const float *x, const float *dy, float *dx) {
-    moei_gated_backward_avx2(act, n, x, NULL, dy, dx, NULL);
-}
+#define MOEI_BACKWARD_CASE_avx2(value, ...) MOEI_BACKWARD_CASE(avx2, value)
+MOEI_GATED_BACKWARD(avx2, MOEI_AVX2, __m256, 8, MOEI_OP_AVX2)
+MOEI_ADAMW(avx2, MOEI_AVX2, __m256, 8, MOEI_OP_AVX2)
 #endif
 
 /* Eight numbers, or count < 8 of them followed by -inf. */
@@ -3627,32 +3658,6 @@ MOEI_AVX2 static float moei_entropy_avx2(size_t n, const float *p) {
     }
     return moei_lanes_sum_avx2(sums);
 }
-
-#ifndef MOE_NO_TRAIN
-MOEI_AVX2 static void moei_adamw_avx2(const moe_adamw_step *step, size_t n, const float *gradient, float *m, float *v,
-                                      float *w) {
-    const __m256 scale = _mm256_set1_ps(step->scale), rate = _mm256_set1_ps(step->lr);
-    const __m256 decay = _mm256_set1_ps(step->weight_decay);
-    const __m256 keep1 = _mm256_set1_ps(step->beta1), take1 = _mm256_set1_ps(1.0f - step->beta1);
-    const __m256 correction1 = _mm256_set1_ps(step->correction1);
-    const __m256 keep2 = _mm256_set1_ps(step->beta2), take2 = _mm256_set1_ps(1.0f - step->beta2);
-    const __m256 correction2 = _mm256_set1_ps(step->correction2);
-    const __m256 epsilon = _mm256_set1_ps(step->epsilon);
-    size_t i;
-    for (i = 0; i < n; i += 8) {
-        const __m256 g = _mm256_mul_ps(scale, moei_load_avx2(n - i, gradient + i)), at = moei_load_avx2(n - i, w + i);
-        const __m256 first = _mm256_fmadd_ps(keep1, moei_load_avx2(n - i, m + i), _mm256_mul_ps(take1, g));
-        const __m256 second =
-            _mm256_fmadd_ps(keep2, moei_load_avx2(n - i, v + i), _mm256_mul_ps(_mm256_mul_ps(take2, g), g));
-        const __m256 divisor = _mm256_add_ps(_mm256_sqrt_ps(_mm256_mul_ps(second, correction2)), epsilon);
-        const __m256 way = _mm256_fmadd_ps(decay, at, _mm256_div_ps(_mm256_mul_ps(first, correction1), divisor));
-        moei_store_avx2(n - i, m + i, first);
-        moei_store_avx2(n - i, v + i, second);
-        moei_store_avx2(n - i, w + i, _mm256_fnmadd_ps(rate, way, at));
-    }
-}
-
-#endif
 
 #endif /* MOEI_HAVE_AVX2 */
 
@@ -3960,30 +3965,10 @@ static void moei_activate_backward_avx512(int act, size_t n, const float *x, con
     else moei_activate_backward_avx2(act, n, x, dy, dx);
 }
 
-MOEI_AVX512 static void moei_adamw_avx512(const moe_adamw_step *step, size_t n, const float *gradient, float *m,
-                                          float *v, float *w) {
-    const __m512 scale = _mm512_set1_ps(step->scale), rate = _mm512_set1_ps(step->lr);
-    const __m512 decay = _mm512_set1_ps(step->weight_decay);
-    const __m512 keep1 = _mm512_set1_ps(step->beta1), take1 = _mm512_set1_ps(1.0f - step->beta1);
-    const __m512 correction1 = _mm512_set1_ps(step->correction1);
-    const __m512 keep2 = _mm512_set1_ps(step->beta2), take2 = _mm512_set1_ps(1.0f - step->beta2);
-    const __m512 correction2 = _mm512_set1_ps(step->correction2);
-    const __m512 epsilon = _mm512_set1_ps(step->epsilon);
-    size_t i;
-    for (i = 0; i < n; i += 16) {
-        const __mmask16 mask = moei_mask_512(n - i);
-        const __m512 g = _mm512_mul_ps(scale, _mm512_maskz_loadu_ps(mask, gradient + i)),
-                     at = _mm512_maskz_loadu_ps(mask, w + i);
-        const __m512 first = _mm512_fmadd_ps(keep1, _mm512_maskz_loadu_ps(mask, m + i), _mm512_mul_ps(take1, g));
-        const __m512 second =
-            _mm512_fmadd_ps(keep2, _mm512_maskz_loadu_ps(mask, v + i), _mm512_mul_ps(_mm512_mul_ps(take2, g), g));
-        const __m512 divisor = _mm512_add_ps(_mm512_sqrt_ps(_mm512_mul_ps(second, correction2)), epsilon);
-        const __m512 way = _mm512_fmadd_ps(decay, at, _mm512_div_ps(_mm512_mul_ps(first, correction1), divisor));
-        _mm512_mask_storeu_ps(m + i, mask, first);
-        _mm512_mask_storeu_ps(v + i, mask, second);
-        _mm512_mask_storeu_ps(w + i, mask, _mm512_fnmadd_ps(rate, way, at));
-    }
-}
+#define MOEI_OP_AVX512(op) _mm512_##op##_ps
+#define moei_load_part_avx512(count, x) _mm512_maskz_loadu_ps(moei_mask_512(count), x)
+#define moei_store_part_avx512(count, y, value) _mm512_mask_storeu_ps(y, moei_mask_512(count), value)
+MOEI_ADAMW(avx512, MOEI_AVX512, __m512, 16, MOEI_OP_AVX512)
 #endif
 
 /* Missing lanes hold -inf, whose exp is 0. */
@@ -6025,33 +6010,13 @@ MOEI_INLINE moei_v4 moei_act_v4(int act, moei_v4 x) {
     }
 }
 
-/* act is a constant after inlining; times NULL: 1. */
-MOEI_INLINE void moei_gated_rows_v4(int act, size_t m, size_t n, const float *x, size_t ldx, const float *times,
-                                    size_t ldt, float *y, size_t ldy) {
-    size_t i, j;
-    for (i = 0; i < m; i++, x += ldx, y += ldy)
-        for (j = 0; j < n; j += 4) {
-            moei_v4 result = moei_act_v4(act, moei_v4_load_part(n - j, x + j, 0.0f));
-            if (times != NULL) result = moei_v4_mul(result, moei_v4_load_part(n - j, times + i * ldt + j, 0.0f));
-            moei_v4_store_part(n - j, y + j, result);
-        }
-}
-
-static void moei_gated_v4(int act, size_t m, size_t n, const float *x, size_t ldx, const float *times, size_t ldt,
-                          float *y, size_t ldy) {
-    switch (act) {
-#define MOEI_ACT_CASE(value, ...) \
-    case value: \
-        moei_gated_rows_v4(value, m, n, x, ldx, times, ldt, y, ldy); \
-        break;
-        MOE_ACTS(MOEI_ACT_CASE)
-#undef MOEI_ACT_CASE
-    }
-}
-
-static void moei_activate_v4(int act, size_t n, const float *x, float *y) {
-    moei_gated_v4(act, 1, n, x, n, NULL, 0, y, n);
-}
+#define MOEI_OP_V4(op) moei_v4_##op
+#define moei_v4_set1 moei_v4_splat
+#define moei_v4_fmadd moei_v4_mul_add
+#define moei_load_part_v4(count, x) moei_v4_load_part(count, x, 0.0f)
+#define moei_store_part_v4 moei_v4_store_part
+#define MOEI_GATED_CASE_v4(value, ...) MOEI_GATED_CASE(v4, value)
+MOEI_GATED_FORWARD(v4, , moei_v4, 4, MOEI_OP_V4)
 
 #ifndef MOE_NO_TRAIN
 /* e / (1 + e)^2 with e = exp(z), z <= 0. */
@@ -6096,56 +6061,9 @@ MOEI_INLINE moei_v4 moei_slope_v4(int act, moei_v4 x, moei_v4 dy) {
     }
 }
 
-/* times and d_times NULL: only dx = dy act'(x). */
-MOEI_INLINE void moei_gated_backward_act_v4(int act, size_t n, const float *x, const float *times, const float *dy,
-                                            float *dx, float *d_times) {
-    size_t j;
-    for (j = 0; j < n; j += 4) {
-        const moei_v4 value = moei_v4_load_part(n - j, x + j, 0.0f), d = moei_v4_load_part(n - j, dy + j, 0.0f);
-        const moei_v4 in = times != NULL ? moei_v4_mul(d, moei_v4_load_part(n - j, times + j, 0.0f)) : d;
-        moei_v4_store_part(n - j, dx + j, moei_slope_v4(act, value, in));
-        if (d_times != NULL) moei_v4_store_part(n - j, d_times + j, moei_v4_mul(d, moei_act_v4(act, value)));
-    }
-}
-
-static void moei_gated_backward_v4(int act, size_t n, const float *x, const float *times, const float *dy, float *dx,
-                                   float *d_times) {
-    switch (act) {
-#define MOEI_ACT_CASE(value, ...) \
-    case value: \
-        moei_gated_backward_act_v4(value, n, x, times, dy, dx, d_times); \
-        break;
-        MOE_ACTS(MOEI_ACT_CASE)
-#undef MOEI_ACT_CASE
-    }
-}
-
-static void moei_activate_backward_v4(int act, size_t n, const float *x, const float *dy, float *dx) {
-    moei_gated_backward_v4(act, n, x, NULL, dy, dx, NULL);
-}
-
-static void moei_adamw_v4(const moe_adamw_step *step, size_t n, const float *gradient, float *m, float *v, float *w) {
-    const moei_v4 scale = moei_v4_splat(step->scale), rate = moei_v4_splat(-step->lr);
-    const moei_v4 decay = moei_v4_splat(step->weight_decay);
-    const moei_v4 keep1 = moei_v4_splat(step->beta1), take1 = moei_v4_splat(1.0f - step->beta1);
-    const moei_v4 correction1 = moei_v4_splat(step->correction1);
-    const moei_v4 keep2 = moei_v4_splat(step->beta2), take2 = moei_v4_splat(1.0f - step->beta2);
-    const moei_v4 correction2 = moei_v4_splat(step->correction2);
-    const moei_v4 epsilon = moei_v4_splat(step->epsilon);
-    size_t i;
-    for (i = 0; i < n; i += 4) {
-        const moei_v4 g = moei_v4_mul(scale, moei_v4_load_part(n - i, gradient + i, 0.0f)),
-                      at = moei_v4_load_part(n - i, w + i, 0.0f);
-        const moei_v4 first = moei_v4_mul_add(keep1, moei_v4_load_part(n - i, m + i, 0.0f), moei_v4_mul(take1, g));
-        const moei_v4 second =
-            moei_v4_mul_add(keep2, moei_v4_load_part(n - i, v + i, 0.0f), moei_v4_mul(moei_v4_mul(take2, g), g));
-        const moei_v4 divisor = moei_v4_add(moei_v4_sqrt(moei_v4_mul(second, correction2)), epsilon);
-        const moei_v4 way = moei_v4_mul_add(decay, at, moei_v4_div(moei_v4_mul(first, correction1), divisor));
-        moei_v4_store_part(n - i, m + i, first);
-        moei_v4_store_part(n - i, v + i, second);
-        moei_v4_store_part(n - i, w + i, moei_v4_mul_add(rate, way, at));
-    }
-}
+#define MOEI_BACKWARD_CASE_v4(value, ...) MOEI_BACKWARD_CASE(v4, value)
+MOEI_GATED_BACKWARD(v4, , moei_v4, 4, MOEI_OP_V4)
+MOEI_ADAMW(v4, , moei_v4, 4, MOEI_OP_V4)
 #endif
 
 /* Missing lanes hold -inf and add 0. max may drop a NaN; the sum does not. */
@@ -6716,9 +6634,11 @@ const moe_kernels *moe_kernels_select(int want) {
     return want == MOE_KERNELS_AUTO || want == MOE_KERNELS_C ? &moei_kernels_c : NULL;
 }
 
+static const char *const moei_kernel_names[MOE_KERNELS_COUNT + 1] = {"auto", "c",    "avx2", "avx512",
+                                                                     "neon", "wasm", NULL};
+
 const char *moe_kernels_name(int id) {
-    static const char *const names[MOE_KERNELS_COUNT] = {"auto", "c", "avx2", "avx512", "neon", "wasm"};
-    return id >= 0 && id < MOE_KERNELS_COUNT ? names[id] : NULL;
+    return id >= 0 && id < MOE_KERNELS_COUNT ? moei_kernel_names[id] : NULL;
 }
 
 /* ==== calls through a table =================================================================== */
@@ -9244,17 +9164,17 @@ void moei_float_op_sqrt_softplus(const moei_int_op *op, moei_int_run *run) {
     moei_float_each(op, run, moei_sqrt_softplus);
 }
 
-void moei_float_op_multiply(const moei_int_op *op, moei_int_run *run) {
-    const moei_float_view v = moei_float_see(op, run);
-    int i;
-    for (i = 0; i < v.n; i++) v.y[i] = v.x[i] * v.z[i];
-}
-
-void moei_float_op_add(const moei_int_op *op, moei_int_run *run) {
-    const moei_float_view v = moei_float_see(op, run);
-    int i;
-    for (i = 0; i < v.n; i++) v.y[i] = v.x[i] + v.z[i];
-}
+#define MOEI_FLOAT_LOOP(name, count, out, value) \
+    void moei_float_op_##name(const moei_int_op *op, moei_int_run *run) { \
+        const moei_float_view v = moei_float_see(op, run); \
+        int i; \
+        for (i = 0; i < count; i++) out[i] = value; \
+    }
+MOEI_FLOAT_LOOP(multiply, v.n, v.y, v.x[i] * v.z[i])
+MOEI_FLOAT_LOOP(add, v.n, v.y, v.x[i] + v.z[i])
+MOEI_FLOAT_LOOP(weigh, v.choices[0], v.w, v.x[v.choices[1 + i]])
+MOEI_FLOAT_LOOP(weigh_scale, v.choices[0], v.w, v.w[i] * v.c[v.choices[1 + i]])
+#undef MOEI_FLOAT_LOOP
 
 void moei_float_op_layer_norm(const moei_int_op *op, moei_int_run *run) {
     const moei_float_view v = moei_float_see(op, run);
@@ -9299,12 +9219,6 @@ void moei_float_op_softmax(const moei_int_op *op, moei_int_run *run) {
     moei_softmax_c((size_t)v.n, v.x, v.c[0], v.y);
 }
 
-void moei_float_op_weigh(const moei_int_op *op, moei_int_run *run) {
-    const moei_float_view v = moei_float_see(op, run);
-    int i;
-    for (i = 0; i < v.choices[0]; i++) v.w[i] = v.x[v.choices[1 + i]];
-}
-
 void moei_float_op_weigh_sum(const moei_int_op *op, moei_int_run *run) {
     const moei_float_view v = moei_float_see(op, run);
     float sum = 0;
@@ -9316,12 +9230,6 @@ void moei_float_op_weigh_sum(const moei_int_op *op, moei_int_run *run) {
 void moei_float_op_weigh_softmax(const moei_int_op *op, moei_int_run *run) {
     const moei_float_view v = moei_float_see(op, run);
     moei_softmax_c((size_t)v.choices[0], v.w, 1, v.w);
-}
-
-void moei_float_op_weigh_scale(const moei_int_op *op, moei_int_run *run) {
-    const moei_float_view v = moei_float_see(op, run);
-    int i;
-    for (i = 0; i < v.choices[0]; i++) v.w[i] *= v.c[v.choices[1 + i]];
 }
 #endif
 

@@ -553,7 +553,7 @@ moe_status moe_mixture_loss(int criterion, const moe_mixture *mixture, moe_real 
 
 /* The index of the largest p, the first of equals; with an rng one drawn in proportion to p. */
 static size_t moei_mixture_choice(size_t n, const moe_real *p, moe_rng *rng) {
-    size_t i, chosen = moei_largest(n, p);
+    size_t i, chosen = moei_max_index(n, p);
     double left = 0.0;
     if (rng == NULL) return chosen;
     for (i = 0; i < n; i++) left += (double)p[i];

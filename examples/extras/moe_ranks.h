@@ -1212,7 +1212,7 @@ static moe_status moei_run_trip(const moei_trip *trip) {
 static void moei_trip_forward(const moei_trip *trip, moe_layer_pass *pass) {
     const moe_layer *local = &trip->p->ranks->local;
     moei_expert_run run = moei_expert_run_begin(local, local->config.expert, 0);
-    moei_chosen_forward(local, pass, &run, trip->computed, trip->team);
+    moei_chosen_experts(local, pass, &run, trip->computed, NULL, NULL, trip->team);
 }
 
 /* The number of rows of this rank's dispatch plan. */
@@ -1571,11 +1571,13 @@ static moe_status moei_ranks_forward(const moe_layer *layer, const moe_call *cal
 #ifndef MOE_NO_TRAIN
 
 static void moei_trip_backward(const moei_trip *trip, moe_layer_pass *pass) {
+    const moe_layer *local = &trip->p->ranks->local;
+    const moei_expert_run run = moei_expert_run_begin(local, local->config.expert, MOEI_COMPETED(&pass->call));
     moei_returned back;
     back.dy = trip->received;
     back.d_outputs = NULL;
     back.d_weights = NULL;
-    moei_experts_backward(&trip->p->ranks->local, pass, &back, trip->computed, trip->team);
+    moei_chosen_experts(local, pass, &run, NULL, &back, trip->computed, trip->team);
 }
 
 /* Rows of w_te dy_t. */

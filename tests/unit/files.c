@@ -1603,7 +1603,7 @@ static void open_built(text_builder *b, size_t data, moe_status wanted, const ch
 static uint64_t name_hash(const char *name) {
     uint64_t h = UINT64_C(0xcbf29ce484222325);
     while (*name != '\0') h = moei_file_hash_step(h, (unsigned char)*name++);
-    return moei_file_mix(h);
+    return moei_mix_bits(h);
 }
 
 static void many_names(size_t many, text_builder *b, char *name) {
@@ -1640,7 +1640,7 @@ static void many_names(size_t many, text_builder *b, char *name) {
             for (k = 0; k < length; k++) h = moei_file_hash_step(h, (unsigned char)name[k]);
             for (c = 0; c < 4096; c++) { /* two more characters at a time */
                 int x = '0' + c / 64, y = '0' + c % 64;
-                full = moei_file_mix(moei_file_hash_step(moei_file_hash_step(h, x), y));
+                full = moei_mix_bits(moei_file_hash_step(moei_file_hash_step(h, x), y));
                 if ((full >> 16 & 0xffffu) != 0x1234 || x == '\\' || y == '\\' || n == 512) continue;
                 name[length] = (char)x;
                 name[length + 1] = (char)y;
