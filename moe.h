@@ -4145,6 +4145,7 @@ typedef struct moei_expert_run {
     size_t expert;      /* its block of each parameter; 0 for what every token passes through */
     int act, packed;    /* packed: the packed weights are read */
     int in_file;        /* matrices lie in files; 2: products quantize activations */
+    size_t weights;     /* in matrices of all experts */
     int shaped;         /* the gate has an alpha, a limit or an offset */
     moe_real alpha, limit, offset; /* limit is infinite for none */
     unsigned needed;    /* bits of the activations that the output is computed from */
@@ -4240,9 +4241,11 @@ static moei_expert_run moei_expert_run_begin(const moe_layer *layer, int kind, i
         const moei_step *step = &run.kind->steps[i];
         run.ld[step->to] = moei_stride(layer, run.width[step->to]);
         run.stage_width[step->stage] = run.width[step->to];
-        if (step->op == MOEI_STEP_MATMUL && layer->external[step->weight] != NULL)
-            run.in_file = moei_has_external(layer);
+        if (step->op != MOEI_STEP_MATMUL) continue;
+        if (layer->external[step->weight] != NULL) run.in_file = moei_has_external(layer);
+        run.weights += run.width[step->from] * run.width[step->to];
     }
+    if (kind < MOEI_SHARED) run.weights *= (size_t)c->router.n_experts;
     run.ld[MOEI_X] = run.width[MOEI_X];
     run.needed = moei_ancestors(run.kind, MOE_NODE_OUTPUT);
     run.scored = -1;
@@ -4265,9 +4268,10 @@ static int moei_uses_packed(const moe_layer *layer, const moe_call *call) {
 }
 
 /* out [n,o] = in [n,i] times o rows of packed weights, from panel `first` on; rows: in quantized,
-   for types that read it so. */
+   for types that read it so. They are among `all` weights, which a cache holds up to 32 MiB. */
 static void moei_panels_product(const moe_kernels *k, int type, const void *packed, size_t first, size_t n, size_t o,
-                                size_t i, const moe_real *in, size_t ldi, const void *rows, moe_real *out, size_t ldo) {
+                                size_t i, const moe_real *in, size_t ldi, const void *rows, moe_real *out, size_t ldo,
+                                size_t all) {
     size_t panel = 0;
     const unsigned char *b = (const unsigned char *)packed;
     if (moe_panel_size(type, i, &panel) != MOE_OK) return; /* checked when they were packed */
@@ -4278,7 +4282,9 @@ static void moei_panels_product(const moe_kernels *k, int type, const void *pack
         return;
     }
 #endif
-    moe_matmul_packed(k, type, n, o, i, in, ldi, b, out, ldo);
+    if (type == MOE_TYPE_REAL && all / 1024 > 32768 / sizeof(moe_real))
+        k->streamed(n, o, i, in, ldi, 1, (const moe_real *)(const void *)b, i * MOEI_PANEL, out, ldo, 0);
+    else moe_matmul_packed(k, type, n, o, i, in, ldi, b, out, ldo);
     (void)rows;
 }
 
@@ -4290,7 +4296,7 @@ static void moei_packed_product(const moei_expert_run *run, const moei_step *ste
     if (j + moei_panels(count) * MOEI_PANEL <= ld) count = moei_panels(count) * MOEI_PANEL;
     moei_panels_product(layer->kernels, layer->packed_type, layer->packed[step->weight], first, run->n, count,
                         run->width[step->from], run->activation[step->from], run->ld[step->from],
-                        run->quantized[step->from != MOEI_X], run->activation[step->to] + j, ld);
+                        run->quantized[step->from != MOEI_X], run->activation[step->to] + j, ld, run->weights);
 }
 
 #ifndef MOE_NO_QUANT
@@ -7375,7 +7381,7 @@ static void moei_product_task(void *work, int index) {
                               (const unsigned char *)p->rows, out, p->ldo);
     else if (p->packed != NULL)
         moei_panels_product(k, p->r->m->layer.packed_type, p->packed, j / MOEI_PANEL, p->n, o, p->i, p->in, p->ldi,
-                            p->rows, out, p->ldo);
+                            p->rows, out, p->ldo, p->i * p->o);
     else
         moe_matmul(k, MOE_MATMUL_NT, MOE_TYPE_REAL, p->n, o, p->i, p->in, p->ldi, p->weights + (p->first + j) * p->i,
                    p->i, out, p->ldo, 0);

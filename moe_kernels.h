@@ -571,6 +571,7 @@ typedef struct moe_kernels {
     moe_real (*exp_sum)(size_t n, moe_real max, moe_real *y);
     moe_real (*entropy)(size_t n, const moe_real *p);
     moe_panels_fn *panels;
+    moe_panels_fn *streamed; /* the same, for weights that come from memory and not from a cache */
     void (*gated)(int act, size_t m, size_t n, const moe_real *x, size_t ldx, const moe_real *times, size_t ldt,
                   moe_real *y, size_t ldy);
     void (*gated_backward)(int act, size_t n, const moe_real *x, const moe_real *times, const moe_real *dy,
@@ -2512,6 +2513,7 @@ static const char moei_name_c[] = "c";
     K(exp_sum,           c, avx2, avx2,    v4) \
     K(entropy,           c, avx2, avx2,    c) \
     K(panels,            c, avx2, avx512,  v4) \
+    K(streamed,          c, avx2, avx512,  v4) \
     K(gated,             c, avx2, avx512,  v4) \
     T(gated_backward,    c, avx2, avx512,  v4) \
     T(adamw,             c, avx2, avx512,  v4)
@@ -2527,6 +2529,8 @@ static const char moei_name_c[] = "c";
 #define MOEI_TABLE_ROWS(ROW) MOEI_KERNEL_ROWS(ROW, MOEI_ROW_NULL)
 #endif
 #define moei_top_k_c moe_top_k
+#define moei_streamed_c moei_panels_c
+#define moei_streamed_v4 moei_panels_v4
 
 /* A table: its products, its column of the rows, and its entries for packed weights. */
 #define MOEI_KERNEL_SET(name, id, set, ROW, quant_set, widen) \
@@ -2934,6 +2938,18 @@ MOEI_AVX2 static size_t moei_columns_avx2(size_t m, size_t n, size_t k, const fl
 }
 
 MOEI_PANELS(avx2, MOEI_AVX2, MOEI_BLOCK_M, MOEI_CACHED)
+
+/* One or two rows: panel by panel, because memory delivers one stream faster than several. In a
+   cache, panels side by side are faster: more sums hide the latency of each. */
+MOEI_AVX2 static void moei_streamed_avx2(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca,
+                                         const float *b, size_t panel, float *c, size_t ldc, int accumulate) {
+    size_t j = 0, p;
+    for (; (m == 1 || m == 2) && k > 0 && n - j >= MOEI_PANEL; j += MOEI_PANEL, b += panel)
+        for (p = 0; p < k; p += MOEI_BLOCK_K)
+            moei_rows_avx2(1, m, moei_smaller(k - p, MOEI_BLOCK_K), a + p * ca, ra, ca, b + p * MOEI_PANEL, MOEI_PANEL,
+                           c + j, ldc, accumulate || p > 0, moei_prefetch_begin((uintptr_t)c, 64, 0, 0));
+    moei_panels_avx2(m, n - j, k, a, ra, ca, b, panel, c + j, ldc, accumulate);
+}
 
 /* Transposes four steps of p in eight rows: y[s] holds step s of rows 0 to 7. Row i begins at b +
    at[i]. */
@@ -3834,6 +3850,13 @@ MOEI_AVX512 static size_t moei_columns_avx512(size_t m, size_t n, size_t k, cons
 }
 
 MOEI_PANELS(avx512, MOEI_AVX512, MOEI_BLOCK_M, MOEI_CACHED)
+
+/* Up to six rows as with AVX2, except three, which take more time there. */
+static void moei_streamed_avx512(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, const float *b,
+                                 size_t panel, float *c, size_t ldc, int accumulate) {
+    moe_panels_fn *product = m == 3 || m > 6 ? moei_panels_avx512 : moei_streamed_avx2;
+    product(m, n, k, a, ra, ca, b, panel, c, ldc, accumulate);
+}
 
 /* One block of k for up to MOEI_PACKING_M rows with an unpacked right operand: packs two panels at
    a time into room. */

@@ -385,18 +385,18 @@ static size_t wrong_sums(size_t m, size_t n, size_t k, const moe_real *a, const 
     return wrong;
 }
 
-/* m rows, from the given one on, of the product with panels have the bits of want [.,n], and the
-   numbers between the rows of C stay: they are -0, which even an added 0 would change. start (NULL:
-   overwrite C) [.,n] is what C holds before. */
-static int panels_give(const moe_kernels *table, size_t from, size_t m, size_t n, size_t k, const moe_real *a,
-                       const moe_real *b, size_t panel, const moe_real *start, const moe_real *want, size_t pad,
-                       int turned) {
+/* m rows, from the given one on, of a table's product with panels have the bits of want [.,n], and
+   the numbers between the rows of C stay: they are -0, which even an added 0 would change. start
+   (NULL: overwrite C) [.,n] is what C holds before. */
+static int panels_give(const moe_kernels *table, moe_panels_fn *product, size_t from, size_t m, size_t n, size_t k,
+                       const moe_real *a, const moe_real *b, size_t panel, const moe_real *start, const moe_real *want,
+                       size_t pad, int turned) {
     const size_t ldc = n + pad, count = (m - 1) * ldc + n;
     size_t ra, ca, i, wrong = 0;
     moe_real *left = make_left(from, m, k, a, pad, turned, &ra, &ca), *c = borrow(count);
     for (i = 0; i < count; i++)
         c[i] = i % ldc >= n ? MOEI_R(-0.0) : start != NULL ? start[(from + i / ldc) * n + i % ldc] : not_a_number();
-    table->panels(m, n, k, left, ra, ca, b, panel, c, ldc, start != NULL);
+    product(m, n, k, left, ra, ca, b, panel, c, ldc, start != NULL);
     for (i = 0; i < count; i++)
         wrong += !same_real(c[i], i % ldc < n ? want[(from + i / ldc) * n + i % ldc] : MOEI_R(-0.0));
     give_back(left);
@@ -422,7 +422,10 @@ static void check_panels(const moe_kernels *table, size_t m, size_t n, size_t k,
         memcpy(want, start, m * n * sizeof *want);
         moe_matmul(table, MOE_MATMUL_NT, MOE_TYPE_REAL, m, n, k, a, k, w, k, want, n, accumulate);
         if (!turned || !(ways >> (way - 1) & 1)) CHECK(wrong_sums(m, n, k, a, w, accumulate ? start : NULL, want) == 0);
-        CHECK(panels_give(table, 0, m, n, k, a, b, panel, accumulate ? start : NULL, want, pad, turned));
+        CHECK(panels_give(table, table->panels, 0, m, n, k, a, b, panel, accumulate ? start : NULL, want, pad, turned));
+        if (table->streamed != table->panels)
+            CHECK(panels_give(table, table->streamed, 0, m, n, k, a, b, panel, accumulate ? start : NULL, want, pad,
+                              turned));
         give_back(b);
     }
     give_back(a);
@@ -475,9 +478,12 @@ static void test_panel_rows(const moe_kernels *table) {
             table->panels(ROWS, n, k, a, k, 1, b, panel, all, n, 1);
             table->panels(0, n, k, a, k, 1, b, panel, start, n, 0);
             table->panels(ROWS, 0, k, a, k, 1, b, panel, start, n, 0);
+            table->streamed(0, n, k, a, k, 1, b, panel, start, n, 0);
+            table->streamed(ROWS, 0, k, a, k, 1, b, panel, start, n, 0);
             for (m = 1; m <= 40; m += quick ? 1 + m % 3 : 1)
                 for (from = m % 11; from + m <= ROWS; from += 61)
-                    CHECK(panels_give(table, from, m, n, k, a, b, panel, start, all, 0, (int)(from % 2)));
+                    CHECK(panels_give(table, m % 2 ? table->panels : table->streamed, from, m, n, k, a, b, panel, start,
+                                      all, 0, (int)(from % 2)));
             give_back(a);
             give_back(weights);
             give_back(all);

@@ -243,6 +243,20 @@ static void test_config(const moe_layer_config *config, size_t n, const char *na
     end(&s);
 }
 
+/* More packed weights than caches hold: they are read in another order. */
+static void test_large(void) {
+    scene s;
+    moe_layer_config c;
+    memset(&c, 0, sizeof c);
+    c.router.d_model = 700;
+    c.router.n_experts = 8;
+    c.router.top_k = 2;
+    c.d_ff = 504;
+    if (!CHECK(begin(&s, &c, 5), "33.9 MB of weights")) return;
+    test_packed(&s, "33.9 MB of weights");
+    end(&s);
+}
+
 /* Shapes at random, with every kind of expert and every table of kernels. */
 static void test_shapes(void) {
     static const int widths[] = {1, 3, 8, 15, 16, 17, 31, 33, 48, 64, 70, 130, 300};
@@ -938,6 +952,7 @@ int main(void) {
     CASE(test_types());
     CASE(test_scored_types());
     CASE(test_soft_types());
+    CASE(test_large());
     CASE(test_shapes());
     CASE(test_presets());
     CASE(test_scored());
