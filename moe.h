@@ -7476,11 +7476,9 @@ static moe_status moei_embedding_forward(const moei_run *r) {
 static moe_status moei_positions_forward(const moei_run *r) {
     size_t i, from, to;
     memcpy(r->p->y, r->p->x, r->n * r->d_in * sizeof(moe_real));
-    for (i = 0; i < moei_sequence_count(r->call); i++) {
-        moei_sequence(r->call, i, &from, &to);
+    for (i = 0; moei_sequence(r->call, i, &from, &to); i++)
         MOEI_ADD(r->k, (to - from) * r->d_in, r->m->tensors[MOE_MODULE_WEIGHT] + r->pass->past * r->d_in,
                  r->p->y + from * r->d_in);
-    }
     return MOE_OK;
 }
 
@@ -7573,10 +7571,8 @@ static double moei_rotary_magnitude(const moe_attention_config *c) {
 static void moei_rotations_fill(const moei_run *r, moe_real *rotations) {
     size_t half = moei_rotary_dims(&r->m->attention) / 2, i, t, from, to, longest = 0;
     double magnitude = moei_rotary_magnitude(&r->m->attention);
-    for (i = 0; i < moei_sequence_count(r->call); i++) {
-        moei_sequence(r->call, i, &from, &to);
+    for (i = 0; moei_sequence(r->call, i, &from, &to); i++)
         if (to - from > longest) longest = to - from;
-    }
     for (i = 0; i < half; i++) {
         double step = moei_rotary_step(r->m, i);
         for (t = 0; t < longest; t++) {
@@ -7619,12 +7615,10 @@ static void moei_rows_finish(const moei_run *r, int is_query, size_t at, size_t 
     moei_row_kind kind = moei_row_kind_of(r, is_query);
     const moe_real *rotations = r->pass->modules[moei_rotation_of(r->net, r->i)].rotations;
     size_t i, t, from, to;
-    for (i = 0; i < moei_sequence_count(r->call); i++) {
-        moei_sequence(r->call, i, &from, &to);
+    for (i = 0; moei_sequence(r->call, i, &from, &to); i++)
         for (t = from > at ? from : at; t < to && t < at + count; t++)
             moei_row_finish(&kind, moei_rotation_at(r, rotations, t - from), r->pass->past + t - from,
                             rows + (t - at) * kind.heads * kind.width);
-    }
 }
 
 /* ---- attention: keys and values, in the workspace or in a cache ---- */
@@ -7797,8 +7791,7 @@ static void moei_attention_blocks(const moei_run *r, size_t at, size_t count,
     t->n_tasks = (size_t)team.threads;
     t->rows = moei_smaller(room.rows / t->n_tasks, MOEI_ATTENTION_ROWS);
     all.room = room.rows / t->n_tasks * room.columns;
-    for (i = 0; i < moei_sequence_count(r->call); i++) {
-        moei_sequence(r->call, i, &all.from, &all.to);
+    for (i = 0; moei_sequence(r->call, i, &all.from, &all.to); i++) {
         if (team.threads > 1) team.run(team.ctx, moei_attend_task, &all, team.threads);
         else moei_attend_blocks(t, all.from, all.to, at, count, work);
     }
@@ -7871,8 +7864,7 @@ static moe_status moei_convolution_forward(const moei_run *r) {
     moe_status status = moei_convolution_states(r, &state, &next);
     if (status != MOE_OK) return status;
     moei_project(r, MOE_MODULE_IN, 0, 0, r->n, d, 3 * d, r->p->x, r->p->parts);
-    for (i = 0; i < moei_sequence_count(r->call); i++) {
-        moei_sequence(r->call, i, &from, &to);
+    for (i = 0; moei_sequence(r->call, i, &from, &to); i++) {
         v = moei_convolve_of(r, from, state);
         moei_convolve_forward(&v, to - from, r->p->t.mixed + from * d);
         if (next != NULL) moei_convolve_state(&v, to, next);
@@ -8109,10 +8101,8 @@ static moe_status moei_embedding_backward(const moei_run *r) {
 static moe_status moei_positions_backward(const moei_run *r) {
     size_t i, from, to;
     if (r->dx != NULL) MOEI_ADD(r->k, r->n * r->d_in, r->dy, r->dx);
-    for (i = 0; i < moei_sequence_count(r->call); i++) {
-        moei_sequence(r->call, i, &from, &to);
+    for (i = 0; moei_sequence(r->call, i, &from, &to); i++)
         MOEI_ADD(r->k, (to - from) * r->d_in, r->dy + from * r->d_in, r->m->gradients[MOE_MODULE_WEIGHT]);
-    }
     return MOE_OK;
 }
 
@@ -8152,12 +8142,10 @@ static void moei_rows_finish_backward(const moei_run *r, int is_query, moe_real 
     moei_row_kind kind = moei_row_kind_of(r, is_query);
     size_t width = kind.heads * kind.width, i, t, from, to;
     const moe_real *rotations = r->pass->modules[moei_rotation_of(r->net, r->i)].rotations;
-    for (i = 0; i < moei_sequence_count(r->call); i++) {
-        moei_sequence(r->call, i, &from, &to);
+    for (i = 0; moei_sequence(r->call, i, &from, &to); i++)
         for (t = from; t < to; t++)
             moei_row_finish_backward(&kind, moei_rotation_at(r, rotations, t - from), t - from,
                                      moei_from_row(r->p->raw[!is_query], t * width), rows + t * width);
-    }
 }
 
 /* rows := the gradients of x [n,ld], the inputs of a norm of `width` at the beginning of each row,
@@ -8269,8 +8257,7 @@ static moe_status moei_convolution_backward(const moei_run *r) {
     moei_convolve v;
     memset(d_mixed, 0, r->n * 4 * d * sizeof(moe_real));
     moei_project_backward(r, MOE_MODULE_OUT, 0, d, d, r->p->t.mixed, r->dy, d_mixed);
-    for (i = 0; i < moei_sequence_count(r->call); i++) {
-        moei_sequence(r->call, i, &from, &to);
+    for (i = 0; moei_sequence(r->call, i, &from, &to); i++) {
         v = moei_convolve_of(r, from, NULL);
         moei_convolve_backward(&v, to - from, d_mixed + from * d, d_parts + from * 3 * d,
                                r->m->gradients[MOE_MODULE_TAPS]);
@@ -8336,10 +8323,8 @@ static int moei_ids_fit(const moe_module *embedding, size_t n, const int32_t *id
 /* Whether every token after `past` others has a row in positions. */
 static int moei_positions_fit(const moe_module *positions, const moe_call *call, size_t past) {
     size_t i, from, to;
-    for (i = 0; i < moei_sequence_count(call); i++) {
-        moei_sequence(call, i, &from, &to);
+    for (i = 0; moei_sequence(call, i, &from, &to); i++)
         if (to > from && past + (to - from) > (size_t)positions->n_rows) return 0;
-    }
     return 1;
 }
 
