@@ -6278,10 +6278,15 @@ static moe_module moei_module_of(int kind) {
     return m;
 }
 
-moe_status moe_net_linear(moe_net *net, int d_out) {
-    moe_module m = moei_module_of(MOE_MODULE_LINEAR);
+static moe_status moei_net_add(moe_net *net, int kind, int n_rows, int d_out) {
+    moe_module m = moei_module_of(kind);
+    m.n_rows = n_rows;
     m.d_out = d_out;
     return moe_net_append(net, &m);
+}
+
+moe_status moe_net_linear(moe_net *net, int d_out) {
+    return moei_net_add(net, MOE_MODULE_LINEAR, 0, d_out);
 }
 
 moe_status moe_net_activation(moe_net *net, int act) {
@@ -6291,13 +6296,11 @@ moe_status moe_net_activation(moe_net *net, int act) {
 }
 
 moe_status moe_net_layer_norm(moe_net *net) {
-    moe_module m = moei_module_of(MOE_MODULE_LAYER_NORM);
-    return moe_net_append(net, &m);
+    return moei_net_add(net, MOE_MODULE_LAYER_NORM, 0, 0);
 }
 
 moe_status moe_net_rms_norm(moe_net *net) {
-    moe_module m = moei_module_of(MOE_MODULE_RMS_NORM);
-    return moe_net_append(net, &m);
+    return moei_net_add(net, MOE_MODULE_RMS_NORM, 0, 0);
 }
 
 moe_status moe_net_mixture(moe_net *net, const moe_layer_config *config) {
@@ -6315,16 +6318,11 @@ moe_status moe_net_residual(moe_net *net, int span) {
 }
 
 moe_status moe_net_embedding(moe_net *net, int vocabulary, int d) {
-    moe_module m = moei_module_of(MOE_MODULE_EMBEDDING);
-    m.n_rows = vocabulary;
-    m.d_out = d;
-    return moe_net_append(net, &m);
+    return moei_net_add(net, MOE_MODULE_EMBEDDING, vocabulary, d);
 }
 
 moe_status moe_net_positions(moe_net *net, int most) {
-    moe_module m = moei_module_of(MOE_MODULE_POSITIONS);
-    m.n_rows = most;
-    return moe_net_append(net, &m);
+    return moei_net_add(net, MOE_MODULE_POSITIONS, most, 0);
 }
 
 moe_status moe_net_attention(moe_net *net, const moe_attention_config *config) {
@@ -6346,8 +6344,7 @@ moe_status moe_net_feed_forward(moe_net *net, const moe_layer_config *config) {
 }
 
 moe_status moe_net_tied(moe_net *net) {
-    moe_module m = moei_module_of(MOE_MODULE_TIED);
-    return moe_net_append(net, &m);
+    return moei_net_add(net, MOE_MODULE_TIED, 0, 0);
 }
 
 /* Whether module i is followed by an activation that passes only about half of its input. */
@@ -7504,23 +7501,13 @@ static moe_status moei_dropout_forward(const moei_run *r) {
 
 /* ---- attention ---- */
 
-/* The next run of real tokens at or after *start and before `to`; 0: none. Products leave padding
-   out, because its values times 0 need not be 0. */
-static size_t moei_run_of_real(const moei_run *r, size_t *start, size_t to) {
-    size_t length = 0;
-    while (*start < to && !moei_is_real(r->call, *start)) ++*start;
-    if (r->call->mask == NULL) return to - *start;
-    while (*start + length < to && moei_is_real(r->call, *start + length)) length++;
-    return length;
-}
-
 /* out = in W^T + bias for tokens [at, at + count), W the parameter `place` [o,i]; 0 for padding. in
    is [N,i] and begins with token 0, out [count,o] with token `at`. */
 static void moei_project(const moei_run *r, int place, int bias, size_t at, size_t count, size_t i, size_t o,
                          const moe_real *in, moe_real *out) {
     size_t run, length;
     if (r->call->mask != NULL) memset(out, 0, count * o * sizeof(moe_real));
-    for (run = at; (length = moei_run_of_real(r, &run, at + count)) > 0; run += length)
+    for (run = at; (length = moei_real_run(r->call, &run, at + count)) > 0; run += length)
         moei_module_product(r, place, bias, 0, length, i, o, in + run * i, i, out + (run - at) * o, o);
 }
 
@@ -8118,7 +8105,7 @@ static moe_status moei_dropout_backward(const moei_run *r) {
 static void moei_project_backward(const moei_run *r, int place, int bias, size_t i, size_t o, const moe_real *in,
                                   const moe_real *d_out, moe_real *d_in) {
     size_t run, length;
-    for (run = 0; (length = moei_run_of_real(r, &run, r->n)) > 0; run += length)
+    for (run = 0; (length = moei_real_run(r->call, &run, r->n)) > 0; run += length)
         moei_product_backward(r, place, bias, length, i, o, in + run * i, d_out + run * o,
                               d_in != NULL ? d_in + run * i : NULL);
 }
@@ -9275,9 +9262,10 @@ static moe_mixture moei_mixture_of(const moe_net *net, const moe_net_pass *pass,
     return m;
 }
 
-/* The message of a failed call, or the text of its status. */
-static const char *moei_why(const moe_error *why, moe_status status) {
-    return why->message[0] != '\0' ? why->message : moe_status_text(status);
+/* Reports a failed pass, with its message or the text of its status. */
+static moe_status moei_pass_failed(moe_error *error, moe_status status, const char *pass, const moe_error *why) {
+    return moei_error(error, status, "the network's %s pass: %s", pass,
+                      why->message[0] != '\0' ? why->message : moe_status_text(status));
 }
 
 /* Sums over the samples of an evaluation. */
@@ -9318,7 +9306,7 @@ static moe_status moei_evaluate_part(moei_evaluating *e, const moe_data *batch, 
         status = moei_net_call_check(net, &call, 0);
         if (status == MOE_OK) status = moei_net_pass(net, &call, tokens, a.net_work, &pass);
     }
-    if (status != MOE_OK) return moei_error(error, status, "the network's forward pass: %s", moei_why(&why, status));
+    if (status != MOE_OK) return moei_pass_failed(error, status, "forward", &why);
     answer = pass.y;
     status = moei_reals_check("the network's output", pass.y, batch->n, width, error);
     if (status != MOE_OK) {
@@ -9867,7 +9855,7 @@ static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, c
     own.error = &why;
     why.message[0] = '\0';
     if (status == MOE_OK) status = moei_net_pass(t->net, &own, &brought->tokens, batch.net_work, pass);
-    if (status != MOE_OK) return moei_error(error, status, "the network's forward pass: %s", moei_why(&why, status));
+    if (status != MOE_OK) return moei_pass_failed(error, status, "forward", &why);
     if (!reads) step->loss = moei_criterion(t->config.criterion, t->net, data, brought->counted, pass->y, batch.dy);
     else status = moei_mixture_gradients(t, data, pass, &batch, &step->loss, error);
     all = (double)step->loss;
@@ -9896,8 +9884,7 @@ static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, c
     back.d_outputs = reads ? batch.d_outputs : NULL;
     back.d_weights = reads ? batch.d_weights : NULL;
     status = moei_net_backward(t->net, pass, &back, NULL);
-    return status == MOE_OK ? MOE_OK
-                            : moei_error(error, status, "the network's backward pass: %s", moei_why(&why, status));
+    return status == MOE_OK ? MOE_OK : moei_pass_failed(error, status, "backward", &why);
 }
 
 /* *sum += the squares of numbers first..first+n-1 of a tensor's gradient: in double where the
@@ -10048,9 +10035,7 @@ static moe_status moei_trainer_call(moe_trainer *t, const moe_data *data, moe_ca
     why.message[0] = '\0';
     status = moei_net_call_check(t->net, call, 0);
     call->error = NULL;
-    return status == MOE_OK
-               ? status
-               : moei_error(error, status, "the network's forward pass: %s", moei_why(&why, status));
+    return status == MOE_OK ? status : moei_pass_failed(error, status, "forward", &why);
 }
 
 /* The first half of a step; *norm is that of the mean gradient so far; with last = 1 of all
@@ -11800,23 +11785,15 @@ static moe_status moei_fit_save(const void *fit, moe_stream *stream, moe_error *
     return moei_checkpoint_write(&f->trainer, &c, stream, MOE_OK, error);
 }
 
-/* Writes the checkpoint when it is due, or when training is about to stop. */
-static moe_status moei_fit_keep(moei_fit *f, int stopped, moe_error *error) {
+/* Writes the checkpoint when it is due, or when training is about to stop: status. */
+static moe_status moei_fit_keep(moei_fit *f, moe_status status, moe_error *error) {
     const moe_train_config *c = &f->trainer.config;
     const moe_progress *p = &f->progress;
     int due = c->checkpoint_every > 0 ? p->total_step % (uint64_t)c->checkpoint_every == 0 : p->epoch_ended;
-    moei_fit_position(f);
-    if (c->checkpoint == NULL || (!due && !stopped && p->total_step != p->total_steps)) return MOE_OK;
-    return moei_save_on(f->trainer.net->transport, c->checkpoint, moei_fit_save, f, error);
-}
-
-#else
-
-static moe_status moei_fit_keep(moei_fit *f, int stopped, moe_error *error) {
-    (void)stopped;
-    (void)error;
-    moei_fit_position(f);
-    return MOE_OK;
+    moe_status kept;
+    if (c->checkpoint == NULL || (!due && status == MOE_OK && p->total_step != p->total_steps)) return status;
+    kept = moei_save_on(f->trainer.net->transport, c->checkpoint, moei_fit_save, f, error);
+    return kept == MOE_OK ? status : kept;
 }
 
 #endif
@@ -11834,7 +11811,7 @@ static void moei_fit_seen(moei_fit *f) {
 }
 
 static moe_status moei_fit_epoch(moei_fit *f, moe_error *error) {
-    moe_status status = MOE_OK, kept;
+    moe_status status = MOE_OK;
     moei_fit_shuffle(f);
     moei_fit_seen(f);
     f->counted = moei_fit_counted(f, 0, f->seen);
@@ -11845,8 +11822,10 @@ static moe_status moei_fit_epoch(moei_fit *f, moe_error *error) {
         if (status != MOE_OK) return moei_fit_failed(f, &why, error);
         status = moei_fit_report(f, error);
         if (status != MOE_OK && status != MOE_ERR_STOPPED) return status;
-        kept = moei_fit_keep(f, status == MOE_ERR_STOPPED, error);
-        if (kept != MOE_OK) status = kept;
+        moei_fit_position(f);
+#ifndef MOE_NO_STDIO
+        status = moei_fit_keep(f, status, error);
+#endif
     }
     return status;
 }
@@ -11874,19 +11853,14 @@ static moe_status moei_fit_resume(moei_fit *f, moe_error *error) {
     return moei_checkpoint_load(&f->trainer, path, &training, error);
 }
 
-#else
-
-static moe_status moei_fit_resume(moei_fit *f, moe_error *error) {
-    (void)f;
-    (void)error;
-    return MOE_OK;
-}
-
 #endif
 
 static moe_status moei_fit_run(moei_fit *f, moe_error *error) {
     uint64_t from, epoch;
-    moe_status status = moei_fit_resume(f, error);
+    moe_status status = MOE_OK;
+#ifndef MOE_NO_STDIO
+    status = moei_fit_resume(f, error);
+#endif
     if (status == MOE_OK) moei_trainer_plan(&f->trainer);
     from = f->trainer.position[0];
     for (epoch = 0; status == MOE_OK && epoch < (uint64_t)f->progress.epochs; epoch++) {

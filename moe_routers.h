@@ -3677,17 +3677,18 @@ static void moei_affine(const moe_kernels *k, size_t n, size_t m, size_t inner, 
 /* An array of a batch from a row on, or NULL. */
 static moe_real *moei_from_row(moe_real *rows, size_t row) { return rows != NULL ? rows + row : NULL; }
 
-#ifndef MOE_NO_TRAIN
-#define MOEI_BACKWARD(f) f
-
-/* The length of the next run of real tokens at or after *start and before to. Padding is skipped in
-   sums, because 0 times its content may be NaN. */
-static size_t moei_real_run(const moei_pass *s, size_t *start, size_t to) {
+/* The length of the next run of real tokens at or after *start and before to; 0: there is none.
+   Padding is left out of sums and products, because 0 times its content may be NaN. */
+MOEI_TOOL size_t moei_real_run(const moe_call *call, size_t *start, size_t to) {
     size_t length = 0;
-    while (*start < to && !moei_is_real(s->call, *start)) ++*start;
-    while (*start + length < to && (s->call->mask == NULL || moei_is_real(s->call, *start + length))) length++;
+    while (*start < to && !moei_is_real(call, *start)) ++*start;
+    if (call->mask == NULL) return to - *start;
+    while (*start + length < to && moei_is_real(call, *start + length)) length++;
     return length;
 }
+
+#ifndef MOE_NO_TRAIN
+#define MOEI_BACKWARD(f) f
 
 /* The backward pass of moei_affine: d_in += d_out W (d_in may be NULL), dW += d_out^T in, d_bias +=
    column sums. */
@@ -4826,11 +4827,11 @@ static void moei_route_residual_backward(moei_pass *s) {
     const moe_call *call = s->call;
     const size_t e = s->experts;
     size_t run, length;
-    for (run = 0; call->d_clean_logits != NULL && (length = moei_real_run(s, &run, s->n)) > 0; run += length)
+    for (run = 0; call->d_clean_logits != NULL && (length = moei_real_run(s->call, &run, s->n)) > 0; run += length)
         MOEI_ADD(s->k, length * e, call->d_clean_logits + run * e, s->m.d_logits + run * e);
     if (s->c->logit_cap > 0) moei_route_cap_backward(s);
     if (!s->c->router_residual || call->previous_logits == NULL) return;
-    for (run = 0; (length = moei_real_run(s, &run, s->n)) > 0; run += length)
+    for (run = 0; (length = moei_real_run(s->call, &run, s->n)) > 0; run += length)
         moei_affine_backward(s->k, length, e, e, call->previous_logits + run * e, moei_tensor(s, MOE_ROUTER_RESIDUAL),
                              s->m.d_logits + run * e, moei_from_row(call->d_previous_logits, run * e),
                              moei_gradient(s, MOE_ROUTER_RESIDUAL), NULL);
@@ -5230,10 +5231,10 @@ static void moei_refine_products_backward(const moei_pass *s, size_t at, size_t 
                                           const moe_real *d_a, size_t width, const moe_real *keys, moe_real *d_keys) {
     const moe_kernels *k = s->k;
     size_t run, length, d = s->d;
-    for (run = from; (length = moei_real_run(s, &run, from + span)) > 0; run += length)
+    for (run = from; (length = moei_real_run(s->call, &run, from + span)) > 0; run += length)
         moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, rows, d, length, d_a + (run - from), width, keys + run * d, d,
                    s->m.d_unit + at * d, d, 1);
-    for (run = at; d_keys != NULL && (length = moei_real_run(s, &run, at + rows)) > 0; run += length)
+    for (run = at; d_keys != NULL && (length = moei_real_run(s->call, &run, at + rows)) > 0; run += length)
         moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, span, d, length, d_a + (run - at) * width, width,
                    moei_refine_queries(s) + run * d, d, d_keys + from * d, d, 1);
 }
