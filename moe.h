@@ -6284,10 +6284,15 @@ static moe_module moei_module_of(int kind) {
     return m;
 }
 
-moe_status moe_net_linear(moe_net *net, int d_out) {
-    moe_module m = moei_module_of(MOE_MODULE_LINEAR);
+static moe_status moei_net_add(moe_net *net, int kind, int n_rows, int d_out) {
+    moe_module m = moei_module_of(kind);
+    m.n_rows = n_rows;
     m.d_out = d_out;
     return moe_net_append(net, &m);
+}
+
+moe_status moe_net_linear(moe_net *net, int d_out) {
+    return moei_net_add(net, MOE_MODULE_LINEAR, 0, d_out);
 }
 
 moe_status moe_net_activation(moe_net *net, int act) {
@@ -6297,13 +6302,11 @@ moe_status moe_net_activation(moe_net *net, int act) {
 }
 
 moe_status moe_net_layer_norm(moe_net *net) {
-    moe_module m = moei_module_of(MOE_MODULE_LAYER_NORM);
-    return moe_net_append(net, &m);
+    return moei_net_add(net, MOE_MODULE_LAYER_NORM, 0, 0);
 }
 
 moe_status moe_net_rms_norm(moe_net *net) {
-    moe_module m = moei_module_of(MOE_MODULE_RMS_NORM);
-    return moe_net_append(net, &m);
+    return moei_net_add(net, MOE_MODULE_RMS_NORM, 0, 0);
 }
 
 moe_status moe_net_mixture(moe_net *net, const moe_layer_config *config) {
@@ -6321,16 +6324,11 @@ moe_status moe_net_residual(moe_net *net, int span) {
 }
 
 moe_status moe_net_embedding(moe_net *net, int vocabulary, int d) {
-    moe_module m = moei_module_of(MOE_MODULE_EMBEDDING);
-    m.n_rows = vocabulary;
-    m.d_out = d;
-    return moe_net_append(net, &m);
+    return moei_net_add(net, MOE_MODULE_EMBEDDING, vocabulary, d);
 }
 
 moe_status moe_net_positions(moe_net *net, int most) {
-    moe_module m = moei_module_of(MOE_MODULE_POSITIONS);
-    m.n_rows = most;
-    return moe_net_append(net, &m);
+    return moei_net_add(net, MOE_MODULE_POSITIONS, most, 0);
 }
 
 moe_status moe_net_attention(moe_net *net, const moe_attention_config *config) {
@@ -6352,8 +6350,7 @@ moe_status moe_net_feed_forward(moe_net *net, const moe_layer_config *config) {
 }
 
 moe_status moe_net_tied(moe_net *net) {
-    moe_module m = moei_module_of(MOE_MODULE_TIED);
-    return moe_net_append(net, &m);
+    return moei_net_add(net, MOE_MODULE_TIED, 0, 0);
 }
 
 /* Whether module i is followed by an activation that passes only about half of its input. */
@@ -7482,11 +7479,9 @@ static moe_status moei_embedding_forward(const moei_run *r) {
 static moe_status moei_positions_forward(const moei_run *r) {
     size_t i, from, to;
     memcpy(r->p->y, r->p->x, r->n * r->d_in * sizeof(moe_real));
-    for (i = 0; i < moei_sequence_count(r->call); i++) {
-        moei_sequence(r->call, i, &from, &to);
+    for (i = 0; moei_sequence(r->call, i, &from, &to); i++)
         MOEI_ADD(r->k, (to - from) * r->d_in, r->m->tensors[MOE_MODULE_WEIGHT] + r->pass->past * r->d_in,
                  r->p->y + from * r->d_in);
-    }
     return MOE_OK;
 }
 
@@ -7512,23 +7507,13 @@ static moe_status moei_dropout_forward(const moei_run *r) {
 
 /* ---- attention ---- */
 
-/* The next run of real tokens at or after *start and before `to`; 0: none. Products leave padding
-   out, because its values times 0 need not be 0. */
-static size_t moei_run_of_real(const moei_run *r, size_t *start, size_t to) {
-    size_t length = 0;
-    while (*start < to && !moei_is_real(r->call, *start)) ++*start;
-    if (r->call->mask == NULL) return to - *start;
-    while (*start + length < to && moei_is_real(r->call, *start + length)) length++;
-    return length;
-}
-
 /* out = in W^T + bias for tokens [at, at + count), W the parameter `place` [o,i]; 0 for padding. in
    is [N,i] and begins with token 0, out [count,o] with token `at`. */
 static void moei_project(const moei_run *r, int place, int bias, size_t at, size_t count, size_t i, size_t o,
                          const moe_real *in, moe_real *out) {
     size_t run, length;
     if (r->call->mask != NULL) memset(out, 0, count * o * sizeof(moe_real));
-    for (run = at; (length = moei_run_of_real(r, &run, at + count)) > 0; run += length)
+    for (run = at; (length = moei_real_run(r->call, &run, at + count)) > 0; run += length)
         moei_module_product(r, place, bias, 0, length, i, o, in + run * i, i, out + (run - at) * o, o);
 }
 
@@ -7579,10 +7564,8 @@ static double moei_rotary_magnitude(const moe_attention_config *c) {
 static void moei_rotations_fill(const moei_run *r, moe_real *rotations) {
     size_t half = moei_rotary_dims(&r->m->attention) / 2, i, t, from, to, longest = 0;
     double magnitude = moei_rotary_magnitude(&r->m->attention);
-    for (i = 0; i < moei_sequence_count(r->call); i++) {
-        moei_sequence(r->call, i, &from, &to);
+    for (i = 0; moei_sequence(r->call, i, &from, &to); i++)
         if (to - from > longest) longest = to - from;
-    }
     for (i = 0; i < half; i++) {
         double step = moei_rotary_step(r->m, i);
         for (t = 0; t < longest; t++) {
@@ -7625,12 +7608,10 @@ static void moei_rows_finish(const moei_run *r, int is_query, size_t at, size_t 
     moei_row_kind kind = moei_row_kind_of(r, is_query);
     const moe_real *rotations = r->pass->modules[moei_rotation_of(r->net, r->i)].rotations;
     size_t i, t, from, to;
-    for (i = 0; i < moei_sequence_count(r->call); i++) {
-        moei_sequence(r->call, i, &from, &to);
+    for (i = 0; moei_sequence(r->call, i, &from, &to); i++)
         for (t = from > at ? from : at; t < to && t < at + count; t++)
             moei_row_finish(&kind, moei_rotation_at(r, rotations, t - from), r->pass->past + t - from,
                             rows + (t - at) * kind.heads * kind.width);
-    }
 }
 
 /* ---- attention: keys and values, in the workspace or in a cache ---- */
@@ -7803,8 +7784,7 @@ static void moei_attention_blocks(const moei_run *r, size_t at, size_t count,
     t->n_tasks = (size_t)team.threads;
     t->rows = moei_smaller(room.rows / t->n_tasks, MOEI_ATTENTION_ROWS);
     all.room = room.rows / t->n_tasks * room.columns;
-    for (i = 0; i < moei_sequence_count(r->call); i++) {
-        moei_sequence(r->call, i, &all.from, &all.to);
+    for (i = 0; moei_sequence(r->call, i, &all.from, &all.to); i++) {
         if (team.threads > 1) team.run(team.ctx, moei_attend_task, &all, team.threads);
         else moei_attend_blocks(t, all.from, all.to, at, count, work);
     }
@@ -7877,8 +7857,7 @@ static moe_status moei_convolution_forward(const moei_run *r) {
     moe_status status = moei_convolution_states(r, &state, &next);
     if (status != MOE_OK) return status;
     moei_project(r, MOE_MODULE_IN, 0, 0, r->n, d, 3 * d, r->p->x, r->p->parts);
-    for (i = 0; i < moei_sequence_count(r->call); i++) {
-        moei_sequence(r->call, i, &from, &to);
+    for (i = 0; moei_sequence(r->call, i, &from, &to); i++) {
         v = moei_convolve_of(r, from, state);
         moei_convolve_forward(&v, to - from, r->p->t.mixed + from * d);
         if (next != NULL) moei_convolve_state(&v, to, next);
@@ -8115,10 +8094,8 @@ static moe_status moei_embedding_backward(const moei_run *r) {
 static moe_status moei_positions_backward(const moei_run *r) {
     size_t i, from, to;
     if (r->dx != NULL) MOEI_ADD(r->k, r->n * r->d_in, r->dy, r->dx);
-    for (i = 0; i < moei_sequence_count(r->call); i++) {
-        moei_sequence(r->call, i, &from, &to);
+    for (i = 0; moei_sequence(r->call, i, &from, &to); i++)
         MOEI_ADD(r->k, (to - from) * r->d_in, r->dy + from * r->d_in, r->m->gradients[MOE_MODULE_WEIGHT]);
-    }
     return MOE_OK;
 }
 
@@ -8134,7 +8111,7 @@ static moe_status moei_dropout_backward(const moei_run *r) {
 static void moei_project_backward(const moei_run *r, int place, int bias, size_t i, size_t o, const moe_real *in,
                                   const moe_real *d_out, moe_real *d_in) {
     size_t run, length;
-    for (run = 0; (length = moei_run_of_real(r, &run, r->n)) > 0; run += length)
+    for (run = 0; (length = moei_real_run(r->call, &run, r->n)) > 0; run += length)
         moei_product_backward(r, place, bias, length, i, o, in + run * i, d_out + run * o,
                               d_in != NULL ? d_in + run * i : NULL);
 }
@@ -8158,12 +8135,10 @@ static void moei_rows_finish_backward(const moei_run *r, int is_query, moe_real 
     moei_row_kind kind = moei_row_kind_of(r, is_query);
     size_t width = kind.heads * kind.width, i, t, from, to;
     const moe_real *rotations = r->pass->modules[moei_rotation_of(r->net, r->i)].rotations;
-    for (i = 0; i < moei_sequence_count(r->call); i++) {
-        moei_sequence(r->call, i, &from, &to);
+    for (i = 0; moei_sequence(r->call, i, &from, &to); i++)
         for (t = from; t < to; t++)
             moei_row_finish_backward(&kind, moei_rotation_at(r, rotations, t - from), t - from,
                                      moei_from_row(r->p->raw[!is_query], t * width), rows + t * width);
-    }
 }
 
 /* rows := the gradients of x [n,ld], the inputs of a norm of `width` at the beginning of each row,
@@ -8275,8 +8250,7 @@ static moe_status moei_convolution_backward(const moei_run *r) {
     moei_convolve v;
     memset(d_mixed, 0, r->n * 4 * d * sizeof(moe_real));
     moei_project_backward(r, MOE_MODULE_OUT, 0, d, d, r->p->t.mixed, r->dy, d_mixed);
-    for (i = 0; i < moei_sequence_count(r->call); i++) {
-        moei_sequence(r->call, i, &from, &to);
+    for (i = 0; moei_sequence(r->call, i, &from, &to); i++) {
         v = moei_convolve_of(r, from, NULL);
         moei_convolve_backward(&v, to - from, d_mixed + from * d, d_parts + from * 3 * d,
                                r->m->gradients[MOE_MODULE_TAPS]);
@@ -8342,10 +8316,8 @@ static int moei_ids_fit(const moe_module *embedding, size_t n, const int32_t *id
 /* Whether every token after `past` others has a row in positions. */
 static int moei_positions_fit(const moe_module *positions, const moe_call *call, size_t past) {
     size_t i, from, to;
-    for (i = 0; i < moei_sequence_count(call); i++) {
-        moei_sequence(call, i, &from, &to);
+    for (i = 0; moei_sequence(call, i, &from, &to); i++)
         if (to > from && past + (to - from) > (size_t)positions->n_rows) return 0;
-    }
     return 1;
 }
 
@@ -9296,9 +9268,10 @@ static moe_mixture moei_mixture_of(const moe_net *net, const moe_net_pass *pass,
     return m;
 }
 
-/* The message of a failed call, or the text of its status. */
-static const char *moei_why(const moe_error *why, moe_status status) {
-    return why->message[0] != '\0' ? why->message : moe_status_text(status);
+/* Reports a failed pass, with its message or the text of its status. */
+static moe_status moei_pass_failed(moe_error *error, moe_status status, const char *pass, const moe_error *why) {
+    return moei_error(error, status, "the network's %s pass: %s", pass,
+                      why->message[0] != '\0' ? why->message : moe_status_text(status));
 }
 
 /* Sums over the samples of an evaluation. */
@@ -9339,7 +9312,7 @@ static moe_status moei_evaluate_part(moei_evaluating *e, const moe_data *batch, 
         status = moei_net_call_check(net, &call, 0);
         if (status == MOE_OK) status = moei_net_pass(net, &call, tokens, a.net_work, &pass);
     }
-    if (status != MOE_OK) return moei_error(error, status, "the network's forward pass: %s", moei_why(&why, status));
+    if (status != MOE_OK) return moei_pass_failed(error, status, "forward", &why);
     answer = pass.y;
     status = moei_reals_check("the network's output", pass.y, batch->n, width, error);
     if (status != MOE_OK) {
@@ -9888,7 +9861,7 @@ static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, c
     own.error = &why;
     why.message[0] = '\0';
     if (status == MOE_OK) status = moei_net_pass(t->net, &own, &brought->tokens, batch.net_work, pass);
-    if (status != MOE_OK) return moei_error(error, status, "the network's forward pass: %s", moei_why(&why, status));
+    if (status != MOE_OK) return moei_pass_failed(error, status, "forward", &why);
     if (!reads) step->loss = moei_criterion(t->config.criterion, t->net, data, brought->counted, pass->y, batch.dy);
     else status = moei_mixture_gradients(t, data, pass, &batch, &step->loss, error);
     all = (double)step->loss;
@@ -9917,8 +9890,7 @@ static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, c
     back.d_outputs = reads ? batch.d_outputs : NULL;
     back.d_weights = reads ? batch.d_weights : NULL;
     status = moei_net_backward(t->net, pass, &back, NULL);
-    return status == MOE_OK ? MOE_OK
-                            : moei_error(error, status, "the network's backward pass: %s", moei_why(&why, status));
+    return status == MOE_OK ? MOE_OK : moei_pass_failed(error, status, "backward", &why);
 }
 
 /* *sum += the squares of numbers first..first+n-1 of a tensor's gradient: in double where the
@@ -10069,9 +10041,7 @@ static moe_status moei_trainer_call(moe_trainer *t, const moe_data *data, moe_ca
     why.message[0] = '\0';
     status = moei_net_call_check(t->net, call, 0);
     call->error = NULL;
-    return status == MOE_OK
-               ? status
-               : moei_error(error, status, "the network's forward pass: %s", moei_why(&why, status));
+    return status == MOE_OK ? status : moei_pass_failed(error, status, "forward", &why);
 }
 
 /* The first half of a step; *norm is that of the mean gradient so far; with last = 1 of all
@@ -11821,23 +11791,15 @@ static moe_status moei_fit_save(const void *fit, moe_stream *stream, moe_error *
     return moei_checkpoint_write(&f->trainer, &c, stream, MOE_OK, error);
 }
 
-/* Writes the checkpoint when it is due, or when training is about to stop. */
-static moe_status moei_fit_keep(moei_fit *f, int stopped, moe_error *error) {
+/* Writes the checkpoint when it is due, or when training is about to stop: status. */
+static moe_status moei_fit_keep(moei_fit *f, moe_status status, moe_error *error) {
     const moe_train_config *c = &f->trainer.config;
     const moe_progress *p = &f->progress;
     int due = c->checkpoint_every > 0 ? p->total_step % (uint64_t)c->checkpoint_every == 0 : p->epoch_ended;
-    moei_fit_position(f);
-    if (c->checkpoint == NULL || (!due && !stopped && p->total_step != p->total_steps)) return MOE_OK;
-    return moei_save_on(f->trainer.net->transport, c->checkpoint, moei_fit_save, f, error);
-}
-
-#else
-
-static moe_status moei_fit_keep(moei_fit *f, int stopped, moe_error *error) {
-    (void)stopped;
-    (void)error;
-    moei_fit_position(f);
-    return MOE_OK;
+    moe_status kept;
+    if (c->checkpoint == NULL || (!due && status == MOE_OK && p->total_step != p->total_steps)) return status;
+    kept = moei_save_on(f->trainer.net->transport, c->checkpoint, moei_fit_save, f, error);
+    return kept == MOE_OK ? status : kept;
 }
 
 #endif
@@ -11855,7 +11817,7 @@ static void moei_fit_seen(moei_fit *f) {
 }
 
 static moe_status moei_fit_epoch(moei_fit *f, moe_error *error) {
-    moe_status status = MOE_OK, kept;
+    moe_status status = MOE_OK;
     moei_fit_shuffle(f);
     moei_fit_seen(f);
     f->counted = moei_fit_counted(f, 0, f->seen);
@@ -11866,8 +11828,10 @@ static moe_status moei_fit_epoch(moei_fit *f, moe_error *error) {
         if (status != MOE_OK) return moei_fit_failed(f, &why, error);
         status = moei_fit_report(f, error);
         if (status != MOE_OK && status != MOE_ERR_STOPPED) return status;
-        kept = moei_fit_keep(f, status == MOE_ERR_STOPPED, error);
-        if (kept != MOE_OK) status = kept;
+        moei_fit_position(f);
+#ifndef MOE_NO_STDIO
+        status = moei_fit_keep(f, status, error);
+#endif
     }
     return status;
 }
@@ -11895,19 +11859,14 @@ static moe_status moei_fit_resume(moei_fit *f, moe_error *error) {
     return moei_checkpoint_load(&f->trainer, path, &training, error);
 }
 
-#else
-
-static moe_status moei_fit_resume(moei_fit *f, moe_error *error) {
-    (void)f;
-    (void)error;
-    return MOE_OK;
-}
-
 #endif
 
 static moe_status moei_fit_run(moei_fit *f, moe_error *error) {
     uint64_t from, epoch;
-    moe_status status = moei_fit_resume(f, error);
+    moe_status status = MOE_OK;
+#ifndef MOE_NO_STDIO
+    status = moei_fit_resume(f, error);
+#endif
     if (status == MOE_OK) moei_trainer_plan(&f->trainer);
     from = f->trainer.position[0];
     for (epoch = 0; status == MOE_OK && epoch < (uint64_t)f->progress.epochs; epoch++) {

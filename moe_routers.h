@@ -3612,9 +3612,12 @@ static int moei_is_real(const moe_call *call, size_t t) { return call->mask == N
 
 static size_t moei_sequence_count(const moe_call *call) { return call->sequences != NULL ? call->n_sequences : 1; }
 
-static void moei_sequence(const moe_call *call, size_t i, size_t *from, size_t *to) {
+/* The tokens of sequence i; 0: there are fewer. */
+static int moei_sequence(const moe_call *call, size_t i, size_t *from, size_t *to) {
+    if (i >= moei_sequence_count(call)) return 0;
     *from = call->sequences != NULL ? (size_t)call->sequences[i] : 0;
     *to = call->sequences != NULL ? (size_t)call->sequences[i + 1] : call->n_tokens;
+    return 1;
 }
 
 /* How many of the tokens [from, to) are not padding. */
@@ -3674,17 +3677,18 @@ static void moei_affine(const moe_kernels *k, size_t n, size_t m, size_t inner, 
 /* An array of a batch from a row on, or NULL. */
 static moe_real *moei_from_row(moe_real *rows, size_t row) { return rows != NULL ? rows + row : NULL; }
 
-#ifndef MOE_NO_TRAIN
-#define MOEI_BACKWARD(f) f
-
-/* The length of the next run of real tokens at or after *start and before to. Padding is skipped in
-   sums, because 0 times its content may be NaN. */
-static size_t moei_real_run(const moei_pass *s, size_t *start, size_t to) {
+/* The length of the next run of real tokens at or after *start and before to; 0: there is none.
+   Padding is left out of sums and products, because 0 times its content may be NaN. */
+MOEI_TOOL size_t moei_real_run(const moe_call *call, size_t *start, size_t to) {
     size_t length = 0;
-    while (*start < to && !moei_is_real(s->call, *start)) ++*start;
-    while (*start + length < to && (s->call->mask == NULL || moei_is_real(s->call, *start + length))) length++;
+    while (*start < to && !moei_is_real(call, *start)) ++*start;
+    if (call->mask == NULL) return to - *start;
+    while (*start + length < to && moei_is_real(call, *start + length)) length++;
     return length;
 }
+
+#ifndef MOE_NO_TRAIN
+#define MOEI_BACKWARD(f) f
 
 /* The backward pass of moei_affine: d_in += d_out W (d_in may be NULL), dW += d_out^T in, d_bias +=
    column sums. */
@@ -4823,11 +4827,11 @@ static void moei_route_residual_backward(moei_pass *s) {
     const moe_call *call = s->call;
     const size_t e = s->experts;
     size_t run, length;
-    for (run = 0; call->d_clean_logits != NULL && (length = moei_real_run(s, &run, s->n)) > 0; run += length)
+    for (run = 0; call->d_clean_logits != NULL && (length = moei_real_run(s->call, &run, s->n)) > 0; run += length)
         MOEI_ADD(s->k, length * e, call->d_clean_logits + run * e, s->m.d_logits + run * e);
     if (s->c->logit_cap > 0) moei_route_cap_backward(s);
     if (!s->c->router_residual || call->previous_logits == NULL) return;
-    for (run = 0; (length = moei_real_run(s, &run, s->n)) > 0; run += length)
+    for (run = 0; (length = moei_real_run(s->call, &run, s->n)) > 0; run += length)
         moei_affine_backward(s->k, length, e, e, call->previous_logits + run * e, moei_tensor(s, MOE_ROUTER_RESIDUAL),
                              s->m.d_logits + run * e, moei_from_row(call->d_previous_logits, run * e),
                              moei_gradient(s, MOE_ROUTER_RESIDUAL), NULL);
@@ -5214,10 +5218,8 @@ static moe_status moei_route_refine(moei_pass *s) {
         if (!moei_is_real(s->call, t)) memset(s->r->gate + t * s->experts, 0, s->experts * sizeof(moe_real));
     moei_refine_gather(s);
     moei_refine_prepare(s);
-    for (i = 0; i < moei_sequence_count(s->call); i++) {
-        moei_sequence(s->call, i, &from, &to);
+    for (i = 0; moei_sequence(s->call, i, &from, &to); i++)
         moei_refine_sequence(s, from, to + s->past);
-    }
     return moei_expect_finite(s, s->r->probabilities, s->experts, "a refined gate value");
 }
 
@@ -5229,10 +5231,10 @@ static void moei_refine_products_backward(const moei_pass *s, size_t at, size_t 
                                           const moe_real *d_a, size_t width, const moe_real *keys, moe_real *d_keys) {
     const moe_kernels *k = s->k;
     size_t run, length, d = s->d;
-    for (run = from; (length = moei_real_run(s, &run, from + span)) > 0; run += length)
+    for (run = from; (length = moei_real_run(s->call, &run, from + span)) > 0; run += length)
         moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, rows, d, length, d_a + (run - from), width, keys + run * d, d,
                    s->m.d_unit + at * d, d, 1);
-    for (run = at; d_keys != NULL && (length = moei_real_run(s, &run, at + rows)) > 0; run += length)
+    for (run = at; d_keys != NULL && (length = moei_real_run(s->call, &run, at + rows)) > 0; run += length)
         moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, span, d, length, d_a + (run - at) * width, width,
                    moei_refine_queries(s) + run * d, d, d_keys + from * d, d, 1);
 }
@@ -5335,10 +5337,8 @@ static void moei_route_refine_backward(moei_pass *s) {
     moei_refine_gather(s);
     memset(s->m.d_unit, 0, s->n * d * sizeof(moe_real));
     memset(s->m.d_keys, 0, s->n * d * sizeof(moe_real));
-    for (i = 0; i < moei_sequence_count(s->call); i++) {
-        moei_sequence(s->call, i, &from, &to);
+    for (i = 0; moei_sequence(s->call, i, &from, &to); i++)
         moei_refine_sequence_backward(s, from, to);
-    }
     if (s->c->similarity_learned)
         moei_affine_backward(k, s->n, d, d, moei_refine_queries(s), moei_tensor(s, MOE_ROUTER_SIMILARITY), s->m.d_keys,
                              s->m.d_unit, moei_gradient(s, MOE_ROUTER_SIMILARITY), NULL);
@@ -5668,10 +5668,8 @@ static moe_status moei_select_expert_choice(moei_pass *s) {
         for (i = 0; i < s->n * s->experts; i++)
             s->r->selected[i] = moei_is_real(s->call, i / s->experts) && s->m.student_logits[i] > 0;
     else if (sequences == 0) moei_choose_tokens(s, score, 0, s->n);
-    for (i = 0; i < sequences && !s->call->decoding; i++) {
-        moei_sequence(s->call, i, &from, &to);
+    for (i = 0; i < sequences && !s->call->decoding && moei_sequence(s->call, i, &from, &to); i++)
         if (from < to) moei_choose_tokens(s, score, from, to);
-    }
     return MOE_OK;
 }
 
@@ -5886,8 +5884,7 @@ static moe_status moei_select_sample(moei_pass *s) {
     const int draws = s->call->training || s->c->sample_at == MOE_SAMPLE_ALWAYS, scope = s->c->sample_scope;
     const int by_call = scope == MOE_SAMPLE_CALL && s->call->training, shares = by_call || scope == MOE_SAMPLE_SEQUENCE;
     size_t first = s->n, i, t, from, to; /* first: the token that has drawn for others; n: none */
-    for (i = 0; i < moei_sequence_count(s->call); i++) {
-        moei_sequence(s->call, i, &from, &to);
+    for (i = 0; moei_sequence(s->call, i, &from, &to); i++) {
         if (!by_call) first = s->n;
         for (t = from; t < to; t++) {
             if (!moei_is_real(s->call, t)) continue;
@@ -6838,8 +6835,7 @@ static void moei_soft_plan(moei_pass *s) {
     s->r->plan.rows = slots * sequences;
     for (e = 0; e < s->experts; e++) {
         s->r->plan.offsets[e] = (size_t)(rows - s->r->plan.assignments);
-        for (i = 0; i < sequences; i++) {
-            moei_sequence(s->call, i, &from, &to);
+        for (i = 0; moei_sequence(s->call, i, &from, &to); i++)
             for (t = from; t < to; t++)
                 for (slot = 0; slot < slots && moei_is_real(s->call, t); slot++) {
                     const size_t cell = t * total + e * slots + slot;
@@ -6850,7 +6846,6 @@ static void moei_soft_plan(moei_pass *s) {
                     s->r->weights[t * s->experts + e] += rows->weight_out;
                     rows++;
                 }
-        }
     }
     s->r->plan.offsets[s->experts] = (size_t)(rows - s->r->plan.assignments);
 }
@@ -6863,10 +6858,8 @@ static moe_status moei_route_soft(moei_pass *s) {
         s->r->selected[i] = moei_is_real(s->call, i / s->experts) != 0;
     }
     memset(s->r->counts, 0, 2 * s->experts * sizeof(size_t)); /* and first_counts, which follow */
-    for (i = 0; i < moei_sequence_count(s->call); i++) {
-        moei_sequence(s->call, i, &from, &to);
+    for (i = 0; moei_sequence(s->call, i, &from, &to); i++)
         moei_soft_dispatch(s, from, to);
-    }
     for (t = 0; t < s->n; t++) {
         s->r->n_choices[t] = 0;
         moe_softmax(s->k, total, s->r->logits + t * total, MOEI_R(1.0), s->r->probabilities + t * total);
@@ -6892,15 +6885,13 @@ static void moei_soft_plan_backward(moei_pass *s) {
         if (moei_is_real(s->call, t))
             moe_softmax_backward(total, r->probabilities + t * total, s->m.d_probabilities + t * total, MOEI_R(1.0),
                                  s->m.d_logits + t * total);
-    for (i = 0; i < moei_sequence_count(s->call); i++) {
-        moei_sequence(s->call, i, &from, &to);
+    for (i = 0; moei_sequence(s->call, i, &from, &to); i++)
         for (slot = 0; slot < total; slot++) {
             moe_real along = 0;
             for (t = from; t < to; t++) along += r->gate[t * total + slot] * s->m.d_gate[t * total + slot];
             for (t = from; t < to; t++)
                 s->m.d_logits[t * total + slot] += r->gate[t * total + slot] * (s->m.d_gate[t * total + slot] - along);
         }
-    }
 }
 
 static void moei_route_soft_backward(moei_pass *s) {
@@ -6998,18 +6989,15 @@ static moe_real moei_balance_part(const moei_pass *s, size_t from, size_t to, mo
 
 static moe_real moei_loss_balance(moei_pass *s, moe_real factor, int backward) {
     moe_real *d_p = backward ? s->m.d_probabilities : NULL, sum = 0;
-    size_t i, from, to, parts = 0, n = moei_sequence_count(s->call), t;
+    size_t i, from, to, parts = 0, t;
     if (s->c->balance_scope == MOE_SCOPE_BATCH) return factor * moei_balance_part(s, 0, s->n, factor, d_p);
-    for (i = 0; i < n; i++) { /* skips sequences of padding only */
-        moei_sequence(s->call, i, &from, &to);
+    for (i = 0; moei_sequence(s->call, i, &from, &to); i++) { /* skips sequences of padding only */
         for (t = from; t < to && !moei_is_real(s->call, t);) t++;
         parts += t < to;
     }
     if (parts == 0) return 0;
-    for (i = 0; i < n; i++) {
-        moei_sequence(s->call, i, &from, &to);
+    for (i = 0; moei_sequence(s->call, i, &from, &to); i++)
         sum += moei_balance_part(s, from, to, factor / (moe_real)parts, d_p);
-    }
     return factor * sum / (moe_real)parts;
 }
 
@@ -7546,15 +7534,12 @@ static int moei_sequences_of_flags(size_t total, unsigned char *flags, int32_t *
 static moe_status moei_gather_call(const moe_call *call, moe_status status, size_t choices, const moei_scratch *m) {
     const moe_batch *batch = call->batch;
     unsigned has = moei_supplied(call);
-    size_t t, i;
+    size_t t, i, from, to;
     if (status != MOE_OK) return moei_gather_from(call, status, 1, NULL, m->batch_mask);
     for (t = 0; t < call->n_tokens; t++)
         m->batch_mask[batch->first + t] = (unsigned char)(has | (moei_is_real(call, t) ? MOEI_REAL_TOKEN : 0));
-    for (i = 0; i < moei_sequence_count(call); i++) {
-        size_t from, to;
-        moei_sequence(call, i, &from, &to);
+    for (i = 0; moei_sequence(call, i, &from, &to); i++)
         if (to > from) m->batch_mask[batch->first + from] |= MOEI_BEGINS;
-    }
     status = moei_gather_from(call, status, 1, NULL, m->batch_mask);
     if (status != MOE_OK) return status;
     if (!moei_sequences_of_flags(batch->total, m->batch_mask, m->batch_sequences))
