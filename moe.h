@@ -4283,7 +4283,7 @@ static void moei_panels_product(const moe_kernels *k, int type, const void *pack
     }
 #endif
     if (type == MOE_TYPE_REAL && all / 1024 > 32768 / sizeof(moe_real))
-        k->streamed(n, o, i, in, ldi, 1, (const moe_real *)(const void *)b, i * MOEI_PANEL, out, ldo, 0);
+        moei_table(k)->streamed(n, o, i, in, ldi, 1, (const moe_real *)(const void *)b, i * MOEI_PANEL, out, ldo, 0);
     else moe_matmul_packed(k, type, n, o, i, in, ldi, b, out, ldo);
     (void)rows;
 }
@@ -4878,6 +4878,40 @@ static void (*const moei_expert_runs[])(const moei_task *task, size_t e,
                                         moei_expert_run *run) = {moei_scored_run, moei_chosen_run, moei_shared_run,
                                                                  moei_latent_run};
 
+/* Adds sources, n numbers each, times an expert's weights to targets: of tokens to its rows
+   (to_rows), or of rows to tokens. Soft: up to MOST terms of a sum at once. */
+static void moei_add_weighted(const moei_task *task, const moei_expert_run *run, int to_rows, int weight_in, size_t n,
+                              const moe_real *source, size_t lds, moe_real *target, size_t ldt) {
+    enum { MOST = 8 };
+    const int soft = task->p->routing.plan.rows > 0;
+    const size_t step = to_rows ? (size_t)task->layer->config.router.slots : 1;
+    const moe_kernels *k = moei_table(task->layer->kernels);
+    size_t i, j, count, end = run->n_assignments;
+    for (i = 0; !soft && i < end; i++) {
+        const moe_assignment *entry = run->assignments + i;
+        const size_t token = (size_t)entry->token;
+        k->axpy(n, weight_in ? entry->weight_in : entry->weight_out, source + (to_rows ? token : i) * lds,
+                target + (to_rows ? i : token) * ldt);
+    }
+    for (i = 0; soft && i < end; i += (count - 1) * step) {
+        const moe_assignment *first = run->assignments + i;
+        const size_t stop = i + step;
+        for (count = 1; count < MOST && i + count * step < end; count++) {
+            const moe_assignment *next = first + count * step;
+            if (to_rows ? next->token != first->token + (int32_t)count || next->choice != first->choice
+                        : next->token != first->token)
+                break;
+        }
+        for (; i < stop; i++, first++) {
+            const size_t row = (size_t)first->choice, token = (size_t)first->token;
+            moe_real alpha[MOST];
+            for (j = 0; j < count; j++) alpha[j] = weight_in ? first[j * step].weight_in : first[j * step].weight_out;
+            k->axpy_rows(count, n, alpha, source + (to_rows ? token : row) * lds, lds,
+                         target + (to_rows ? row : token) * ldt);
+        }
+    }
+}
+
 /* ---- the phases of a forward pass ---- */
 
 /* Columns from .. to of the input rows of an expert: its tokens, times the weight on the input;
@@ -4886,14 +4920,13 @@ static void moei_gather_input(const moei_task *task, const moei_expert_run *run,
     const moe_layer_pass *p = task->p;
     size_t d = run->width[MOEI_X], ld = run->ld[MOEI_X], i;
     moe_real *rows = run->activation[MOEI_X] + from;
-    for (i = 0; !task->plain && i < run->n; i++) memset(rows + i * ld, 0, (to - from) * sizeof(moe_real));
-    for (i = 0; i < run->n_assignments; i++) {
-        const moe_assignment *entry = run->assignments + i;
-        const moe_real *x = p->inputs + (size_t)entry->token * d + from;
-        moe_real *row = rows + moei_row_of(p, entry, i) * ld;
-        if (task->plain) memcpy(row, x, (to - from) * sizeof(moe_real));
-        else moe_axpy(task->layer->kernels, to - from, entry->weight_in, x, row);
+    for (i = 0; i < run->n; i++) {
+        if (!task->plain) memset(rows + i * ld, 0, (to - from) * sizeof(moe_real));
+        else
+            memcpy(rows + i * ld, p->inputs + (size_t)run->assignments[i].token * d + from,
+                   (to - from) * sizeof(moe_real));
     }
+    if (!task->plain) moei_add_weighted(task, run, 1, 1, to - from, p->inputs + from, d, rows, ld);
 }
 
 /* Reuses activations that the score has computed. */
@@ -4946,15 +4979,14 @@ static void moei_stage_of_task(const moei_task *task, const moei_expert_run *run
 static void moei_added_columns(const moei_task *task, const moei_expert_run *run, int stage, int index) {
     size_t o = run->width[MOE_NODE_OUTPUT], ld = run->ld[MOE_NODE_OUTPUT], from, to, i;
     const int shared = run->kind == &moei_experts[MOEI_SHARED], last = stage + 1 == run->kind->n_stages;
+    const moe_real *outputs;
     moei_columns_of(run->stage_width[stage], index, task->n_tasks, &from, &to);
     if (to <= from) return;
+    outputs = run->activation[MOE_NODE_OUTPUT] + from;
     moei_stage_columns(run, stage, task->mask, from, to);
-    for (i = 0; last && i < (shared ? run->n : run->n_assignments); i++) {
-        const moe_assignment *entry = shared ? NULL : run->assignments + i;
-        const size_t row = shared ? i : moei_row_of(task->p, entry, i), t = shared ? i : (size_t)entry->token;
-        moe_axpy(task->layer->kernels, to - from, shared ? task->p->shared_factor[i] : entry->weight_out,
-                 run->activation[MOE_NODE_OUTPUT] + row * ld + from, task->y + t * o + from);
-    }
+    for (i = 0; last && shared && i < run->n; i++)
+        moe_axpy(task->layer->kernels, to - from, task->p->shared_factor[i], outputs + i * ld, task->y + i * o + from);
+    if (last && !shared) moei_add_weighted(task, run, 0, 0, to - from, outputs, ld, task->y + from, o);
 }
 
 /* ---- the phases of a backward pass ---- */
@@ -4975,11 +5007,7 @@ static void moei_scatter_backward(const moei_task *task, const moei_expert_run *
         if (dy == NULL) memcpy(d_output + i * o, task->returned->d_outputs + (run->first + i) * o + from, bytes);
         else memset(d_output + i * o, 0, bytes);
     }
-    for (i = 0; dy != NULL && i < run->n_assignments; i++) {
-        const moe_assignment *entry = run->assignments + i;
-        moe_axpy(task->layer->kernels, to - from, entry->weight_out, dy + (size_t)entry->token * o + from,
-                 d_output + moei_row_of(task->p, entry, i) * o);
-    }
+    if (dy != NULL) moei_add_weighted(task, run, 1, 0, to - from, dy + from, o, d_output, o);
 }
 
 /* Gathers the input rows again, and the gradient of the outputs. */
@@ -5015,16 +5043,13 @@ static void moei_products_backward(const moei_task *task, const moei_expert_run 
 
 /* As moei_products_backward; after the first stage also dx_t += w_in d_row. */
 static void moei_chosen_backward(const moei_task *task, const moei_expert_run *run, int stage, int index) {
-    size_t d = run->width[MOEI_X], from, to, i;
+    size_t d = run->width[MOEI_X], from, to;
     moei_stage_backward(run, stage, task->mask, index, task->n_tasks);
     if (stage > 0 || task->dx == NULL) return;
     moei_columns_of(d, index, task->n_tasks, &from, &to);
-    for (i = 0; to > from && i < run->n_assignments; i++) {
-        const moe_assignment *entry = run->assignments + i;
-        const moe_real *d_row = run->gradient[MOEI_X] + moei_row_of(task->p, entry, i) * run->ld[MOEI_X];
-        moe_axpy(task->layer->kernels, to - from, entry->weight_in, d_row + from,
-                 task->dx + (size_t)entry->token * d + from);
-    }
+    if (to > from)
+        moei_add_weighted(task, run, 0, 1, to - from, run->gradient[MOEI_X] + from, run->ld[MOEI_X], task->dx + from,
+                          d);
 }
 
 /* What needs whole rows, for a task's share of the assignments: dw_out = dy . O, dw_in = d_row .

@@ -559,6 +559,8 @@ typedef struct moe_kernels {
     moe_matmul_fn *matmul[MOE_MATMUL_COUNT][MOE_TYPE_COUNT];
     moe_real (*dot)(size_t n, const moe_real *a, const moe_real *b);
     void (*axpy)(size_t n, moe_real alpha, const moe_real *x, moe_real *y);
+    /* axpy for each alpha[i] and row i of x, one after the other */
+    void (*axpy_rows)(size_t count, size_t n, const moe_real *alpha, const moe_real *x, size_t ldx, moe_real *y);
     void (*activate)(int act, size_t n, const moe_real *x, moe_real *y);
     /* may be NULL with MOE_NO_TRAIN */
     void (*activate_backward)(int act, size_t n, const moe_real *x, const moe_real *dy, moe_real *dx);
@@ -2044,6 +2046,14 @@ static void moei_axpy_c(size_t n, moe_real alpha, const moe_real *x, moe_real *y
     for (i = 0; i < n; i++) y[i] += alpha * x[i];
 }
 
+#define MOEI_AXPY_ROWS(isa) \
+    static void moei_axpy_rows_##isa(size_t count, size_t n, const moe_real *alpha, const moe_real *x, size_t ldx, \
+                                     moe_real *y) { \
+        size_t i; \
+        for (i = 0; i < count; i++) moei_axpy_##isa(n, alpha[i], x + i * ldx, y); \
+    }
+MOEI_AXPY_ROWS(c)
+
 static void moei_multiply_c(size_t n, const moe_real *a, const moe_real *b, moe_real *y) {
     size_t i;
     for (i = 0; i < n; i++) y[i] = a[i] * b[i];
@@ -2503,6 +2513,7 @@ static const char moei_name_c[] = "c";
     /* operation         C  AVX2  AVX-512  vectors of four */ \
     K(dot,               c, avx2, avx2,    v4) \
     K(axpy,              c, avx2, avx2,    v4) \
+    K(axpy_rows,         c, avx2, avx2,    v4) \
     K(activate,          c, avx2, avx512,  v4) \
     T(activate_backward, c, avx2, avx512,  v4) \
     K(softmax,           c, avx2, avx512,  v4) \
@@ -3264,6 +3275,27 @@ MOEI_AVX2 static void moei_axpy_avx2(size_t n, float alpha, const float *x, floa
         const __m256i mask = moei_mask_avx2(n);
         _mm256_maskstore_ps(y, mask, _mm256_fmadd_ps(factor, _mm256_maskload_ps(x, mask), _mm256_maskload_ps(y, mask)));
     }
+}
+
+MOEI_AVX2 static void moei_axpy_rows_avx2(size_t count, size_t n, const float *alpha, const float *x, size_t ldx,
+                                          float *y) {
+    size_t i;
+    for (; n >= 32; n -= 32, x += 32, y += 32) {
+        __m256 y0 = _mm256_loadu_ps(y), y1 = _mm256_loadu_ps(y + 8);
+        __m256 y2 = _mm256_loadu_ps(y + 16), y3 = _mm256_loadu_ps(y + 24);
+        for (i = 0; i < count; i++) {
+            const __m256 factor = _mm256_broadcast_ss(alpha + i);
+            y0 = _mm256_fmadd_ps(factor, _mm256_loadu_ps(x + i * ldx), y0);
+            y1 = _mm256_fmadd_ps(factor, _mm256_loadu_ps(x + i * ldx + 8), y1);
+            y2 = _mm256_fmadd_ps(factor, _mm256_loadu_ps(x + i * ldx + 16), y2);
+            y3 = _mm256_fmadd_ps(factor, _mm256_loadu_ps(x + i * ldx + 24), y3);
+        }
+        _mm256_storeu_ps(y, y0);
+        _mm256_storeu_ps(y + 8, y1);
+        _mm256_storeu_ps(y + 16, y2);
+        _mm256_storeu_ps(y + 24, y3);
+    }
+    for (i = 0; n > 0 && i < count; i++) moei_axpy_avx2(n, alpha[i], x + i * ldx, y);
 }
 
 /* ---- exp and activations: relative error below 3 epsilon, gelu 4 (tests/unit/kernels.c) ---- */
@@ -5904,6 +5936,7 @@ static void moei_axpy_v4(size_t n, float alpha, const float *x, float *y) {
     for (; n >= 4; n -= 4, x += 4, y += 4) moei_v4_store(y, moei_v4_mul_add(factor, moei_v4_load(x), moei_v4_load(y)));
     moei_v4_store_part(n, y, moei_v4_mul_add(factor, moei_v4_load_part(n, x, 0.0f), moei_v4_load_part(n, y, 0.0f)));
 }
+MOEI_AXPY_ROWS(v4)
 
 static void moei_multiply_v4(size_t n, const float *a, const float *b, float *y) {
     for (; n >= 4; n -= 4, a += 4, b += 4, y += 4) moei_v4_store(y, moei_v4_mul(moei_v4_load(a), moei_v4_load(b)));

@@ -494,6 +494,28 @@ static void test_panel_rows(const moe_kernels *table) {
 
 /* ---- vectors ---- */
 
+/* Rows added at once have the bits of rows added one by one, and nothing behind them changes. */
+static void test_axpy_rows(const moe_kernels *table) {
+    size_t n, count, i;
+    for (n = 0; n <= 170; n++)
+        for (count = 0; count <= 9; count += 1 + n % 3) {
+            const size_t ldx = n + n % 2 + 1;
+            moe_rng rng = {n * 10 + count};
+            moe_real *x = make_matrix(&rng, count, n, ldx, 0), *alpha = make_matrix(&rng, 1, count, count + 1, 0);
+            moe_real *want = make_matrix(&rng, 1, n, n + 1, 0), *got = borrow(n);
+            memcpy(got, want, n * sizeof *got);
+            for (i = 0; i < count; i++) moe_axpy(table, n, alpha[i], x + i * ldx, want);
+            table->axpy_rows(count, n, alpha, x, ldx, got);
+            for (i = 0; i < n && same_real(got[i], want[i]); i++) {
+            }
+            CHECK(i == n);
+            give_back(x);
+            give_back(alpha);
+            give_back(want);
+            give_back(got);
+        }
+}
+
 static void test_vectors(const moe_kernels *table) {
     size_t n, i;
     for (n = 0; n <= 600; n += n < 70 ? 1 : 53) {
@@ -1424,6 +1446,7 @@ int main(int argc, char **argv) {
         CASE(test_panels(table));
         CASE(test_panel_rows(table));
         CASE(test_vectors(table));
+        CASE(test_axpy_rows(table));
         CASE(test_activations(table));
         CASE(test_activation_edges(table));
         CASE(test_gated(table));
