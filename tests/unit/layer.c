@@ -751,6 +751,48 @@ static void test_selections(void) {
     }
 }
 
+/* Soft: sequences of a call have the outputs and gradients that they have alone. */
+static void test_soft_sequences(void) {
+    int trial;
+    for (trial = 0; trial < 30; trial++) {
+        moe_layer_config c = small_config();
+        int32_t sequences[4] = {0, 0, 0, 0};
+        size_t d = (size_t)c.router.d_model, s;
+        moe_real *y, *dx;
+        bench b;
+        c.router.select = MOE_SELECT_SOFT;
+        c.router.slots = 1 + below(12);
+        c.router.soft_sequences = 3;
+        for (s = 1; s < 4; s++) sequences[s] = sequences[s - 1] + 1 + below(20);
+        if (!start(&b, &c, 1, (size_t)sequences[3])) return;
+        if (below(2)) mask_some(&b);
+        b.call.sequences = sequences;
+        b.call.n_sequences = 3;
+        run(&b);
+        memset(b.dx, 0, (size_t)sequences[3] * d * sizeof *b.dx);
+        CHECK(moe_layer_backward(&b.layer, b.dy, b.dx, NULL, &b.pass) == MOE_OK, "backward");
+        y = b.y;
+        dx = b.dx;
+        b.y = NULL;
+        b.call.sequences = NULL;
+        for (s = 0; s < 3; s++) {
+            const size_t first = (size_t)sequences[s];
+            b.call.x = b.x + first * d;
+            b.call.mask = b.mask == NULL ? NULL : b.mask + first;
+            b.call.n_tokens = (size_t)sequences[s + 1] - first;
+            b.dx = (moe_real *)grab(b.call.n_tokens * d, sizeof *b.dx);
+            run(&b);
+            CHECK(same_bits(b.y, y + first * d, b.call.n_tokens * d * sizeof *y), "y of a sequence");
+            CHECK(moe_layer_backward(&b.layer, b.dy + first * d, b.dx, NULL, &b.pass) == MOE_OK, "backward");
+            CHECK(same_bits(b.dx, dx + first * d, b.call.n_tokens * d * sizeof *y), "dx of a sequence");
+            free(b.dx);
+        }
+        free(y);
+        b.dx = dx;
+        end(&b);
+    }
+}
+
 /* Padding gets 0 plus the shared expert, and real tokens are as if it were not there. */
 static void test_mask(void) {
     int shared, trial;
@@ -2397,6 +2439,7 @@ int main(int argc, char **argv) {
     CASE(test_forward());
     CASE(test_long_refine());
     CASE(test_selections());
+    CASE(test_soft_sequences());
     CASE(test_mask());
     CASE(test_empty_experts());
     CASE(test_work_memory());
