@@ -2650,7 +2650,32 @@ MOEI_TOOL size_t moei_cached_steps(size_t cached, size_t rows, size_t k) {
         } \
     }
 
-/* Their derivatives: moei_slope_ is dy act'(x). */
+/* The entries of the table that apply them, to vectors of `width` numbers; times NULL: 1. */
+#define MOEI_GATED_FORWARD(set, target, VECTOR, width, OP) \
+    target MOEI_INLINE void moei_gated_rows_##set(int act, size_t m, size_t n, const float *x, size_t ldx, \
+                                                  const float *times, size_t ldt, float *y, size_t ldy) { \
+        size_t i, j; \
+        for (i = 0; i < m; i++, x += ldx, y += ldy) \
+            for (j = 0; j < n; j += width) { \
+                VECTOR result = moei_act_##set(act, moei_load_part_##set(n - j, x + j)); \
+                if (times != NULL) result = OP(mul)(result, moei_load_part_##set(n - j, times + i * ldt + j)); \
+                moei_store_part_##set(n - j, y + j, result); \
+            } \
+    } \
+    target static void moei_gated_##set(int act, size_t m, size_t n, const float *x, size_t ldx, const float *times, \
+                                        size_t ldt, float *y, size_t ldy) { \
+        switch (act) { MOE_ACTS(MOEI_GATED_CASE_##set) } \
+    } \
+    static void moei_activate_##set(int act, size_t n, const float *x, float *y) { \
+        moei_gated_##set(act, 1, n, x, n, NULL, 0, y, n); \
+    }
+#define MOEI_GATED_CASE(set, value) \
+    case value: \
+        moei_gated_rows_##set(value, m, n, x, ldx, times, ldt, y, ldy); \
+        break;
+
+#ifndef MOE_NO_TRAIN
+/* Derivatives of the activations: moei_slope_ is dy act'(x). */
 #define MOEI_SLOPES(set, target, VECTOR, OP) \
     /* e / (1 + e)^2 with e = exp(z), z <= 0 */ \
     target MOEI_INLINE VECTOR moei_sigmoid_slope_##set(VECTOR z) { \
@@ -2686,30 +2711,6 @@ MOEI_TOOL size_t moei_cached_steps(size_t cached, size_t rows, size_t k) {
         default: return dy; \
         } \
     }
-
-/* The entries of the table that apply them, to vectors of `width` numbers; times NULL: 1. */
-#define MOEI_GATED_FORWARD(set, target, VECTOR, width, OP) \
-    target MOEI_INLINE void moei_gated_rows_##set(int act, size_t m, size_t n, const float *x, size_t ldx, \
-                                                  const float *times, size_t ldt, float *y, size_t ldy) { \
-        size_t i, j; \
-        for (i = 0; i < m; i++, x += ldx, y += ldy) \
-            for (j = 0; j < n; j += width) { \
-                VECTOR result = moei_act_##set(act, moei_load_part_##set(n - j, x + j)); \
-                if (times != NULL) result = OP(mul)(result, moei_load_part_##set(n - j, times + i * ldt + j)); \
-                moei_store_part_##set(n - j, y + j, result); \
-            } \
-    } \
-    target static void moei_gated_##set(int act, size_t m, size_t n, const float *x, size_t ldx, const float *times, \
-                                        size_t ldt, float *y, size_t ldy) { \
-        switch (act) { MOE_ACTS(MOEI_GATED_CASE_##set) } \
-    } \
-    static void moei_activate_##set(int act, size_t n, const float *x, float *y) { \
-        moei_gated_##set(act, 1, n, x, n, NULL, 0, y, n); \
-    }
-#define MOEI_GATED_CASE(set, value) \
-    case value: \
-        moei_gated_rows_##set(value, m, n, x, ldx, times, ldt, y, ldy); \
-        break;
 
 /* The same, backward; times and d_times NULL: only dx = dy act'(x). */
 #define MOEI_GATED_BACKWARD(set, target, VECTOR, width, OP) \
@@ -2761,6 +2762,7 @@ MOEI_TOOL size_t moei_cached_steps(size_t cached, size_t rows, size_t k) {
             moei_store_part_##set(n - i, w + i, OP(fmadd)(back, way, at)); \
         } \
     }
+#endif
 
 /* ==== AVX2 and FMA (float) =======================================================================
 
