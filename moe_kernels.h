@@ -2607,8 +2607,65 @@ MOEI_TOOL size_t moei_cached_steps(size_t cached, size_t rows, size_t k) {
         moei_matmul_##isa(op, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate); \
     }
 
-/* An instruction set's activations, given its moei_act_ and moei_slope_ for vectors of `width`
-   numbers, whose act is a constant after inlining. OP: its name of an operation; times NULL: 1. */
+/* An instruction set's activations, given its exp, tanh, comparisons and limits for vectors. act is
+   a constant after inlining; OP: its name of an operation. */
+#define MOEI_ACTIVATIONS(set, target, VECTOR, OP) \
+    target MOEI_INLINE VECTOR moei_sigmoid_##set(VECTOR x) { \
+        const VECTOR one = OP(set1)(1.0f), e = moei_exp_##set(moei_neg_abs_##set(x)); \
+        return OP(div)(moei_if_negative_##set(x, e, one), OP(add)(one, e)); \
+    } \
+    /* exp(-x^2 / 2), corrected for the rounding error of the square */ \
+    target MOEI_INLINE VECTOR moei_gauss_##set(VECTOR x) { \
+        const VECTOR half = OP(set1)(-0.5f), z = moei_at_least_##set(moei_neg_abs_##set(x), -15.0f); \
+        const VECTOR square = OP(mul)(z, z), rest = moei_square_error_##set(z, square); \
+        const VECTOR e = moei_exp_##set(OP(mul)(half, square)); \
+        return OP(fmadd)(OP(mul)(half, rest), e, e); \
+    } \
+    /* Phi(-|x|) = exp(-x^2/2) t Q(t), t = 1 / (1 + 0.3 |x|), Q fitted to relative error 4e-9 */ \
+    target MOEI_INLINE VECTOR moei_normal_tail_##set(VECTOR x, VECTOR bell) { \
+        const VECTOR one = OP(set1)(1.0f), z = moei_at_least_##set(moei_neg_abs_##set(x), -15.0f); \
+        const VECTOR t = OP(div)(one, OP(fmadd)(z, OP(set1)(-0.3f), one)); \
+        VECTOR q = OP(set1)(-2.062863988e-02f); \
+        q = OP(fmadd)(q, t, OP(set1)(1.124646791e-01f)); \
+        q = OP(fmadd)(q, t, OP(set1)(-2.282845255e-01f)); \
+        q = OP(fmadd)(q, t, OP(set1)(1.918829512e-01f)); \
+        q = OP(fmadd)(q, t, OP(set1)(-7.950889292e-02f)); \
+        q = OP(fmadd)(q, t, OP(set1)(9.620478702e-02f)); \
+        q = OP(fmadd)(q, t, OP(set1)(7.837226539e-02f)); \
+        q = OP(fmadd)(q, t, OP(set1)(1.102393389e-01f)); \
+        q = OP(fmadd)(q, t, OP(set1)(1.195713183e-01f)); \
+        q = OP(fmadd)(q, t, OP(set1)(1.196867166e-01f)); \
+        return OP(mul)(OP(mul)(t, q), bell); \
+    } \
+    /* Phi(x), from the tail on x's own side so that small values keep their digits */ \
+    target MOEI_INLINE VECTOR moei_normal_cdf_##set(VECTOR x, VECTOR bell) { \
+        const VECTOR tail = moei_normal_tail_##set(x, bell); \
+        return moei_if_negative_##set(x, tail, OP(sub)(OP(set1)(1.0f), tail)); \
+    } \
+    /* see moei_gelu_tanh_exponent; z is limited to 1e4 */ \
+    target MOEI_INLINE VECTOR moei_gelu_tanh_factor_##set(VECTOR z, float cubic) { \
+        return OP(fmadd)(OP(mul)(z, z), OP(set1)(cubic), OP(set1)(MOEI_GELU_TANH_1)); \
+    } \
+    target MOEI_INLINE VECTOR moei_gelu_tanh_exponent_##set(VECTOR z) { \
+        return OP(mul)(z, moei_gelu_tanh_factor_##set(z, MOEI_GELU_TANH_3)); \
+    } \
+    target MOEI_INLINE VECTOR moei_act_##set(int act, VECTOR x) { \
+        /* see moei_clamp_1e4 */ \
+        const VECTOR low = moei_at_least_##set(x, -1e4f), positive = moei_at_least_##set(x, 0.0f); \
+        switch (act) { \
+        case MOE_ACT_RELU: return positive; \
+        case MOE_ACT_SILU: return OP(mul)(low, moei_sigmoid_##set(x)); \
+        case MOE_ACT_GELU: return OP(mul)(low, moei_normal_cdf_##set(x, moei_gauss_##set(x))); \
+        case MOE_ACT_TANH: return moei_tanh_##set(x); \
+        case MOE_ACT_SIGMOID: return moei_sigmoid_##set(x); \
+        case MOE_ACT_GELU_TANH: \
+            return OP(mul)(low, moei_sigmoid_##set(moei_gelu_tanh_exponent_##set(moei_clamp_1e4_##set(x)))); \
+        case MOE_ACT_RELU2: return OP(mul)(positive, positive); \
+        default: return x; \
+        } \
+    }
+
+/* The entries of the table that apply them, to vectors of `width` numbers; times NULL: 1. */
 #define MOEI_GATED_FORWARD(set, target, VECTOR, width, OP) \
     target MOEI_INLINE void moei_gated_rows_##set(int act, size_t m, size_t n, const float *x, size_t ldx, \
                                                   const float *times, size_t ldt, float *y, size_t ldy) { \
@@ -2631,6 +2688,44 @@ MOEI_TOOL size_t moei_cached_steps(size_t cached, size_t rows, size_t k) {
     case value: \
         moei_gated_rows_##set(value, m, n, x, ldx, times, ldt, y, ldy); \
         break;
+
+#ifndef MOE_NO_TRAIN
+/* Derivatives of the activations: moei_slope_ is dy act'(x). */
+#define MOEI_SLOPES(set, target, VECTOR, OP) \
+    /* e / (1 + e)^2 with e = exp(z), z <= 0 */ \
+    target MOEI_INLINE VECTOR moei_sigmoid_slope_##set(VECTOR z) { \
+        const VECTOR e = moei_exp_##set(z), d = OP(add)(OP(set1)(1.0f), e); \
+        return OP(div)(e, OP(mul)(d, d)); \
+    } \
+    /* see moei_times_sigmoid_slope */ \
+    target MOEI_INLINE VECTOR moei_times_sigmoid_slope_##set(VECTOR a, VECTOR slope) { \
+        const VECTOR one = OP(set1)(1.0f), e = moei_exp_##set(moei_neg_abs_##set(a)); \
+        const VECTOR large = OP(div)(one, OP(add)(one, e)), small = OP(mul)(e, large); \
+        const VECTOR s = moei_if_negative_##set(a, small, large), other = moei_if_negative_##set(a, large, small); \
+        return OP(mul)(s, OP(fmadd)(slope, other, one)); \
+    } \
+    target MOEI_INLINE VECTOR moei_gelu_slope_##set(VECTOR x) { \
+        const VECTOR bell = moei_gauss_##set(x), scaled = OP(mul)(OP(set1)(0.39894228040f), bell); \
+        return OP(fmadd)(moei_clamp_1e4_##set(x), scaled, moei_normal_cdf_##set(x, bell)); \
+    } \
+    target MOEI_INLINE VECTOR moei_slope_##set(int act, VECTOR x, VECTOR dy) { \
+        const VECTOR negative = moei_neg_abs_##set(x), z = moei_clamp_1e4_##set(x); \
+        VECTOR slope; \
+        switch (act) { \
+        case MOE_ACT_RELU: return moei_unless_low_##set(x, dy); \
+        case MOE_ACT_RELU2: return moei_unless_low_##set(x, OP(mul)(dy, OP(add)(x, x))); \
+        case MOE_ACT_SILU: return OP(mul)(dy, moei_times_sigmoid_slope_##set(x, z)); \
+        case MOE_ACT_GELU: return OP(mul)(dy, moei_gelu_slope_##set(x)); \
+        case MOE_ACT_GELU_TANH: \
+            slope = OP(mul)(z, moei_gelu_tanh_factor_##set(z, 3.0f * MOEI_GELU_TANH_3)); \
+            return OP(mul)(dy, moei_times_sigmoid_slope_##set(moei_gelu_tanh_exponent_##set(z), slope)); \
+        case MOE_ACT_TANH: \
+            slope = moei_sigmoid_slope_##set(OP(add)(negative, negative)); \
+            return OP(mul)(dy, OP(mul)(OP(set1)(4.0f), slope)); \
+        case MOE_ACT_SIGMOID: return OP(mul)(dy, moei_sigmoid_slope_##set(negative)); \
+        default: return dy; \
+        } \
+    }
 
 /* The same, backward; times and d_times NULL: only dx = dy act'(x). */
 #define MOEI_GATED_BACKWARD(set, target, VECTOR, width, OP) \
@@ -2682,6 +2777,7 @@ MOEI_TOOL size_t moei_cached_steps(size_t cached, size_t rows, size_t k) {
             moei_store_part_##set(n - i, w + i, OP(fmadd)(back, way, at)); \
         } \
     }
+#endif
 
 /* ==== AVX2 and FMA (float) =======================================================================
 
@@ -3349,84 +3445,26 @@ MOEI_AVX2 MOEI_INLINE __m256 moei_expm1_avx2(__m256 x) {
 
 MOEI_AVX2 MOEI_INLINE __m256 moei_neg_abs_avx2(__m256 x) { return _mm256_or_ps(x, _mm256_set1_ps(-0.0f)); }
 
+/* The larger of the two; NaN when x is, as max returns its second operand for NaN. */
+MOEI_AVX2 MOEI_INLINE __m256 moei_at_least_avx2(__m256 x, float limit) {
+    return _mm256_max_ps(_mm256_set1_ps(limit), x);
+}
+
 /* See moei_clamp_1e4. */
 MOEI_AVX2 MOEI_INLINE __m256 moei_clamp_1e4_avx2(__m256 x) {
-    return _mm256_max_ps(_mm256_set1_ps(-1e4f), _mm256_min_ps(_mm256_set1_ps(1e4f), x));
+    return moei_at_least_avx2(_mm256_min_ps(_mm256_set1_ps(1e4f), x), -1e4f);
 }
 
 MOEI_AVX2 MOEI_INLINE __m256 moei_if_negative_avx2(__m256 x, __m256 if_negative, __m256 otherwise) {
     return _mm256_blendv_ps(otherwise, if_negative, x);
 }
 
-MOEI_AVX2 MOEI_INLINE __m256 moei_sigmoid_avx2(__m256 x) {
-    const __m256 one = _mm256_set1_ps(1.0f), e = moei_exp_avx2(moei_neg_abs_avx2(x));
-    return _mm256_div_ps(moei_if_negative_avx2(x, e, one), _mm256_add_ps(one, e));
-}
-
 /* tanh|x| = -q / (2 + q) with q = exp(-2|x|) - 1; beyond 10 it is 1. */
 MOEI_AVX2 MOEI_INLINE __m256 moei_tanh_avx2(__m256 x) {
-    const __m256 sign = _mm256_set1_ps(-0.0f), z = _mm256_max_ps(_mm256_set1_ps(-10.0f), moei_neg_abs_avx2(x));
+    const __m256 sign = _mm256_set1_ps(-0.0f), z = moei_at_least_avx2(moei_neg_abs_avx2(x), -10.0f);
     const __m256 q = moei_expm1_avx2(_mm256_add_ps(z, z));
     const __m256 t = _mm256_div_ps(q, _mm256_add_ps(_mm256_set1_ps(2.0f), q));
     return _mm256_xor_ps(t, _mm256_andnot_ps(x, sign));
-}
-
-/* exp(-x^2 / 2), corrected for the rounding error of the square. */
-MOEI_AVX2 MOEI_INLINE __m256 moei_gauss_avx2(__m256 x) {
-    const __m256 half = _mm256_set1_ps(-0.5f), z = _mm256_max_ps(_mm256_set1_ps(-15.0f), moei_neg_abs_avx2(x));
-    const __m256 square = _mm256_mul_ps(z, z), rest = _mm256_fmsub_ps(z, z, square);
-    const __m256 e = moei_exp_avx2(_mm256_mul_ps(half, square));
-    return _mm256_fmadd_ps(_mm256_mul_ps(half, rest), e, e);
-}
-
-/* Phi(-|x|) = exp(-x^2/2) t Q(t), t = 1 / (1 + 0.3 |x|), Q fitted to relative error 4e-9. */
-MOEI_AVX2 MOEI_INLINE __m256 moei_normal_tail_avx2(__m256 x, __m256 bell) {
-    const __m256 one = _mm256_set1_ps(1.0f), z = _mm256_max_ps(_mm256_set1_ps(-15.0f), moei_neg_abs_avx2(x));
-    const __m256 t = _mm256_div_ps(one, _mm256_fmadd_ps(z, _mm256_set1_ps(-0.3f), one));
-    __m256 q = _mm256_set1_ps(-2.062863988e-02f);
-    q = _mm256_fmadd_ps(q, t, _mm256_set1_ps(1.124646791e-01f));
-    q = _mm256_fmadd_ps(q, t, _mm256_set1_ps(-2.282845255e-01f));
-    q = _mm256_fmadd_ps(q, t, _mm256_set1_ps(1.918829512e-01f));
-    q = _mm256_fmadd_ps(q, t, _mm256_set1_ps(-7.950889292e-02f));
-    q = _mm256_fmadd_ps(q, t, _mm256_set1_ps(9.620478702e-02f));
-    q = _mm256_fmadd_ps(q, t, _mm256_set1_ps(7.837226539e-02f));
-    q = _mm256_fmadd_ps(q, t, _mm256_set1_ps(1.102393389e-01f));
-    q = _mm256_fmadd_ps(q, t, _mm256_set1_ps(1.195713183e-01f));
-    q = _mm256_fmadd_ps(q, t, _mm256_set1_ps(1.196867166e-01f));
-    return _mm256_mul_ps(_mm256_mul_ps(t, q), bell);
-}
-
-/* Phi(x), from the tail on x's own side so that small values keep their digits. */
-MOEI_AVX2 MOEI_INLINE __m256 moei_normal_cdf_avx2(__m256 x, __m256 bell) {
-    const __m256 tail = moei_normal_tail_avx2(x, bell);
-    return moei_if_negative_avx2(x, tail, _mm256_sub_ps(_mm256_set1_ps(1.0f), tail));
-}
-
-/* See moei_gelu_tanh_exponent; z is limited to 1e4. */
-MOEI_AVX2 MOEI_INLINE __m256 moei_gelu_tanh_factor_avx2(__m256 z, float cubic) {
-    return _mm256_fmadd_ps(_mm256_mul_ps(z, z), _mm256_set1_ps(cubic), _mm256_set1_ps(MOEI_GELU_TANH_1));
-}
-
-MOEI_AVX2 MOEI_INLINE __m256 moei_gelu_tanh_exponent_avx2(__m256 z) {
-    return _mm256_mul_ps(z, moei_gelu_tanh_factor_avx2(z, MOEI_GELU_TANH_3));
-}
-
-/* act is a constant after inlining. */
-MOEI_AVX2 MOEI_INLINE __m256 moei_act_avx2(int act, __m256 x) {
-    /* see moei_clamp_1e4; max returns its second operand for NaN */
-    const __m256 low = _mm256_max_ps(_mm256_set1_ps(-1e4f), x), positive = _mm256_max_ps(_mm256_setzero_ps(), x);
-    switch (act) {
-    case MOE_ACT_RELU: return positive;
-    case MOE_ACT_SILU: return _mm256_mul_ps(low, moei_sigmoid_avx2(x));
-    case MOE_ACT_GELU:
-        return _mm256_mul_ps(low, moei_normal_cdf_avx2(x, moei_gauss_avx2(x)));
-    case MOE_ACT_TANH: return moei_tanh_avx2(x);
-    case MOE_ACT_SIGMOID: return moei_sigmoid_avx2(x);
-    case MOE_ACT_GELU_TANH:
-        return _mm256_mul_ps(low, moei_sigmoid_avx2(moei_gelu_tanh_exponent_avx2(moei_clamp_1e4_avx2(x))));
-    case MOE_ACT_RELU2: return _mm256_mul_ps(positive, positive);
-    default: return x;
-    }
 }
 
 /* Eight numbers, or count < 8 of them: missing ones are read as 0 and not written. */
@@ -3440,50 +3478,18 @@ MOEI_AVX2 MOEI_INLINE void moei_store_part_avx2(size_t count, float *y, __m256 v
 }
 
 #define MOEI_OP_AVX2(op) _mm256_##op##_ps
+#define moei_square_error_avx2(z, square) _mm256_fmsub_ps(z, z, square)
+MOEI_ACTIVATIONS(avx2, MOEI_AVX2, __m256, MOEI_OP_AVX2)
 #define MOEI_GATED_CASE_avx2(value, ...) MOEI_GATED_CASE(avx2, value)
 MOEI_GATED_FORWARD(avx2, MOEI_AVX2, __m256, 8, MOEI_OP_AVX2)
 
 #ifndef MOE_NO_TRAIN
-/* e / (1 + e)^2 with e = exp(z), z <= 0. */
-MOEI_AVX2 MOEI_INLINE __m256 moei_sigmoid_slope_avx2(__m256 z) {
-    const __m256 e = moei_exp_avx2(z), d = _mm256_add_ps(_mm256_set1_ps(1.0f), e);
-    return _mm256_div_ps(e, _mm256_mul_ps(d, d));
+/* value, but 0 where x <= 0. */
+MOEI_AVX2 MOEI_INLINE __m256 moei_unless_low_avx2(__m256 x, __m256 value) {
+    return _mm256_andnot_ps(_mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_LE_OQ), value);
 }
 
-/* See moei_times_sigmoid_slope. */
-MOEI_AVX2 MOEI_INLINE __m256 moei_times_sigmoid_slope_avx2(__m256 a, __m256 slope) {
-    const __m256 one = _mm256_set1_ps(1.0f), e = moei_exp_avx2(moei_neg_abs_avx2(a));
-    const __m256 large = _mm256_div_ps(one, _mm256_add_ps(one, e)), small = _mm256_mul_ps(e, large);
-    const __m256 s = moei_if_negative_avx2(a, small, large), other = moei_if_negative_avx2(a, large, small);
-    return _mm256_mul_ps(s, _mm256_fmadd_ps(slope, other, one));
-}
-
-MOEI_AVX2 MOEI_INLINE __m256 moei_gelu_slope_avx2(__m256 x) {
-    const __m256 bell = moei_gauss_avx2(x), scaled = _mm256_mul_ps(_mm256_set1_ps(0.39894228040f), bell);
-    return _mm256_fmadd_ps(moei_clamp_1e4_avx2(x), scaled, moei_normal_cdf_avx2(x, bell));
-}
-
-/* dy act'(x); act is a constant after inlining. */
-MOEI_AVX2 MOEI_INLINE __m256 moei_slope_avx2(int act, __m256 x, __m256 dy) {
-    const __m256 negative = moei_neg_abs_avx2(x), z = moei_clamp_1e4_avx2(x);
-    const __m256 zero = _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_LE_OQ);
-    __m256 slope;
-    switch (act) {
-    case MOE_ACT_RELU: return _mm256_andnot_ps(zero, dy);
-    case MOE_ACT_RELU2: return _mm256_andnot_ps(zero, _mm256_mul_ps(dy, _mm256_add_ps(x, x)));
-    case MOE_ACT_SILU: return _mm256_mul_ps(dy, moei_times_sigmoid_slope_avx2(x, z));
-    case MOE_ACT_GELU: return _mm256_mul_ps(dy, moei_gelu_slope_avx2(x));
-    case MOE_ACT_GELU_TANH:
-        slope = _mm256_mul_ps(z, moei_gelu_tanh_factor_avx2(z, 3.0f * MOEI_GELU_TANH_3));
-        return _mm256_mul_ps(dy, moei_times_sigmoid_slope_avx2(moei_gelu_tanh_exponent_avx2(z), slope));
-    case MOE_ACT_TANH:
-        slope = moei_sigmoid_slope_avx2(_mm256_add_ps(negative, negative));
-        return _mm256_mul_ps(dy, _mm256_mul_ps(_mm256_set1_ps(4.0f), slope));
-    case MOE_ACT_SIGMOID: return _mm256_mul_ps(dy, moei_sigmoid_slope_avx2(negative));
-    default: return dy;
-    }
-}
-
+MOEI_SLOPES(avx2, MOEI_AVX2, __m256, MOEI_OP_AVX2)
 #define MOEI_BACKWARD_CASE_avx2(value, ...) MOEI_BACKWARD_CASE(avx2, value)
 MOEI_GATED_BACKWARD(avx2, MOEI_AVX2, __m256, 8, MOEI_OP_AVX2)
 MOEI_ADAMW(avx2, MOEI_AVX2, __m256, 8, MOEI_OP_AVX2)
@@ -5947,19 +5953,16 @@ static void moei_multiply_v4(size_t n, const float *a, const float *b, float *y)
 
 /* ---- exp and functions based on it; the formulas are AVX2's ---- */
 
-/* q = q x + c with a constant c. */
-#define MOEI_NEXT(q, x, c) q = moei_v4_mul_add(q, x, moei_v4_splat(c))
-
 /* x = n log 2 + r with |r| <= log(2) / 2. Returns exp(r) - 1. */
 MOEI_INLINE moei_v4 moei_exp_reduced_v4(moei_v4 x, moei_v4_int *whole) {
     moei_v4 r, q = moei_v4_splat(1.381432057e-03f);
     const moei_v4 n = moei_v4_nearest(moei_v4_mul(x, moei_v4_splat(1.44269504089f)), whole);
     r = moei_v4_mul_add(n, moei_v4_splat(-0.693145751953125f), x);
     r = moei_v4_mul_add(n, moei_v4_splat(-1.42860682e-06f), r);
-    MOEI_NEXT(q, r, 8.368851071e-03f);
-    MOEI_NEXT(q, r, 4.166840108e-02f);
-    MOEI_NEXT(q, r, 1.666651952e-01f);
-    MOEI_NEXT(q, r, 4.999999337e-01f);
+    q = moei_v4_mul_add(q, r, moei_v4_splat(8.368851071e-03f));
+    q = moei_v4_mul_add(q, r, moei_v4_splat(4.166840108e-02f));
+    q = moei_v4_mul_add(q, r, moei_v4_splat(1.666651952e-01f));
+    q = moei_v4_mul_add(q, r, moei_v4_splat(4.999999337e-01f));
     return moei_v4_mul_add(moei_v4_mul(r, r), q, r);
 }
 
@@ -5977,11 +5980,6 @@ MOEI_INLINE moei_v4 moei_neg_abs_v4(moei_v4 x) { return moei_v4_sub(moei_v4_spla
 /* At 0 both agree within rounding. */
 MOEI_INLINE moei_v4 moei_if_negative_v4(moei_v4 x, moei_v4 if_negative, moei_v4 otherwise) {
     return moei_v4_select(moei_v4_not_above_0(x), if_negative, otherwise);
-}
-
-MOEI_INLINE moei_v4 moei_sigmoid_v4(moei_v4 x) {
-    const moei_v4 one = moei_v4_splat(1.0f), e = moei_exp_v4(moei_neg_abs_v4(x));
-    return moei_v4_div(moei_if_negative_v4(x, e, one), moei_v4_add(one, e));
 }
 
 /* tanh|x| = -q / (2 + q) with q = exp(-2|x|) - 1 = (exp(r) - 1) 2^n + (2^n - 1); above 10 it is
@@ -6006,117 +6004,25 @@ MOEI_INLINE moei_v4 moei_square_error_v4(moei_v4 z, moei_v4 square) {
 #endif
 }
 
-/* exp(-x^2 / 2), corrected for the rounding error of the square. */
-MOEI_INLINE moei_v4 moei_gauss_v4(moei_v4 x) {
-    const moei_v4 half = moei_v4_splat(-0.5f), z = moei_v4_at_least(moei_neg_abs_v4(x), -15.0f);
-    const moei_v4 square = moei_v4_mul(z, z);
-    const moei_v4 e = moei_exp_v4(moei_v4_mul(half, square));
-    return moei_v4_mul_add(moei_v4_mul(half, moei_square_error_v4(z, square)), e, e);
-}
-
-/* Phi(-|x|) = exp(-x^2/2) t Q(t), t = 1 / (1 + 0.3 |x|). */
-MOEI_INLINE moei_v4 moei_normal_tail_v4(moei_v4 x, moei_v4 bell) {
-    const moei_v4 one = moei_v4_splat(1.0f), z = moei_v4_at_least(moei_neg_abs_v4(x), -15.0f);
-    const moei_v4 t = moei_v4_div(one, moei_v4_mul_add(z, moei_v4_splat(-0.3f), one));
-    moei_v4 q = moei_v4_splat(-2.062863988e-02f);
-    MOEI_NEXT(q, t, 1.124646791e-01f);
-    MOEI_NEXT(q, t, -2.282845255e-01f);
-    MOEI_NEXT(q, t, 1.918829512e-01f);
-    MOEI_NEXT(q, t, -7.950889292e-02f);
-    MOEI_NEXT(q, t, 9.620478702e-02f);
-    MOEI_NEXT(q, t, 7.837226539e-02f);
-    MOEI_NEXT(q, t, 1.102393389e-01f);
-    MOEI_NEXT(q, t, 1.195713183e-01f);
-    MOEI_NEXT(q, t, 1.196867166e-01f);
-    return moei_v4_mul(moei_v4_mul(t, q), bell);
-}
-#undef MOEI_NEXT
-
-MOEI_INLINE moei_v4 moei_normal_cdf_v4(moei_v4 x, moei_v4 bell) {
-    const moei_v4 tail = moei_normal_tail_v4(x, bell);
-    return moei_if_negative_v4(x, tail, moei_v4_sub(moei_v4_splat(1.0f), tail));
-}
-
 MOEI_INLINE moei_v4 moei_clamp_1e4_v4(moei_v4 x) { return moei_v4_at_most(moei_v4_at_least(x, -1e4f), 1e4f); }
-
-/* See moei_gelu_tanh_exponent; z is limited to 1e4. */
-MOEI_INLINE moei_v4 moei_gelu_tanh_factor_v4(moei_v4 z, float cubic) {
-    return moei_v4_mul_add(moei_v4_mul(z, z), moei_v4_splat(cubic), moei_v4_splat(MOEI_GELU_TANH_1));
-}
-
-MOEI_INLINE moei_v4 moei_gelu_tanh_exponent_v4(moei_v4 z) {
-    return moei_v4_mul(z, moei_gelu_tanh_factor_v4(z, MOEI_GELU_TANH_3));
-}
-
-/* act is a constant after inlining. */
-MOEI_INLINE moei_v4 moei_act_v4(int act, moei_v4 x) {
-    /* see moei_clamp_1e4 */
-    const moei_v4 low = moei_v4_at_least(x, -1e4f), positive = moei_v4_at_least(x, 0.0f);
-    switch (act) {
-    case MOE_ACT_RELU: return positive;
-    case MOE_ACT_SILU: return moei_v4_mul(low, moei_sigmoid_v4(x));
-    case MOE_ACT_GELU:
-        return moei_v4_mul(low, moei_normal_cdf_v4(x, moei_gauss_v4(x)));
-    case MOE_ACT_TANH: return moei_tanh_v4(x);
-    case MOE_ACT_SIGMOID: return moei_sigmoid_v4(x);
-    case MOE_ACT_GELU_TANH:
-        return moei_v4_mul(low, moei_sigmoid_v4(moei_gelu_tanh_exponent_v4(moei_clamp_1e4_v4(x))));
-    case MOE_ACT_RELU2: return moei_v4_mul(positive, positive);
-    default: return x;
-    }
-}
 
 #define MOEI_OP_V4(op) moei_v4_##op
 #define moei_v4_set1 moei_v4_splat
 #define moei_v4_fmadd moei_v4_mul_add
 #define moei_load_part_v4(count, x) moei_v4_load_part(count, x, 0.0f)
 #define moei_store_part_v4 moei_v4_store_part
+#define moei_at_least_v4 moei_v4_at_least
+MOEI_ACTIVATIONS(v4, , moei_v4, MOEI_OP_V4)
 #define MOEI_GATED_CASE_v4(value, ...) MOEI_GATED_CASE(v4, value)
 MOEI_GATED_FORWARD(v4, , moei_v4, 4, MOEI_OP_V4)
 
 #ifndef MOE_NO_TRAIN
-/* e / (1 + e)^2 with e = exp(z), z <= 0. */
-MOEI_INLINE moei_v4 moei_sigmoid_slope_v4(moei_v4 z) {
-    const moei_v4 e = moei_exp_v4(z), d = moei_v4_add(moei_v4_splat(1.0f), e);
-    return moei_v4_div(e, moei_v4_mul(d, d));
+/* value, but 0 where x <= 0. */
+MOEI_INLINE moei_v4 moei_unless_low_v4(moei_v4 x, moei_v4 value) {
+    return moei_v4_select(moei_v4_not_above_0(x), moei_v4_splat(0.0f), value);
 }
 
-/* See moei_times_sigmoid_slope. */
-MOEI_INLINE moei_v4 moei_times_sigmoid_slope_v4(moei_v4 a, moei_v4 slope) {
-    const moei_v4 one = moei_v4_splat(1.0f), e = moei_exp_v4(moei_neg_abs_v4(a));
-    const moei_v4 large = moei_v4_div(one, moei_v4_add(one, e)), small = moei_v4_mul(e, large);
-    const moei_v4 s = moei_if_negative_v4(a, small, large), other = moei_if_negative_v4(a, large, small);
-    return moei_v4_mul(s, moei_v4_mul_add(slope, other, one));
-}
-
-MOEI_INLINE moei_v4 moei_gelu_slope_v4(moei_v4 x) {
-    const moei_v4 bell = moei_gauss_v4(x), scaled = moei_v4_mul(moei_v4_splat(0.39894228040f), bell);
-    return moei_v4_mul_add(moei_clamp_1e4_v4(x), scaled, moei_normal_cdf_v4(x, bell));
-}
-
-/* dy act'(x); act is a constant after inlining. */
-MOEI_INLINE moei_v4 moei_slope_v4(int act, moei_v4 x, moei_v4 dy) {
-    const moei_v4 negative = moei_neg_abs_v4(x), z = moei_clamp_1e4_v4(x);
-    const moei_v4 zero = moei_v4_splat(0.0f);
-    moei_v4 slope;
-    switch (act) {
-    case MOE_ACT_RELU:
-        return moei_v4_select(moei_v4_not_above_0(x), zero, dy);
-    case MOE_ACT_RELU2:
-        return moei_v4_select(moei_v4_not_above_0(x), zero, moei_v4_mul(dy, moei_v4_add(x, x)));
-    case MOE_ACT_SILU: return moei_v4_mul(dy, moei_times_sigmoid_slope_v4(x, z));
-    case MOE_ACT_GELU: return moei_v4_mul(dy, moei_gelu_slope_v4(x));
-    case MOE_ACT_GELU_TANH:
-        slope = moei_v4_mul(z, moei_gelu_tanh_factor_v4(z, 3.0f * MOEI_GELU_TANH_3));
-        return moei_v4_mul(dy, moei_times_sigmoid_slope_v4(moei_gelu_tanh_exponent_v4(z), slope));
-    case MOE_ACT_TANH:
-        slope = moei_sigmoid_slope_v4(moei_v4_add(negative, negative));
-        return moei_v4_mul(dy, moei_v4_mul(moei_v4_splat(4.0f), slope));
-    case MOE_ACT_SIGMOID: return moei_v4_mul(dy, moei_sigmoid_slope_v4(negative));
-    default: return dy;
-    }
-}
-
+MOEI_SLOPES(v4, , moei_v4, MOEI_OP_V4)
 #define MOEI_BACKWARD_CASE_v4(value, ...) MOEI_BACKWARD_CASE(v4, value)
 MOEI_GATED_BACKWARD(v4, , moei_v4, 4, MOEI_OP_V4)
 MOEI_ADAMW(v4, , moei_v4, 4, MOEI_OP_V4)
