@@ -1017,7 +1017,7 @@ typedef struct moe_module {
     moe_real scale;  /* scale: s [1] */
     moe_real cap;    /* scale: c [none] */
     moe_real rate;   /* dropout */
-    moe_attention_config attention; /* with defaults filled in */
+    moe_attention_config attention; /* heads and d_head filled in */
     /* mixture and feed_forward; its tensors lie in the network's memory. Other kinds have packed
        (by index; NULL: the tensor is read), packed_type and is_packed alone: see moe_net_pack */
     moe_layer layer;
@@ -1029,7 +1029,7 @@ typedef struct moe_module {
        it. NULL: none. For inference only. Of MLA, KEY without VALUE is [H][n + u rows of c]; with
        VALUE, KEY is [H][c rows of n], K_h transposed, and VALUE [H][u rows of c] */
     const moe_external *external;
-    size_t first_tensor; /* private: where its tensors begin in the network's list */
+    size_t first_tensor; /* private: where its tensors begin in net.tensors */
 } moe_module;
 
 /* A network, made by init, the module calls and build, or by load. It owns its tensors. After build

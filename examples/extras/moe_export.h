@@ -157,8 +157,10 @@
      Supported networks.   Every network that decodes token by token (moe_net_decode_size), except
      those with weights in files (imported models), the caller's own scores or selections, forced
      routing (select = given), or hashes of ids that the network does not read. Integer models do
-     not support score = dselect, refined gates, more than 256 experts in a layer, widths above
-     65532, and some combinations. The error names them.
+     not support scale and convolution, attention with other settings than heads, d_head, rotary and
+     rotary_base, rms_norm with bias, layer_norm and tied with no_bias, score = dselect, refined
+     gates, more than 256 experts in a layer, widths above 65532, and some combinations. The error
+     names them.
 
      Sequences.   With attention, positions or convolution a call takes one token; scratch keeps the
      sequence. config.length bounds it. See moe_infer.
@@ -3548,13 +3550,19 @@ static const struct moei_module_maker {
 
 /* A setting of a module that has no integer form, or NULL. */
 static const char *moei_integer_obstacle(const moe_module *m) {
+    moe_attention_config a = m->attention;
     const moe_field *field;
     if (m->kind == MOE_MODULE_SCALE || m->kind == MOE_MODULE_CONVOLUTION) return moei_module_names[m->kind];
     if (m->kind == MOE_MODULE_RMS_NORM && m->bias) return "bias";
     if ((m->kind == MOE_MODULE_LAYER_NORM || m->kind == MOE_MODULE_TIED) && m->no_bias) return "no_bias";
     if (m->kind != MOE_MODULE_ATTENTION) return NULL;
+    /* what 0 means; only fields that are refused below read eps */
+    if (a.kv_heads == a.heads) a.kv_heads = 0;
+    if (a.d_value == a.d_head) a.d_value = 0;
+    if (a.rotary_dims == a.d_head) a.rotary_dims = 0;
+    a.eps = 0;
     for (field = moe_field_find(moei_attention_fields, "kv_heads"); field->name != NULL; field++)
-        if (!moei_field_is_zero(field, &m->attention)) return field->name;
+        if (!moei_field_is_zero(field, &a)) return field->name;
     return NULL;
 }
 

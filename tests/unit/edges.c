@@ -1262,6 +1262,58 @@ static void test_small_models(void) {
     moe_net_free(&net);
 }
 
+/* The integer model of a net of one attention; 1 if there is one. */
+static int attention_model(const moe_attention_config *attention, moe_buffer *weights) {
+    moe_net net;
+    moe_built_model built;
+    moe_model_config config;
+    moe_data data = samples();
+    moe_stream stream = moe_buffer_stream(weights);
+    int made;
+    memset(&config, 0, sizeof config);
+    config.weights = MOE_WEIGHTS_INT8;
+    config.calibration = &data;
+    config.length = data.length = TOKENS;
+    CHECK(moe_net_init(&net, WIDTH, MOE_KERNELS_AUTO, NULL) == MOE_OK);
+    CHECK(moe_net_attention(&net, attention) == MOE_OK);
+    CHECK(moe_net_build(&net, 0, 1, &error) == MOE_OK);
+    made = moe_model_create(&built, &net, &config, &error) == MOE_OK;
+    if (made) CHECK(moe_export_c(&built, "attention", &stream, &error) == MOE_OK);
+    if (made) moe_model_free(&built);
+    moe_net_free(&net);
+    return made;
+}
+
+/* Attention whose settings say what 0 means has the integer model of 0; others have none. */
+static void test_attention_models(void) {
+    moe_attention_config attention;
+    moe_buffer plain, same, none;
+    memset(&attention, 0, sizeof attention);
+    memset(&plain, 0, sizeof plain);
+    same = none = plain;
+    attention.heads = 2;
+    attention.rotary = 1;
+    CHECK(attention_model(&attention, &plain));
+    attention.kv_heads = 2;
+    attention.d_value = attention.rotary_dims = WIDTH / 2;
+    attention.eps = real(1e-3);
+    if (CHECK(attention_model(&attention, &same)))
+        CHECK(plain.size == same.size && memcmp(plain.data, same.data, same.size) == 0);
+    else printf("    %s\n", error.message);
+    attention.kv_heads = 1;
+    CHECK(!attention_model(&attention, &none) && strstr(error.message, "kv_heads has no integer form") != NULL);
+    attention.kv_heads = 0;
+    attention.d_value--;
+    CHECK(!attention_model(&attention, &none) && strstr(error.message, "d_value has no integer form") != NULL);
+    attention.d_value = 0;
+    attention.rotary_dims = 2;
+    CHECK(!attention_model(&attention, &none) && strstr(error.message, "rotary_dims has no integer form") != NULL);
+    memset(&error, 0, sizeof error);
+    moe_buffer_free(&plain);
+    moe_buffer_free(&same);
+    moe_buffer_free(&none);
+}
+
 /* ---- sizes ---- */
 
 static int power(moe_rng *rng, int most) {
@@ -2612,6 +2664,7 @@ int main(void) {
     if (!MOE_REAL_IS_DOUBLE) CASE(test_model_calls(MOE_WEIGHTS_FLOAT));
     CASE(test_model_calls(MOE_WEIGHTS_INT8));
     CASE(test_small_models());
+    CASE(test_attention_models());
     CASE(test_masks());
     CASE(test_layer_sizes());
     CASE(test_net_sizes());
