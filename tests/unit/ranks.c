@@ -3034,7 +3034,7 @@ static void test_alone(void) {
     ranks_end(&w);
 }
 
-/* Exchanges of a call whose local experts are computed in parts: one there and one back for each. */
+/* Exchanges of a call whose local experts are computed in parts: there and back for each. */
 static void chunks_task(ranks_rank *self, void *ctx) {
     uint64_t *exchanges = (uint64_t *)ctx + 6 * self->rank;
     moe_real x[4 * 6] = {0}, y[4 * 6];
