@@ -486,7 +486,7 @@ static void test_ranges(void) {
     f.rows = 1;
     v[0] = -1.6e308;
     v[1] = 1.6e308;
-    CHECK(write_as(&f, TEXT) == MOE_OK && holds("\n 1.6e308 |") && holds("\n-1.6e308 |**"));
+    CHECK(write_as(&f, TEXT) == MOE_OK && holds("\n 1.6e308 |  ") && holds("\n-1.6e308 |**"));
     f.title = "a\xE2\x80\xA8" "b c\xE2\x81\xA6" "d";
     CHECK(write_as(&f, TEXT) == MOE_OK && strncmp(written, "a b c\xEF\xBF\xBD" "d\n", 10) == 0);
 }
