@@ -922,6 +922,8 @@ static void test_modular_none(void) {
     modular_none("gate=relu switch_from=top_k", 1, MOE_OK, MOE_OK);
     modular_none("gate=relu", 0, MOE_OK, MOE_ERR_ARGUMENT);
     modular_none("switch_from=threshold", 1, MOE_ERR_CONFIG, MOE_OK);
+    modular_none("student=1 freeze_at=9", 0, MOE_ERR_CONFIG, MOE_OK);
+    modular_none("k_end=2 schedule_steps=9", 0, MOE_ERR_CONFIG, MOE_OK);
 }
 
 /* One step of a modular network with attention before its `experts` modules; rate: dropout's. The

@@ -2617,6 +2617,7 @@ static int fails_at(scene *s, unsigned long k, unsigned long *made) {
     s->fail_at = k;
     g = stage_begin(s);
     reached = g->world.ranks[s->fail_rank].calls >= k;
+    AGREES(g->world.ranks[s->fail_rank].calls <= k, "a transport that has failed is not called again");
     AGREES(g->world.fault[0] == '\0', g->world.fault);
     for (r = 0; r < s->ranks && reached; r++) {
         const player *p = &g->parts[r];
@@ -2644,7 +2645,8 @@ static int fails_at(scene *s, unsigned long k, unsigned long *made) {
 static void test_failing(void) {
     static const char *const rows[] = {
         "top_k=2", "n_shared=1 capacity_factor=1 selection_bias=1 bias_rate=0.1", "score=norm norm_node=product",
-        "n_shared=1 capacity_bound=every capacity_rho=0.5 selection_bias=1 bias_rate=0.1"};
+        "n_shared=1 capacity_bound=every capacity_rho=0.5 selection_bias=1 bias_rate=0.1",
+        "input=adaptive_clustering weight=raw"};
     size_t i;
     int ranks, late, training;
     for (i = 0; i < sizeof rows / sizeof *rows; i++)
@@ -3029,6 +3031,54 @@ static void test_alone(void) {
         CHECK(a[r].published == MOE_ERR_UNSUPPORTED, "a published file of a rank's experts");
         CHECK(a[r].backward == MOE_ERR_UNSUPPORTED && !a[r].outputs, "experts one by one with a transport");
     }
+    ranks_end(&w);
+}
+
+/* Exchanges of a call whose local experts are computed in parts: there and back for each. */
+static void chunks_task(ranks_rank *self, void *ctx) {
+    uint64_t *exchanges = (uint64_t *)ctx + 6 * self->rank;
+    moe_real x[4 * 6] = {0}, y[4 * 6];
+    int chunks;
+    for (chunks = 0; chunks < 6; chunks++) {
+        moe_transport t = ranks_transport(self);
+        moe_traffic traffic;
+        moe_layer_config c;
+        moe_layer layer;
+        moe_call call;
+        size_t bytes = 0;
+        void *work;
+        memset(&traffic, 0, sizeof traffic);
+        memset(&c, 0, sizeof c);
+        memset(&call, 0, sizeof call);
+        t.chunks = chunks;
+        t.local_routing = 1;
+        t.traffic = &traffic;
+        c.router.d_model = 6;
+        c.router.n_experts = 5;
+        c.d_ff = 5;
+        c.transport = &t;
+        if (moe_transport_begin(&t, NULL) != MOE_OK || moe_layer_create(&layer, &c, 0, 3, NULL, NULL) != MOE_OK) return;
+        call.n_tokens = 4;
+        call.x = x;
+        if (moe_layer_work_size(&layer, 4, 0, &bytes) != MOE_OK) return;
+        work = grab(bytes, 1);
+        if (moe_layer_forward(&layer, &call, y, work, bytes, NULL) == MOE_OK) exchanges[chunks] = traffic.exchanges;
+        free(work);
+        moe_layer_free(&layer);
+        moe_transport_end(&t);
+    }
+}
+
+static void test_chunks(void) {
+    static const uint64_t want[6] = {2, 2, 4, 6, 6, 6}; /* a rank has at most three experts */
+    ranks_world w;
+    uint64_t exchanges[2 * 6] = {0};
+    const char *fault;
+    int i;
+    ranks_begin(&w, 2, RANKS_AT_END);
+    fault = ranks_run(&w, chunks_task, exchanges);
+    CHECK(fault == NULL, fault != NULL ? fault : "the ranks keep the rules");
+    for (i = 0; i < 2 * 6; i++) CHECK(exchanges[i] == want[i % 6], "at most one part for each expert");
     ranks_end(&w);
 }
 
@@ -3470,7 +3520,7 @@ int main(int argc, char **argv) {
                  {test_begin, "begin"},         {test_agree, "agree"},
                  {test_status, "status"},       {test_too_many, "too many"},
                  {test_mismatch, "mismatch"},   {test_alone, "alone"},
-                 {test_unlike, "unlike"},
+                 {test_unlike, "unlike"},       {test_chunks, "chunks"},
                  {test_spoilt, "spoilt"},       {test_failing, "failing"},
                  {test_lies, "lies"},           {test_routers, "routers"},
                  {test_presets, "presets"},     {test_local_routing, "local_routing"},

@@ -125,6 +125,7 @@ static void append(moe_net *net, int kind) {
         return;
     }
     moe_net_linear(net, 8);
+    if (kind == DENSE) moe_net_dropout(net, 0); /* draws nothing, and skips nothing of other ranks' */
     moe_net_dropout(net, (moe_real)0.2);
     moe_net_layer_norm(net);
     if (kind == DENSE) {

@@ -426,6 +426,104 @@ static void test_numbers(void) {
 
 /* ---- texts of users ---- */
 
+/* A table of one number, and of one with its interval (below 0: none). */
+static void shows(double value, double half_width, int decimals, const char *wanted) {
+    moe_figure f;
+    memset(&f, 0, sizeof f);
+    f.kind = MOE_FIGURE_TABLE;
+    f.rows = f.columns = 1;
+    f.values = &value;
+    f.half_widths = &half_width;
+    f.decimals = decimals;
+    CHECK(write_as(&f, TEXT) == MOE_OK && written_size > strlen(wanted) + 1 && holds(wanted));
+    CHECK(strncmp(written + written_size - 1 - strlen(wanted), wanted, strlen(wanted)) == 0);
+}
+
+/* As many digits as the numbers need. */
+static void test_digits(void) {
+    shows(123456789, -1, 0, "  123456789");
+    shows(2123456789, -1, 0, "  2123000000"); /* four digits */
+    shows(0.00012341, -1, 0, "  0.0001234");
+    shows(0.0012345, -1, 0, "  0.00123");
+    shows(4e17, -1, 2, "  4e17");
+    shows(-1e300, -1, 2, "  -1e300");
+    shows(0.5, -1, 12, "  0.500000000");
+    shows(0.5, -0.25, 0, "  0.500");
+    shows(3, 0.5, 0, "  3.000 +- 0.500");
+    shows(1, 250, 0, "  1.0 +- 250.0");
+}
+
+/* Bars reach to their part of a reference beyond them; one that is no number is not drawn. */
+static void test_far_reference(void) {
+    double v[2] = {10, 20};
+    moe_figure f;
+    memset(&f, 0, sizeof f);
+    f.kind = MOE_FIGURE_BARS;
+    f.rows = 2;
+    f.columns = 1;
+    f.values = v;
+    f.reference = 40;
+    CHECK(write_as(&f, TEXT) == MOE_OK && holds("|: reference, 40\n"));
+    CHECK(!holds("######################################")); /* half of 68 columns, not all */
+    f.reference = HUGE_VAL;
+    CHECK(write_as(&f, TEXT) == MOE_OK && !holds("reference") && holds("######################################"));
+}
+
+/* Curves: the names of series and steps, round ticks, and numbers whose range is no double. */
+static void test_ranges(void) {
+    double v[6] = {0, 5, 2.5, 1, 2, 3}, x[3] = {-1, 0, 1};
+    moe_figure f;
+    memset(&f, 0, sizeof f);
+    f.kind = MOE_FIGURE_LINES;
+    f.rows = 2;
+    f.columns = 3;
+    f.values = v;
+    f.x = x;
+    f.row_label = "a label that leaves no room for the number of a series";
+    CHECK(write_as(&f, TEXT) == MOE_OK && holds("* 0\n") && holds("+ 1\n"));
+    CHECK(write_as(&f, HTML) == MOE_OK && holds("<th scope=\"row\">-1</th>") && holds("<th scope=\"row\">0</th>"));
+    CHECK(write_as(&f, SVG) == MOE_OK && holds("\">3</text>") && holds("\">5</text>")); /* ticks at 0, 1, ... 5 */
+    f.rows = 1;
+    v[0] = -1.6e308;
+    v[1] = 1.6e308;
+    CHECK(write_as(&f, TEXT) == MOE_OK && holds("\n 1.6e308 |  ") && holds("\n-1.6e308 |**"));
+    f.title = "a\xE2\x80\xA8" "b c\xE2\x81\xA6" "d";
+    CHECK(write_as(&f, TEXT) == MOE_OK && strncmp(written, "a b c\xEF\xBF\xBD" "d\n", 10) == 0);
+}
+
+/* Of a long curve the lowest and the highest point of each bucket are drawn, in their order. */
+static void test_buckets(void) {
+    static double v[641];
+    moe_figure f;
+    const char *curve;
+    memset(&f, 0, sizeof f);
+    v[9] = -1;
+    v[10] = 1;
+    f.kind = MOE_FIGURE_LINES;
+    f.rows = 1;
+    f.columns = 641; /* buckets of three */
+    f.values = v;
+    CHECK(write_as(&f, SVG) == MOE_OK && holds("Lowest and highest of every 3 points."));
+    curve = strstr(written, "class=\"l s0");
+    CHECK(curve != NULL && strstr(curve, " 198L") != NULL && strstr(curve, " 8L") > strstr(curve, " 198L"));
+}
+
+/* Cells that stand for several rows have no numbers in them. */
+static void test_thinned_heat(void) {
+    static double v[2 * 129];
+    moe_figure f;
+    size_t i;
+    memset(&f, 0, sizeof f);
+    for (i = 0; i < 2 * 129; i++) v[i] = (double)(i % 7);
+    f.kind = MOE_FIGURE_HEAT;
+    f.rows = 128;
+    f.columns = 2;
+    f.values = v;
+    CHECK(write_as(&f, SVG) == MOE_OK && holds("class=\"n i"));
+    f.rows = 129;
+    CHECK(write_as(&f, SVG) == MOE_OK && !holds("class=\"n i"));
+}
+
 static void test_texts(void) {
     static const char *const evil[] = {"<script>alert(1)</script>",
                                        "\"' onload=\"x",
@@ -1678,6 +1776,11 @@ int main(int count, char **words) {
     CASE(test_large());
     CASE(test_odd_numbers());
     CASE(test_numbers());
+    CASE(test_digits());
+    CASE(test_far_reference());
+    CASE(test_ranges());
+    CASE(test_buckets());
+    CASE(test_thinned_heat());
     CASE(test_parser());
     CASE(test_texts());
     CASE(test_wrapping());

@@ -648,6 +648,35 @@ static void test_groups(void) {
     decay_groups(&s);
 }
 
+/* The norm of gradients whose squares are too small for a float. */
+static void test_small_gradients(void) {
+    samples s = samples_of(24, 16);
+    moe_param_group bias;
+    moe_train_config c = descent(24);
+    moe_net net;
+    moe_trainer t;
+    moe_step seen;
+    double sum = 0.0;
+    size_t i;
+    place(&s);
+    memset(&bias, 0, sizeof bias);
+    bias.pattern = "*bias";
+    bias.frozen = 1;
+    c.groups = &bias;
+    c.n_groups = 1;
+    for (i = 0; i < 24 * D; i++) s.x[i] *= (moe_real)1e-25;
+    moe_net_init(&net, D, MOE_KERNELS_AUTO, NULL);
+    moe_net_linear(&net, CLASSES);
+    CHECK_STATUS(moe_net_build(&net, 1, 1, NULL), MOE_OK, "build");
+    t = trainer_of(&net, &c);
+    step(&t, &s.data, &seen);
+    for (i = 0; i < net.tensors[0].count; i++)
+        sum += (double)net.tensors[0].gradient[i] * (double)net.tensors[0].gradient[i];
+    CHECK(seen.gradient_norm > 0 && near_to((double)seen.gradient_norm / sqrt(sum), 1, NEAR), "a small norm");
+    moe_trainer_free(&t);
+    moe_net_free(&net);
+}
+
 /* The group of a row under row_groups; 3: none. */
 static int row_group(const moe_tensor *t, size_t row) {
     if (strstr(t->name, ".experts.") == NULL) return 3;
@@ -798,9 +827,33 @@ static void check_rows_resumed(const samples *s, int optimizer) {
 }
 
 /* Learning rates of single experts. */
+/* A number that is not finite is named by its place in the tensor, not in the rows that learn
+   alike. */
+static void bad_number_of_rows(const samples *s) {
+    moe_net net = net_of(SPARSE, 7, NULL);
+    moe_train_config c = descent(24);
+    moe_tensor *down = net_tensor(&net, "2.experts.down");
+    moe_trainer t;
+    moe_error error;
+    char words[80];
+    c.groups = row_groups;
+    c.n_groups = (int)(sizeof row_groups / sizeof row_groups[0]);
+    t = trainer_of(&net, &c);
+    if (CHECK(down != NULL, "a tensor with groups of rows")) {
+        CHECK_STATUS(moe_trainer_accumulate(&t, &s->data, NULL, &error), MOE_OK, "a batch");
+        down->gradient[down->count - 2] = (moe_real)NAN;
+        CHECK_STATUS(moe_trainer_update(&t, NULL, &error), MOE_ERR_NONFINITE, "NaN in the last row");
+        sprintf(words, "2.experts.down: number %lu of the gradient", (unsigned long)(down->count - 2));
+        CHECK(strstr(error.message, words) != NULL, error.message);
+    }
+    moe_trainer_free(&t);
+    moe_net_free(&net);
+}
+
 static void test_rows(void) {
     samples s = samples_of(24, 6);
     place(&s);
+    bad_number_of_rows(&s);
     check_rows(&s, MOE_OPTIMIZER_SGD);
     check_rows(&s, MOE_OPTIMIZER_ADAMW);
     check_rows_resumed(&s, MOE_OPTIMIZER_SGD);
@@ -874,6 +927,28 @@ static void test_refused_settings(void) {
     c.groups = groups;
     c.n_groups = 2;
     REFUSED("groups[1]: pattern = '*.weigth' fits the name of no tensor");
+    groups[1].pattern = "0.weight*?";
+    c.groups = groups;
+    c.n_groups = 2;
+    REFUSED("fits the name of no tensor");
+}
+
+/* A star in the pattern of a group stands for nothing, too. */
+static void test_stars(void) {
+    static const char *const rows[] = {"0.weight*", "*0.weight", "0*.**weight", "0.weight*[0:6]"};
+    moe_train_config c = descent(8);
+    moe_param_group group;
+    moe_net net = net_of(SPARSE, 1, NULL);
+    moe_trainer t;
+    size_t i;
+    memset(&group, 0, sizeof group);
+    c.groups = &group;
+    c.n_groups = 1;
+    for (i = 0; i < sizeof rows / sizeof *rows; i++) {
+        group.pattern = rows[i];
+        if (CHECK_STATUS(moe_trainer_init(&t, &net, &c, NULL), MOE_OK, rows[i])) moe_trainer_free(&t);
+    }
+    moe_net_free(&net);
 }
 
 static void test_refused_rows(void) {
@@ -912,6 +987,24 @@ static void cross_entropy_of_some(void) {
     loss = moe_cross_entropy(4, CLASSES, y, labels, dy);
     CHECK(!(fabs((double)loss) > 0), "no label, no loss");
     for (i = 0; i < 4 * CLASSES; i++) CHECK(!(fabs((double)dy[i]) > 0), "and no gradient");
+}
+
+/* More classes than the blocks of 64 in which they are summed, the largest in every block. */
+static void cross_entropy_of_many(void) {
+    enum { MANY = 150 };
+    moe_real y[MANY], dy[MANY];
+    size_t best, j;
+    for (best = 0; best < MANY; best += 37) {
+        double sum = 0.0, loss;
+        int32_t label = (int32_t)((best + 70) % MANY);
+        for (j = 0; j < MANY; j++) y[j] = (moe_real)(j * 7 % 11) / 16;
+        y[best] = 2;
+        for (j = 0; j < MANY; j++) sum += exp((double)y[j]);
+        loss = (double)moe_cross_entropy(1, MANY, y, &label, dy);
+        CHECK(near_to(loss, log(sum) - (double)y[label], NEAR), "the loss of many classes");
+        for (j = 0; j < MANY; j++)
+            CHECK(near_to((double)dy[j], exp((double)y[j]) / sum - (j == (size_t)label), NEAR), "and its gradient");
+    }
 }
 
 /* A classical mixture reads every row. */
@@ -959,6 +1052,23 @@ static void router_losses_of_some(const samples *of) {
     moe_net_free(&two);
 }
 
+/* Of equal outputs the first is the answer, as of equal logits in moe_sample. */
+static void equal_outputs(const samples *of) {
+    samples s = *of;
+    moe_net net = net_of(SMOOTH, 9, NULL);
+    moe_evaluation e;
+    size_t i, first = 0;
+    place(&s);
+    for (i = 0; i < net.n_tensors; i++) memset(net.tensors[i].data, 0, net.tensors[i].count * sizeof(moe_real));
+    for (i = 0; i < s.data.n; i++) {
+        s.labels[i] = i % 4 == 3;
+        first += s.labels[i] == 0;
+    }
+    CHECK_STATUS(moe_evaluate(&net, &s.data, 0, &e, NULL), MOE_OK, "evaluate");
+    CHECK(near_to((double)e.accuracy, (double)first / (double)s.data.n, NEAR), "the first of equal outputs");
+    moe_net_free(&net);
+}
+
 static void test_unlabelled(void) {
     samples s = samples_of(24, 8), few = samples_of(24, 8);
     moe_net all = net_of(SMOOTH, 9, NULL), part = net_of(SMOOTH, 9, NULL);
@@ -972,6 +1082,8 @@ static void test_unlabelled(void) {
     place(&s);
     place(&few);
     cross_entropy_of_some();
+    cross_entropy_of_many();
+    equal_outputs(&s);
 
     for (i = 0; i < 24; i++) {
         if (i % 5 == 1 || i > 20) s.labels[i] = -1 - (int32_t)i;
@@ -1212,6 +1324,62 @@ static void test_needs(void) {
     moe_net_free(&net);
 }
 
+/* Token ids are bounded by the embedding and by each table, wherever it is. */
+static void test_token_ids(void) {
+    static const int sizes[3][3] = {{9, 20, 30}, {20, 9, 30}, {30, 20, 9}}; /* rows, and of two tables */
+    samples s = samples_of(24, 13);
+    moe_evaluation e;
+    moe_error error;
+    size_t i;
+    int k;
+    place(&s);
+    s.data.x = NULL;
+    s.data.token_ids = s.token_ids;
+    for (k = 0; k < 3; k++) {
+        moe_net net;
+        moe_layer_config hash = layer_of("n_experts=3 top_k=1 select=hash weight=uniform d_ff=4");
+        moe_net_init(&net, 0, MOE_KERNELS_C, NULL);
+        moe_net_embedding(&net, sizes[k][0], 4);
+        hash.router.table_size = sizes[k][1];
+        moe_net_mixture(&net, &hash);
+        hash.router.table_size = sizes[k][2];
+        moe_net_mixture(&net, &hash);
+        moe_net_linear(&net, CLASSES);
+        CHECK_STATUS(moe_net_build(&net, 0, 1, &error), MOE_OK, "build");
+        for (i = 0; i < 24; i++) s.token_ids[i] = (int32_t)(i % 9);
+        CHECK_STATUS(moe_evaluate(&net, &s.data, 0, &e, &error), MOE_OK, "the largest id");
+        s.token_ids[9] = 9;
+        CHECK_STATUS(moe_evaluate(&net, &s.data, 0, &e, &error), MOE_ERR_ARGUMENT, "beyond the smallest table");
+        CHECK(strstr(error.message, "token_ids[9] = 9: must be 0 to 8") != NULL, error.message);
+        moe_net_free(&net);
+    }
+}
+
+/* A router reads the attention before it, not one behind it. */
+static void test_attention_before(void) {
+    samples s = samples_of(24, 14);
+    moe_layer_config c = layer_of("n_experts=3 top_k=1 weight=raw refine=attention heads=1 d_ff=4");
+    moe_evaluation e;
+    moe_error error;
+    int before;
+    place(&s)->length = 4;
+    for (before = 0; before < 2; before++) {
+        moe_net net;
+        moe_net_init(&net, D, MOE_KERNELS_C, NULL);
+        moe_net_linear(&net, 4);
+        if (before) moe_net_attention(&net, NULL);
+        moe_net_mixture(&net, &c);
+        if (!before) moe_net_attention(&net, NULL);
+        moe_net_linear(&net, CLASSES);
+        CHECK_STATUS(moe_net_build(&net, 0, 1, &error), MOE_OK, error.message);
+        CHECK_STATUS(moe_evaluate(&net, &s.data, 0, &e, &error), before ? MOE_OK : MOE_ERR_ARGUMENT, error.message);
+        if (!before)
+            CHECK(strstr(error.message, "module 1 (mixture): its router has the trait needs_attention") != NULL,
+                  error.message);
+        moe_net_free(&net);
+    }
+}
+
 /* A convolution mixes neighbors, so samples that are shuffled one by one are no sequence for it,
    nor for attention. */
 static void test_convolution_needs(void) {
@@ -1276,6 +1444,10 @@ static void test_too_long(void) {
     CHECK(net_print(&net) == print, "refused before the first step");
     CHECK_STATUS(moe_evaluate(&net, &longer, 0, &e, &error), MOE_ERR_ARGUMENT, "longer sequences");
     CHECK(strstr(error.message, "length = 6: ") != NULL, error.message);
+    longer.n = longer.length = 5; /* by one */
+    CHECK_STATUS(moe_evaluate(&net, &longer, 0, &e, &error), MOE_ERR_ARGUMENT, "longer by one");
+    CHECK(strstr(error.message, "length = 5: module 0 (positions) has most = 4") != NULL, error.message);
+    longer.n = 24;
     longer.length = 2;
     CHECK_STATUS(moe_fit(&net, &s.data, &longer, &c, &error), MOE_OK, "a test set of shorter ones");
     longer.n = longer.length = 6;
@@ -1859,6 +2031,8 @@ static void resume_everywhere(int which, const moe_train_config *base, samples *
         CHECK((whole.told[i].test.n > 0) ==
                   (test != NULL && (whole.told[i].epoch_ended || (i + 1) % c.evaluate_every == 0)),
               "evaluated when it is due");
+    i = c.checkpoint_every > 0 ? c.checkpoint_every : (int)whole.told[0].steps; /* steps until the first one */
+    for (at = 0; at < total; at++) CHECK((whole.files[at].data != NULL) == (at >= i), "kept when it is due");
     c.checkpoint = NULL;
     fit_fresh(which, 20, &s->data, test, &c, &part, MOE_OK, &again);
     CHECK(again == print, "checkpoints change nothing");
@@ -1946,6 +2120,47 @@ static void resume_with_fewer(moe_train_config *c) {
     CHECK(strstr(error.message, "n = 8: the training of the checkpoint has 0") != NULL, error.message);
     moe_trainer_free(&t);
     moe_net_free(&net);
+}
+
+/* Checkpoints whose position cannot be that of the training that is to go on. */
+static void test_impossible_positions(void) {
+    static const struct {
+        int good;
+        const char *position; /* 24 samples in batches of 12: two steps in an epoch */
+    } rows[] = {{1, "steps 1 rng 9 rate 4576918229304087675 position0 0 position1 1 position2 0 position3 0"},
+                {1, "steps 3 rng 9 rate 4576918229304087675 position0 1 position1 1 position2 0 position3 0"},
+                {0, "steps 2 rng 9 rate 4576918229304087675 position0 0 position1 2 position2 0 position3 0"},
+                {0, "steps 2 rng 9 rate 4576918229304087675 position0 0 position1 1 position2 0 position3 0"},
+                {0, "steps 1 rng 9 rate 4576918229304087675 position0 0 position1 1 "
+                    "position2 9218868437227405312 position3 0"},
+                {0, "steps 1 rng 9 rate 4576918229304087675 position0 0 position1 1 "
+                    "position2 0 position3 18442240474082181120"}};
+    samples s = samples_of(24, 15);
+    moe_train_config c = usual(MOE_OPTIMIZER_ADAMW);
+    moe_error error;
+    char text[400];
+    size_t i;
+    place(&s);
+    c.epochs = 2;
+    for (i = 0; i < sizeof rows / sizeof *rows; i++) {
+        moe_net net = net_of(SPARSE, 15, NULL);
+        moe_trainer t = trainer_of(&net, &c);
+        moe_train_config on = c;
+        moe_buffer file;
+        sprintf(text, "format 1 optimizer 0 %s batch 12 accumulate 1 seed 5 n 24 length 0", rows[i].position);
+        file = forged(&t, text, 2, NULL, 0);
+        put_file(path[0], &file);
+        on.checkpoint = path[0];
+        on.resume = 1;
+        error.message[0] = '\0';
+        CHECK_STATUS(moe_fit(&net, &s.data, NULL, &on, &error), rows[i].good ? MOE_OK : MOE_ERR_FORMAT, text);
+        CHECK(rows[i].good || strstr(error.message, "position does not occur in this training") != NULL,
+              error.message);
+        moe_buffer_free(&file);
+        moe_trainer_free(&t);
+        moe_net_free(&net);
+        remove(path[0]);
+    }
 }
 
 /* What a resumed training may change, and what not. */
@@ -2199,11 +2414,15 @@ int main(int count, char **words) {
     CASE(test_rows());
     CASE(test_frozen_routers());
     CASE(test_failed_step());
+    CASE(test_small_gradients());
     CASE(test_refused_settings());
+    CASE(test_stars());
     CASE(test_refused_rows());
     CASE(test_unlabelled());
     CASE(test_sequences());
     CASE(test_needs());
+    CASE(test_token_ids());
+    CASE(test_attention_before());
     CASE(test_convolution_needs());
     CASE(test_too_long());
     CASE(test_checkpoints());
@@ -2214,6 +2433,7 @@ int main(int count, char **words) {
     CASE(test_damaged_checkpoints());
     CASE(test_failed_writing());
     CASE(test_resuming());
+    CASE(test_impossible_positions());
     CASE(test_resumed_otherwise());
     CASE(test_resumed_schedule());
     CASE(test_without_memory());
