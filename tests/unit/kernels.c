@@ -388,7 +388,7 @@ static size_t wrong_sums(size_t m, size_t n, size_t k, const moe_real *a, const 
 /* m rows, from the given one on, of a table's product with panels have the bits of want [.,n], and
    the numbers between the rows of C stay: they are -0, which even an added 0 would change. start
    (NULL: overwrite C) [.,n] is what C holds before. */
-static int panels_give(const moe_kernels *table, moe_panels_fn *product, size_t from, size_t m, size_t n, size_t k,
+static int panels_give(const moe_kernels *table, moe_panels_fn *panels, size_t from, size_t m, size_t n, size_t k,
                        const moe_real *a, const moe_real *b, size_t panel, const moe_real *start, const moe_real *want,
                        size_t pad, int turned) {
     const size_t ldc = n + pad, count = (m - 1) * ldc + n;
@@ -396,7 +396,7 @@ static int panels_give(const moe_kernels *table, moe_panels_fn *product, size_t 
     moe_real *left = make_left(from, m, k, a, pad, turned, &ra, &ca), *c = borrow(count);
     for (i = 0; i < count; i++)
         c[i] = i % ldc >= n ? MOEI_R(-0.0) : start != NULL ? start[(from + i / ldc) * n + i % ldc] : not_a_number();
-    product(m, n, k, left, ra, ca, b, panel, c, ldc, start != NULL);
+    panels(m, n, k, left, ra, ca, b, panel, c, ldc, start != NULL);
     for (i = 0; i < count; i++)
         wrong += !same_real(c[i], i % ldc < n ? want[(from + i / ldc) * n + i % ldc] : MOEI_R(-0.0));
     give_back(left);
