@@ -265,7 +265,9 @@
    columns, in the order in which the tiles consume them: moe_pack makes the panels once, and
    moe_matmul_packed multiplies with the bits of moe_matmul. While a tile is computed, the next
    panel is prefetched; a left operand of up to 192 rows is processed in pieces that stay in the
-   second-level cache (assumed to have at least 512 KiB).
+   second-level cache (assumed to have at least 512 KiB). One or two rows read several panels side
+   by side; in layers with more than 32 MiB of weights one after the other, which is faster from
+   memory and slower from a cache. The bits are the same.
 
    Pointers. k, a table of kernels, may be NULL everywhere: plain C. The description of a function
    says which other pointers may be NULL. Every other pointer points to as many elements as the
