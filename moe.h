@@ -4145,7 +4145,7 @@ typedef struct moei_expert_run {
     size_t expert;      /* its block of each parameter; 0 for what every token passes through */
     int act, packed;    /* packed: the packed weights are read */
     int in_file;        /* matrices lie in files; 2: products quantize activations */
-    size_t weights;     /* in matrices of all experts */
+    size_t weights;     /* in an expert's matrices; of a task: in those of all its experts */
     int shaped;         /* the gate has an alpha, a limit or an offset */
     moe_real alpha, limit, offset; /* limit is infinite for none */
     unsigned needed;    /* bits of the activations that the output is computed from */
@@ -4245,7 +4245,6 @@ static moei_expert_run moei_expert_run_begin(const moe_layer *layer, int kind, i
         if (layer->external[step->weight] != NULL) run.in_file = moei_has_external(layer);
         run.weights += run.width[step->from] * run.width[step->to];
     }
-    if (kind < MOEI_SHARED) run.weights *= (size_t)c->router.n_experts;
     run.ld[MOEI_X] = run.width[MOEI_X];
     run.needed = moei_ancestors(run.kind, MOE_NODE_OUTPUT);
     run.scored = -1;
@@ -4268,7 +4267,7 @@ static int moei_uses_packed(const moe_layer *layer, const moe_call *call) {
 }
 
 /* out [n,o] = in [n,i] times o rows of packed weights, from panel `first` on; rows: in quantized,
-   for types that read it so. They are among `all` weights, which a cache holds up to 32 MiB. */
+   for types that read it so. A call reads `all` weights, which a cache may hold up to 32 MiB. */
 static void moei_panels_product(const moe_kernels *k, int type, const void *packed, size_t first, size_t n, size_t o,
                                 size_t i, const moe_real *in, size_t ldi, const void *rows, moe_real *out, size_t ldo,
                                 size_t all) {
@@ -4779,6 +4778,8 @@ static void moei_task_begin(moei_task *task, const moe_layer *layer, moe_layer_p
     task->quantizes = (task->run.packed && moei_is_quantized(layer->packed_type)) || run->in_file == 2;
 #endif
     task->mask = kind == MOEI_RUN_SCORED ? run->for_score : run->needed;
+    task->run.weights *=
+        kind == MOEI_RUN_CHOSEN ? moei_smaller(task->experts, p->routing.plan.offsets[task->experts]) : task->experts;
     if (kind != MOEI_RUN_CHOSEN) return;
     task->room = moei_expert_rows(&layer->config, p->call.n_tokens);
     task->plain = p->routing.plan.rows == 0 && layer->config.router.apply_to == MOE_APPLY_OUTPUT;

@@ -266,8 +266,8 @@
    moe_matmul_packed multiplies with the bits of moe_matmul. While a tile is computed, the next
    panel is prefetched; a left operand of up to 192 rows is processed in pieces that stay in the
    second-level cache (assumed to have at least 512 KiB). One or two rows read several panels side
-   by side; in layers with more than 32 MiB of weights one after the other, which is faster from
-   memory and slower from a cache. The bits are the same.
+   by side; where a layer's call reads more than 32 MiB of weights, one after the other, which is
+   faster from memory and slower from a cache. The bits are the same.
 
    Pointers. k, a table of kernels, may be NULL everywhere: plain C. The description of a function
    says which other pointers may be NULL. Every other pointer points to as many elements as the
@@ -2970,8 +2970,8 @@ MOEI_AVX2 static void moei_edge_avx2(size_t columns, size_t m, size_t k, const f
 }
 
 /* Few rows over several panels at once: enough sums to hide their latency, and the panels are
-   streamed side by side. rows x panels is 1 x 4, 2 x 2 or 3 x 2, constants after inlining;
-   otherwise as the tile above. */
+   streamed side by side. rows x panels is 1 x 4, 2 x 2 or 3 x 2, or 1 x 1 or 2 x 1 for weights from
+   memory, constants after inlining; otherwise as the tile above. */
 MOEI_AVX2 MOEI_INLINE void moei_wide_tile_avx2(int rows, int panels, size_t k, const float *a, size_t ra, size_t ca,
                                                const float *b, size_t panel, float *c, size_t ldc, int load) {
     const float *b1 = b + panel, *b2 = panels > 2 ? b1 + panel : b;
@@ -2990,12 +2990,18 @@ MOEI_AVX2 MOEI_INLINE void moei_wide_tile_avx2(int rows, int panels, size_t k, c
 #define MOEI_STEP(row, i, at) s##row##i = _mm256_fmadd_ps(x##row, _mm256_loadu_ps(at), s##row##i);
 #define MOEI_COLUMNS(row) \
     if (rows > row) { \
-        MOEI_STEP(row, 0, b) MOEI_STEP(row, 1, b + 8) MOEI_STEP(row, 2, b1) MOEI_STEP(row, 3, b1 + 8) \
+        MOEI_STEP(row, 0, b) MOEI_STEP(row, 1, b + 8) \
+    } \
+    if (rows > row && panels > 1) { \
+        MOEI_STEP(row, 2, b1) MOEI_STEP(row, 3, b1 + 8) \
     }
 #define MOEI_STORE(row, i) moei_add_to_avx2(c + 8 * i, kept, s##row##i);
 #define MOEI_STORE_ROW(row) \
     if (rows > row) { \
-        MOEI_STORE(row, 0) MOEI_STORE(row, 1) MOEI_STORE(row, 2) MOEI_STORE(row, 3) \
+        MOEI_STORE(row, 0) MOEI_STORE(row, 1) \
+    } \
+    if (rows > row && panels > 1) { \
+        MOEI_STORE(row, 2) MOEI_STORE(row, 3) \
     }
     for (p = 0; p < k; p++, a += ca, b += MOEI_PANEL, b1 += MOEI_PANEL, b2 += MOEI_PANEL, b3 += MOEI_PANEL) {
         const __m256 x0 = _mm256_broadcast_ss(a), x1 = rows > 1 ? _mm256_broadcast_ss(a + ra) : zero;
@@ -3052,11 +3058,15 @@ MOEI_PANELS(avx2, MOEI_AVX2, MOEI_BLOCK_M, MOEI_CACHED)
    cache, panels side by side are faster: more sums hide the latency of each. */
 MOEI_AVX2 static void moei_streamed_avx2(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca,
                                          const float *b, size_t panel, float *c, size_t ldc, int accumulate) {
-    size_t j = 0, p;
+    size_t j = 0, p, block;
     for (; (m == 1 || m == 2) && k > 0 && n - j >= MOEI_PANEL; j += MOEI_PANEL, b += panel)
-        for (p = 0; p < k; p += MOEI_BLOCK_K)
-            moei_rows_avx2(1, m, moei_smaller(k - p, MOEI_BLOCK_K), a + p * ca, ra, ca, b + p * MOEI_PANEL, MOEI_PANEL,
-                           c + j, ldc, accumulate || p > 0, moei_prefetch_begin((uintptr_t)c, 64, 0, 0));
+        for (p = 0; p < k; p += block) {
+            const float *left = a + p * ca, *right = b + p * MOEI_PANEL;
+            const int load = accumulate || p > 0;
+            block = moei_smaller(k - p, MOEI_BLOCK_K);
+            if (m == 1) moei_wide_tile_avx2(1, 1, block, left, ra, ca, right, panel, c + j, ldc, load);
+            else moei_wide_tile_avx2(2, 1, block, left, ra, ca, right, panel, c + j, ldc, load);
+        }
     moei_panels_avx2(m, n - j, k, a, ra, ca, b, panel, c + j, ldc, accumulate);
 }
 
@@ -3891,10 +3901,11 @@ MOEI_AVX512 static size_t moei_columns_avx512(size_t m, size_t n, size_t k, cons
 
 MOEI_PANELS(avx512, MOEI_AVX512, MOEI_BLOCK_M, MOEI_CACHED)
 
-/* Up to six rows as with AVX2, except three, which take more time there. */
+/* Up to two rows, and four to six of matrices below 6 MiB, take less time as with AVX2. */
 static void moei_streamed_avx512(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, const float *b,
                                  size_t panel, float *c, size_t ldc, int accumulate) {
-    moe_panels_fn *product = m == 3 || m > 6 ? moei_panels_avx512 : moei_streamed_avx2;
+    const int narrow = m < 3 || (m > 3 && m < 7 && n * k < 1500000);
+    moe_panels_fn *product = narrow ? moei_streamed_avx2 : moei_panels_avx512;
     product(m, n, k, a, ra, ca, b, panel, c, ldc, accumulate);
 }
 
