@@ -396,7 +396,7 @@ static double moei_power_below(double x) {
 /* Digits after the point for numbers up to `most` in magnitude; integers: all of them are integers.
    A result -n below -1 means n significant digits, with an exponent. */
 static int moei_decimals_for(double most, int integers) {
-    if (integers && most < 1e9) return 0;
+    if (integers) return 0;
     if (most >= 1e6 || (most > 0.0 && most < 1e-3)) return -4;
     return most >= 100.0 ? 1 : most >= 10.0 ? 2 : most >= 0.1 ? 3 : most >= 0.01 ? 4 : 5;
 }

@@ -442,7 +442,8 @@ static void shows(double value, double half_width, int decimals, const char *wan
 /* As many digits as the numbers need. */
 static void test_digits(void) {
     shows(123456789, -1, 0, "  123456789");
-    shows(2123456789, -1, 0, "  2123000000"); /* four digits */
+    shows(2123456789, -1, 0, "  2123456789");
+    shows(2123456789012345, -1, 0, "  2123000000000000"); /* four digits */
     shows(0.00012341, -1, 0, "  0.0001234");
     shows(0.0012345, -1, 0, "  0.00123");
     shows(4e17, -1, 2, "  4e17");
