@@ -766,6 +766,34 @@ static void modular_newcomer(const int32_t *choices, moe_modular *modular, const
         CHECK(i % SEEN == 7 || beside[0][i] == beside[1][i], "the others keep the best of theirs");
 }
 
+/* The mean over samples of -(y - target)^2 / 2 + the sum over layers of ln p(choice). */
+static double modular_likelihood(const int32_t *choices, const moe_modular *modular, const moe_data *data) {
+    const moe_net *net = modular->trainer->net;
+    double sum = 0, error;
+    size_t i, t, layer = 0;
+    moe_net_pass pass;
+    moe_call call;
+    memset(&call, 0, sizeof call);
+    call.n_tokens = data->n;
+    call.x = data->x;
+    call.training = 1;
+    call.given = choices;
+    call.teacher = modular->teacher;
+    call.rng = &modular->trainer->rng;
+    CHECK(moe_net_forward(net, &call, modular->net_work, modular->net_size, &pass) == MOE_OK);
+    for (t = 0; t < data->n; t++) {
+        error = (double)pass.y[t] - (double)data->targets[t];
+        sum -= error * error / 2;
+    }
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_routing *r = moe_net_routing(net, &pass, i);
+        for (t = 0; r != NULL && t < data->n; t++)
+            sum += log((double)r->probabilities[t * 3 + (size_t)choices[layer * data->n + t]]);
+        layer += r != NULL;
+    }
+    return sum / (double)data->n;
+}
+
 static void modular_steps(int32_t *choices, moe_modular *modular, moe_data *data) {
     enum { SEEN = 96 };
     int32_t kept[2 * SEEN];
@@ -794,6 +822,7 @@ static void modular_steps(int32_t *choices, moe_modular *modular, moe_data *data
     CHECK_STATUS(moe_modular_step(modular, data, 0, 0, choices, &result, &error), MOE_OK, "no draws");
     CHECK(memcmp(kept, choices, sizeof kept) == 0 && !(result.changed > 0), "without draws the choices stay");
     CHECK_CLOSE(result.log_likelihood, before, ROUNDING, "and so does their log-likelihood");
+    CHECK_CLOSE(result.log_likelihood, modular_likelihood(choices, modular, data), ROUNDING, "which is its formula");
     modular_newcomer(choices, modular, data);
     for (i = 0; i < 120; i++)
         CHECK_STATUS(moe_modular_step(modular, data, 4, 5, choices, &result, &error), MOE_OK, "EM");
