@@ -2673,7 +2673,7 @@ MOEI_TOOL size_t moei_cached_steps(size_t cached, size_t rows, size_t k) {
                                                   const float *times, size_t ldt, float *y, size_t ldy) { \
         size_t i, j; \
         for (i = 0; i < m; i++, x += ldx, y += ldy) \
-            for (j = 0; j < n; j += width) { \
+            for (j = 0; j < n; j += (width)) { \
                 VECTOR result = moei_act_##set(act, moei_load_part_##set(n - j, x + j)); \
                 if (times != NULL) result = OP(mul)(result, moei_load_part_##set(n - j, times + i * ldt + j)); \
                 moei_store_part_##set(n - j, y + j, result); \
@@ -2734,7 +2734,7 @@ MOEI_TOOL size_t moei_cached_steps(size_t cached, size_t rows, size_t k) {
     target MOEI_INLINE void moei_gated_backward_act_##set(int act, size_t n, const float *x, const float *times, \
                                                           const float *dy, float *dx, float *d_times) { \
         size_t j; \
-        for (j = 0; j < n; j += width) { \
+        for (j = 0; j < n; j += (width)) { \
             const VECTOR value = moei_load_part_##set(n - j, x + j), d = moei_load_part_##set(n - j, dy + j); \
             const VECTOR in = times != NULL ? OP(mul)(d, moei_load_part_##set(n - j, times + j)) : d; \
             moei_store_part_##set(n - j, dx + j, moei_slope_##set(act, value, in)); \
@@ -2766,7 +2766,7 @@ MOEI_TOOL size_t moei_cached_steps(size_t cached, size_t rows, size_t k) {
         const VECTOR correction2 = OP(set1)(step->correction2); \
         const VECTOR epsilon = OP(set1)(step->epsilon); \
         size_t i; \
-        for (i = 0; i < n; i += width) { \
+        for (i = 0; i < n; i += (width)) { \
             const VECTOR g = OP(mul)(scale, moei_load_part_##set(n - i, gradient + i)); \
             const VECTOR at = moei_load_part_##set(n - i, w + i); \
             const VECTOR first = OP(fmadd)(keep1, moei_load_part_##set(n - i, m + i), OP(mul)(take1, g)); \
@@ -9143,7 +9143,7 @@ void moei_float_op_sqrt_softplus(const moei_int_op *op, moei_int_run *run) {
     void moei_float_op_##name(const moei_int_op *op, moei_int_run *run) { \
         const moei_float_view v = moei_float_see(op, run); \
         int i; \
-        for (i = 0; i < count; i++) out[i] = value; \
+        for (i = 0; i < (count); i++) (out)[i] = value; \
     }
 MOEI_FLOAT_LOOP(multiply, v.n, v.y, v.x[i] * v.z[i])
 MOEI_FLOAT_LOOP(add, v.n, v.y, v.x[i] + v.z[i])

@@ -132,7 +132,7 @@ cppcheck|uninitvar|moe.h|struct moe_module_pass *p = modules != NULL ? &modules[
 cppcheck|legacyUninitvar|moe.h|moe_real *part = d != NULL ? d + from : room;|the address is taken; memcpy fills it
 cppcheck|uninitStructMember|moe.h|if (error != NULL && status == MOE_OK) *error = before;|
     before is set where error is not NULL
-cppcheck|ctuuninitvar|moe.h|return why->message[0] != '\0' ? why->message : moe_status_text(status);|
+cppcheck|ctuuninitvar|moe.h|why->message[0] != '\0' ? why->message : moe_status_text(status));|
     its callers empty the message first
 cppcheck|shiftTooManyBitsSigned|moe.h|if (bits < 0) return level >> (bits < -31 ? 31 : -bits);|
     the headers want >> of a negative number to be arithmetic, as it is everywhere they compile; 31 is meant
@@ -142,6 +142,7 @@ tidy|bugprone-macro-parentheses|moe_routers.h|#define MOEI_VALUE_BIT(value, bit,
     makes lines of an enumeration
 tidy|bugprone-macro-parentheses|moe_routers.h|#define MOEI_SUPPLIED_ANY(bit, value, member) (value) +|the terms of a sum
 tidy|bugprone-macro-parentheses|moe_kernels.h|#define MOEI_ADD_TO(s, a, b) s += (a) * (b)|a statement
+tidy|bugprone-macro-parentheses|moe_kernels.h|target static void moei_gated|an attribute of the function
 eva|division by zero|moe.h|factor = (int16_t)(((uint32_t)h->op->factor2 << 15 >> less) / (total >> down));|
     the token with the largest score has the weight 32767 >> less, and `down` leaves 16 bits
 eva|signed overflow|moe.h|y[q] = (int16_t)(y[q] + ((a * moei_flash_16(row + 2 * q) + 16384) >> 15));|
