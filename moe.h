@@ -4755,11 +4755,6 @@ static size_t moei_rows_of(const moe_layer_pass *p, size_t e) {
     return plan->rows > 0 ? plan->rows : plan->offsets[e + 1] - plan->offsets[e];
 }
 
-/* The row of its expert's input to which assignment i, counted from the expert's first, belongs. */
-static size_t moei_row_of(const moe_layer_pass *p, const moe_assignment *entry, size_t i) {
-    return p->routing.plan.rows > 0 ? (size_t)entry->choice : i;
-}
-
 /* run: from moei_expert_run_begin for these experts. */
 static void moei_task_begin(moei_task *task, const moe_layer *layer, moe_layer_pass *p, int kind,
                             const moei_expert_run *run) {
@@ -5064,7 +5059,7 @@ static void moei_weights_backward(const moei_task *task, const moei_expert_run *
     moei_columns_of(run->n_assignments, index, task->n_tasks, &from, &to);
     for (i = from; i < to; i++) {
         const moe_assignment *entry = run->assignments + i;
-        size_t row = moei_row_of(p, entry, i), t = (size_t)entry->token;
+        size_t row = p->routing.plan.rows > 0 ? (size_t)entry->choice : i, t = (size_t)entry->token;
         const moe_real *dy = task->returned->dy;
         if (dy == NULL) p->routing.d_weight_out[run->first + i] = task->returned->d_weights[run->first + i];
         else

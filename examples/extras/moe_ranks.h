@@ -1223,7 +1223,7 @@ static size_t moei_plan_length(const moe_layer *layer, const moe_layer_pass *p) 
 
 /* The row of assignment i of expert e in this rank's dispatch plan. */
 static size_t moei_plan_row(const moe_layer_pass *p, size_t e, const moe_assignment *entry, size_t i) {
-    return moei_first_row(p, e) + moei_row_of(p, entry, i);
+    return moei_first_row(p, e) + (p->routing.plan.rows > 0 ? (size_t)entry->choice : i);
 }
 
 /* Whether the rows of the plan are unweighted rows of x. */
