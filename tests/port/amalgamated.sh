@@ -663,11 +663,15 @@ SOURCE
     [ "$(grep -c . written)" -eq 40 ] && run cmp written read
 }
 
+# At most 3000 lines, and what README says of them, to the hundred.
 size_of_integers() {
     for words in one all inference integers; do
         echo "note: $words: $(wc -l <"$prepared/$words/moe.h") lines, $(wc -c <"$prepared/$words/moe.h") bytes"
     done
-    [ "$(wc -l <"$prepared/integers/moe.h")" -le 3000 ]
+    lines=$(wc -l <"$prepared/integers/moe.h")
+    said=$(sed -n 's/.* \([0-9]*\),\([0-9]*\) lines for firmware.*/\1\2/p' "$root/README.md")
+    [ "$lines" -le 3000 ] || return 1
+    [ $(((lines + 50) / 100 * 100)) -eq "${said:-0}" ] || { echo "README says ${said:-nothing} of $lines"; return 1; }
 }
 
 # The smallest firmware (examples/mcu) with the file for integers, as a program for this machine.
