@@ -524,18 +524,19 @@ def in_use(drawn, tensors):
     return found
 
 
-def near_integers(drawn, tensors):
+def near_integers(drawn, tensors, draws=4):
     """What inference models compute, for the call as one sequence, and how far they may be from it:
     four times what errors of a code in every vector change, which is 1/127 of its range, 1/32 for
-    weights of 4 bits."""
+    weights of 4 bits, and 1 where all are 0, which tells nothing of the range. The largest of some
+    draws: few draws seldom meet a choice of experts that such errors decide."""
     tensors = {name: t for name, t in tensors.items() if name not in ("mask", "seq")}
     dice = np.random.default_rng([drawn.seed, 3000])
     found = {"exact": Net(drawn.modules, tensors, False).forward().value}
     for name, size in ("int8", 127.0), ("int4", 32.0):
         def move(v):
-            return v + dice.uniform(-1.0, 1.0, v.shape) * np.abs(v).max(initial=0.0) / size
+            return v + dice.uniform(-1.0, 1.0, v.shape) * (np.abs(v).max(initial=0.0) / size or 1.0)
         off = [np.abs(Net(drawn.modules, tensors, False, move=move).forward().value - found["exact"]).max()
-               for _ in range(4)]
+               for _ in range(draws)]
         found[name] = 4.0 * np.array([max(off)]) + 0.02 * np.abs(found["exact"]).max()
     return {"sequence." + name: value for name, value in found.items() if np.isfinite(value).all()}
 
@@ -616,6 +617,9 @@ def check_integers(header):
     if "sequence." + kind in call:
         off = np.abs(model.output_scale * np.array([wanted for _, wanted, _ in calls]) - call["sequence.exact"]).max()
         most = float(call["sequence." + kind])
+        if off > most:
+            _, stored = read_case(path_of(folder, "net", int(seed)))
+            most = float(near_integers(DrawNet(int(seed)), {**stored, **call}, 64)["sequence." + kind][0])
         integers.require(off <= most, "an output is %.2g from the network's, more than %.2g", off, most)
 
 
