@@ -3568,7 +3568,7 @@ typedef struct moei_pass {
     int frozen;        /* past freeze_at */
     int competes;      /* the experts compete in this call */
     int noisy;         /* noise is added to the logits */
-    unsigned supplied; /* MOEI_HAS_ bits of the call, or of the batch */
+    unsigned supplied; /* MOEI_HAS_ bits of the batch in global routing, else 0 */
     /* 1: the call's own tokens of a batch with global routing; other processes' tokens come before
        and after them */
     int is_part;
@@ -7437,7 +7437,6 @@ static void moei_pass_begin(moei_pass *s, const moe_router *router, const moe_ca
     s->n = call->n_tokens;
     s->experts = (size_t)router->config.n_experts;
     s->d = (size_t)router->config.d_model;
-    if (call->training || call->batch != NULL) s->supplied = moei_supplied(call);
     s->noisy = call->training && router->config.noise != MOE_NOISE_NONE;
     if (MOEI_KEPT(EXTRAS, MOE_EXTRA_SCHEDULE) && (router->parts & MOEI_PART_MOVES)) moei_schedule(s);
 }

@@ -665,6 +665,8 @@ static void test_modular(void) {
     moe_train_config config;
     moe_trainer trainer, none;
     moe_modular modular, empty;
+    const moe_allocator usual = net.allocator;
+    test_heap heap;
     size_t i;
     memset(&config, 0, sizeof config);
     memset(&none, 0, sizeof none);
@@ -686,6 +688,10 @@ static void test_modular(void) {
     REFUSED(MOE_ERR_ARGUMENT, "must not be NULL", moe_modular_init(NULL, &trainer, &error));
     REFUSED(MOE_ERR_ARGUMENT, "must not be NULL", moe_modular_init(&modular, NULL, &error));
     REFUSED(MOE_ERR_ARGUMENT, "must not be NULL", moe_modular_init(&modular, &none, &error));
+    CHECK(modular.memory == NULL);
+    net.allocator = test_allocator(&heap, 1);
+    REFUSED(MOE_ERR_MEMORY, "no memory for a workspace", moe_modular_init(&modular, &trainer, &error));
+    net.allocator = usual;
     CHECK(modular.memory == NULL);
     IS(MOE_OK, moe_modular_init(&modular, &trainer, &error));
     refuse_modular_steps(&trainer, &modular, &empty);

@@ -1648,7 +1648,9 @@ static void refuse_writing(moe_layer *layer, moe_buffer *buffer, moe_stream *str
     small.read = NULL;
     small.write = write_some;
     REFUSED(moe_import_write(layer, &small, AT, "mixtral", MOE_DTYPE_F32, &error), MOE_ERR_SPACE, "the stream failed");
+    strcpy(error.message, "unchanged on success");
     CHECK(moe_import_write(layer, stream, AT, "mixtral", MOE_DTYPE_F32, &error) == MOE_OK);
+    CHECK(strcmp(error.message, "unchanged on success") == 0);
     room = buffer->size - 10;
     moe_buffer_free(buffer);
     REFUSED(moe_import_write(layer, &small, AT, "mixtral", MOE_DTYPE_F32, &error), MOE_ERR_SPACE, "the stream failed");

@@ -822,6 +822,7 @@ static void test_messages(void) {
     static const char *const nameless[] = {"", "b", "c", "d"};
     static const double table[] = {3, 1, 4, 1, 5, 9}, curve[] = {9, 7, 3, 4};
     static const int32_t chosen[] = {2, 2, 0, -1};
+    static const double heights[] = {5.0, 5.004};
     static const char *const words[] = {"a", "b\n", " ", "d"}, *const rows[] = {"first", "second"};
     moe_figure f = figure(MOE_FIGURE_HEAT, 2, 3);
     f.values = table;
@@ -848,7 +849,9 @@ static void test_messages(void) {
     CHECK(write_as(&f, TEXT) == MOE_OK && holds("\xc2\xb7  b  c  d\n"));
     f = figure(MOE_FIGURE_MAP, 2, 2);
     f.experts = chosen;
+    f.y = heights; /* their difference decides on the digits */
     CHECK(write_as(&f, TEXT) == MOE_OK && holds("\n22\n"));
+    CHECK(write_as(&f, SVG) == MOE_OK && holds(">5.000<") && holds(">5.004<"));
     f = figure(MOE_FIGURE_TABLE, 1, 2);
     f.values = table;
     CHECK(write_as(&f, TEXT) == MOE_OK && holds("\n0  3  1\n"));

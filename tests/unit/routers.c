@@ -2807,6 +2807,9 @@ static void test_bad_calls(void) {
               moe_router_parameter(&b.router.config, MOE_ROUTER_PARAMETER_COUNT, NULL) == MOE_ERR_NOT_FOUND,
           "no such slot");
     bench_end(&b);
+    c.n_experts = c.d_model = c.slots = INT32_MAX;
+    c.select = MOE_SELECT_SOFT;
+    CHECK(moe_router_parameter(&c, MOE_ROUTER_SLOT_VECTORS, NULL) == MOE_ERR_OVERFLOW, "a size beyond memory");
     c = config_of("score=norm");
     if (!CHECK(bench_start(&b, &c, NULL, 5, 0.6), "routes")) return;
     b.call.activations = NULL;
