@@ -1254,9 +1254,9 @@ MOE_API moe_status moe_sample(const moe_sampling *how, size_t n, const moe_real 
 #ifndef MOE_NO_TRAIN
 /* Adds the gradients of sum(y * dy), dy [N,d_out], and of all router losses to the tensors'
    gradients, and that of x to dx [N,d_in] (may be NULL; not touched with d_in = 0). The pass must
-   come from a forward with call->training = 1 on the same network, whose tensors and x are as they
-   were then; one backward per forward. MOE_ERR_STATE otherwise, or when the network was not built
-   trainable. */
+   come from a forward with call->training = 1 (else MOE_ERR_STATE, as when the network was not
+   built trainable). Not checked: it is of the same network, whose tensors and x are as they were
+   then, and no backward has used it. */
 MOE_API moe_status moe_net_backward(const moe_net *net, const moe_real *dy, moe_real *dx, moe_net_pass *pass);
 /* moe_layer_observe and moe_layer_advance of all MoE layers. MOE_ERR_STATE: not built with
    trainable = 1, or the pass is not one of training. */

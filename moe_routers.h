@@ -5619,8 +5619,8 @@ static size_t moei_expert_choice_capacity(const moei_pass *s, size_t n) {
     const moe_real factor = s->c->capacity_factor > 0 ? s->c->capacity_factor : MOEI_R(1.0);
     double even = (double)factor * (double)n / (double)s->experts;
     size_t capacity;
-    /* a factor of 0.53 is below 0.53 in float, and a product of 26.5 must become 27 */
-    if (!MOE_REAL_IS_DOUBLE && even < 1e6) even += even * 6e-8;
+    /* 0.53 in float and 0.29 in double are below them: a product of 26.5 must become 27 */
+    if (even < 1e6) even += even * (MOE_REAL_IS_DOUBLE ? 4.5e-16 : 6e-8);
     capacity = even + 0.5 >= (double)n ? n : (size_t)(even + 0.5);
     return capacity < 1 ? 1 : capacity;
 }
@@ -6578,8 +6578,9 @@ static size_t moei_capacity(const moei_pass *s, moe_real factor, int real) {
         if (s->c->select == MOE_SELECT_EXPERT_CHOICE) return 0;
         if (s->c->select == MOE_SELECT_AFFINITY && !(factor > 0)) return 0;
         even = factor * (moe_real)s->c->top_k * (moe_real)most / moei_even_share(s->c, real);
-        /* a factor of 1.2 is above 1.2 in float, and a product of 30 must not become 31 */
-        if (!MOE_REAL_IS_DOUBLE && even < MOEI_R(1e6)) even -= even * MOEI_R(2e-7);
+        /* 1.2 in float and 0.4 in double are above 1.2 and 0.4: a product of 30 must not become
+           31 */
+        if (even < MOEI_R(1e6)) even -= even * (MOE_REAL_IS_DOUBLE ? MOEI_R(4.5e-16) : MOEI_R(2e-7));
         even = MOEI_F(ceil)(even);
         capacity = even >= (moe_real)most ? most : (size_t)even;
         if (capacity < least) capacity = least;

@@ -479,8 +479,8 @@ static int export_net(moe_net *net, samples *s, moe_built_model *floats, moe_bui
     size_t all, used;
     if (moe_net_load(net, path, 0, MOE_KERNELS_C, NULL, &error)) return fail(path, error.message);
     all = moe_net_parameter_count(net, &used);
-    printf("read         %s: %d modules, %.0f parameters, of which one input uses %.0f\n", path, (int)net->n_modules,
-           (double)all, (double)used);
+    printf("read         %s: %d module%s, %.0f parameters, of which one input uses %.0f\n", path, (int)net->n_modules,
+           net->n_modules == 1 ? "" : "s", (double)all, (double)used);
     if (moe_model_create(floats, net, &config, &error)) return fail(path, error.message);
     if (read_samples(s, net, floats->model.length)) return 1;
     config.weights = weights;
@@ -497,7 +497,7 @@ static int export_net(moe_net *net, samples *s, moe_built_model *floats, moe_bui
     if (made->profile != NULL) report_profile(made->profile);
     if (report_write_added("export", "A model for firmware")) return 1;
     printf("next         include it in the firmware; %s begins with instructions. To test that it compiles:\n", output);
-    printf("             cc -std=c99 -Os -I. -DMOE_IMPLEMENTATION %s-x c -c %s -o /dev/null\n",
+    printf("             cc -std=c99 -Os -I'%s' -DMOE_IMPLEMENTATION %s-x c -c %s -o /dev/null\n", example_file(".."),
            weights == MOE_WEIGHTS_FLOAT ? "-DMOE_NO_TRAIN " : "-DMOE_NO_FLOAT ", output);
     return finish();
 }

@@ -43,6 +43,10 @@ int main(int argc, char *argv[]) {
     moe_error error;
     int failed = 0, ended = only_help(argc, argv, "own_router", "trains, saves and loads a custom router");
     if (ended >= 0) return ended;
+    if (file_is_there(path)) {
+        fprintf(stderr, "own_router: %s is there and would be lost\n", path);
+        return 1;
+    }
     for (int i = 0; i < N * D; i++) x[i] = (moe_real)(i * 37 % 101) / 25 - 2;
     for (int i = 0; i < N * D; i++) y[i] = x[i] < 0 ? -x[i] : x[i]; /* linear in each quadrant */
     for (int i = 0; i < 3 && !failed; i++) { /* the linear score; the custom router; the same, loaded */

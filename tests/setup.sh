@@ -215,22 +215,24 @@ PROBE
 # ---- programs that are kept ----
 
 # Sets $program to the compiled examples/$1.c, by a command ($2...) that lacks only "-o FILE". It is
-# kept in build/examples and made anew when what its source, a header or the command says has
-# changed: a header of another version may be older than the program. Where the checkout cannot be
-# written it is made in $scratch.
+# kept in build/examples under a name that ends in a sum of the command and of its source and all
+# headers, so that calls with other flags or headers, at the same time too, do not share it. What
+# nobody has run for a day is removed. Where the checkout cannot be written it is made in $scratch.
 setup_program() { # name command...
     setup_name=$1
     shift
     setup_kept=$root/build/examples
     { mkdir -p "$setup_kept" && [ -w "$setup_kept" ]; } 2>/dev/null || setup_kept=$scratch
-    program=$setup_kept/$setup_name
-    setup_made_of="$* $(setup_sum_of_sources)"
-    [ ! -x "$program" ] || [ "$(cat "$program.command" 2>/dev/null)" != "$setup_made_of" ] || return 0
+    setup_sum=$(echo "$* $(setup_sum_of_sources)" | cksum)
+    program=$setup_kept/$setup_name.${setup_sum%% *}
+    touch -c "$program"
+    [ ! -x "$program" ] || return 0
     setup_say "compiling $setup_name, about $(cat "$setup_kept/seconds" 2>/dev/null || echo 10) s"
     setup_began=$(date +%s)
     "$@" -o "$program.$$" || return 1
-    mv "$program.$$" "$program" && printf '%s\n' "$setup_made_of" >"$program.command"
+    mv "$program.$$" "$program" || return 1
     echo $(($(date +%s) - setup_began + 1)) >"$setup_kept/seconds"
+    find "$setup_kept" -name "$setup_name.*" -mtime +0 -exec rm -f {} +
 }
 
 setup_sum_of_sources() {

@@ -3,6 +3,9 @@
 # implementation), gcc -O2 and, in plain C, -O1, against the headers of a revision (b43e510) without
 # its "#pragma GCC optimize". The least of RUNS (5) runs, which alternate. Prints a table; nothing
 # is judged.
+case ${1:-} in
+-h | --help) sed -n '2,5s/^# //p' "$0" && exit ;;
+esac
 revision=${1:-b43e510} runs=${2:-5} cc=${CC:-gcc}
 root=$(cd "$(dirname "$0")/../.." && pwd) || exit 1
 work=$(mktemp -d) || exit 1

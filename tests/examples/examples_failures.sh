@@ -137,6 +137,7 @@ plan() {
     echo named_by_folder
     echo compiler_of_words
     echo kept_program
+    echo own_router_keeps
     echo short_check
     echo rows_5000
     echo byte_order_mark
@@ -303,7 +304,17 @@ kept_program() {
         status=$?
         [ "$(cat shown)" = "$word" ] || show_call "it is not the program of $word" || return 1
     done
-    sh repository/examples/run word 2>said >shown && empty 'compiled again:' "$(cat said)"
+    sh repository/examples/run word 2>said >shown && empty 'compiled again:' "$(cat said)" || return 1
+    CFLAGS=-DNOTHING sh repository/examples/run word >shown 2>said || show_call 'other flags' || return 1
+    sh repository/examples/run word 2>said >shown && empty 'replaced by that of other flags:' "$(cat said)"
+}
+
+# What own_router saves and removes is not a file that somebody has.
+own_router_keeps() {
+    screen=/dev/null limit=
+    echo old >own_router.safetensors
+    call own_router - -
+    names 'own_router.safetensors is there' && run grep -qx old own_router.safetensors
 }
 
 # As some programs begin a table.

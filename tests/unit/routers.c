@@ -3640,17 +3640,22 @@ static void test_batch_of_one(void) {
     check_router_x();
 }
 
-/* C is that of the factor as it is written, whatever the nearest float is. */
+/* C is that of the factor as it is written, whatever the nearest float or double is. */
 static void test_capacity_of_decimals(void) {
-    static const int tenths[] = {3, 6, 7, 9, 11, 12, 13, 14, 24};
-    char settings[60];
+    static const struct {
+        size_t tenths, k, experts;
+    } rows[] = {{3, 4, 4},  {6, 4, 4},  {7, 4, 4},  {9, 4, 4},   {11, 4, 4}, {12, 4, 4},
+                {13, 4, 4}, {14, 4, 4}, {24, 4, 4}, {4, 14, 15}, {6, 7, 9},  {11, 3, 12}};
+    char settings[80];
     size_t row, n;
-    for (row = 0; row < sizeof tenths / sizeof tenths[0]; row++)
+    for (row = 0; row < sizeof rows / sizeof rows[0]; row++)
         for (n = 1; n <= 100; n++) {
-            const size_t exact = ((size_t)tenths[row] * 4 * n + 39) / 40; /* K = E = 4 */
+            const size_t tenths = rows[row].tenths, experts = rows[row].experts;
+            const size_t exact = (tenths * rows[row].k * n + 10 * experts - 1) / (10 * experts);
             moe_router_config c;
             bench b;
-            sprintf(settings, "top_k=4 capacity_factor=%d.%d", tenths[row] / 10, tenths[row] % 10);
+            sprintf(settings, "n_experts=%d top_k=%d capacity_factor=%d.%d", (int)experts, (int)rows[row].k,
+                    (int)tenths / 10, (int)tenths % 10);
             c = config_of(settings);
             if (!CHECK(bench_start(&b, &c, NULL, n, 0.5), settings)) return;
             bench_route(&b);
@@ -3662,7 +3667,7 @@ static void test_capacity_of_decimals(void) {
 
 /* round(f N / E) of expert_choice is that of f as it is written, too, where it ends in a half. */
 static void test_choice_of_decimals(void) {
-    static const int hundredths[] = {53, 59, 65, 106, 117, 118, 50, 125};
+    static const int hundredths[] = {53, 59, 65, 106, 117, 118, 50, 125, 29};
     char settings[80];
     size_t row, n, t;
     for (row = 0; row < sizeof hundredths / sizeof hundredths[0]; row++)
