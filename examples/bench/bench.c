@@ -1014,6 +1014,10 @@ static void print_list(void) {
                claims[i].paper, *claims[i].place != '\0' ? ", " : "", claims[i].place, claims[i].world, claims[i].arm,
                claims[i].baseline, outcomes[claims[i].outcome].name, claims[i].sign > 0 ? "up" : "down",
                claims[i].margin);
+    for (int i = 0; i < LAW_ARMS; i++)
+        printf("law of %s: its losses at widths 12, 20 and 32 predict that at 48; interval up to +-%g\n", law_arms[i],
+               LAW_MARGIN);
+    printf("trend of %s minus %s: down by %g per doubling of the width\n", law_arms[1], law_arms[0], TREND_MARGIN);
     for (int i = 0; i < N_WORLDS; i++) printf("world %-20s %s\n", worlds[i].name, worlds[i].about);
     for (int i = 0; i < N_ARMS; i++) {
         char text[2 * TEXT_ROOM + 80];

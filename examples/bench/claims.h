@@ -226,8 +226,8 @@ typedef struct claim {
 #define OTHER "others"
 
 #define SCALE_CLAIM(d, e, rates) \
-    {"scaling." #d "." #e, AUTONOMY, "table 5", "width " #d ", " #e " experts", "scale_" #d "_" #e, "autonomy", \
-     "smoe", LOSS, -1, 0.01, 0, SECONDARY},
+    {"scaling." #d "." #e, AUTONOMY, "table 5", "lower loss at width " #d " with " #e " experts", "scale_" #d "_" #e, \
+     "autonomy", "smoe", LOSS, -1, 0.01, 0, SECONDARY},
 
 static const claim claims[] = {
     /* planted worlds */
