@@ -823,7 +823,7 @@ static int natural_claim(const judgement *g, int primary) {
     int first = -1;
     for (int c = 0; c < N_CLAIMS; c++) {
         if (strcmp(claims[c].paper, claims[primary].paper) != 0) continue;
-        if (strcmp(find_world(claims[c].world)->part, "worlds") == 0) continue;
+        if (strcmp(section_of(&claims[c]), "natural") != 0) continue;
         if (claims[c].kind == PRIMARY && g[c].verdict != NOT_RUN) return c;
         if (first < 0 || (g[first].verdict == NOT_RUN && g[c].verdict != NOT_RUN)) first = c;
     }

@@ -207,7 +207,7 @@ static void print_laws(void) {
             print(" | | | | | %s |\n", law_verdicts[t.verdict]);
             continue;
         }
-        print(" %.3f + (%.3f, %.3f, %.3f) size^-%.3f |", t.fitted.a, t.fitted.b[0], t.fitted.b[1], t.fitted.b[2],
+        print(" %.3f + (%.3g, %.3g, %.3g) size^-%.3f |", t.fitted.a, t.fitted.b[0], t.fitted.b[1], t.fitted.b[2],
               t.fitted.c);
         for (int e = 0; e < LAW_EXPERTS; e++) print("%s %.4f", e > 0 ? "," : "", r[i].mean.loss[e][LAW_FITTED]);
         print(" |");
