@@ -48,8 +48,8 @@ enum { MAX_JOBS = 8192, MAX_SEEDS = 64, LINE = 8192, FIELD = 2400, MAX_BLOCKS = 
 
 static const char help[] =
     "bench [options]       makes the runs that the claims still need and prints verdicts\n"
-    "  --only A,B          only these claims, worlds or parts: worlds text short words digits, toy, aoe.means\n"
-    "                      (the planted worlds; --only digits,short,text,words: the others)\n"
+    "  --only A,B          only these claims, worlds or parts: worlds text short words scaling digits, toy,\n"
+    "                      aoe.means (the planted worlds; --only digits,short,text,words,scaling: the others)\n"
     "  --rows FOLDER       the folder of rows (examples/bench/results); recorded runs are not repeated\n"
     "  --jobs N            parallel processes (1)\n"
     "  --minutes N         stops after that time; the same command continues, within a run on text too\n"
@@ -552,7 +552,7 @@ static int run_jobs(void) {
 }
 
 static int read_rows(int running) {
-    static const char *const parts[] = {"worlds", "cost", "text", "short", "words", "digits"};
+    static const char *const parts[] = {"worlds", "cost", "text", "short", "words", "scaling", "digits"};
     forget_rows();
     for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
         const char *of_world = strcmp(parts[i], "cost") == 0 ? "worlds" : parts[i];
@@ -683,16 +683,23 @@ static void print_verdict(const claim *c, const judgement *g) {
         print(", %s", kept ? "as it must" : g->verdict == REPRODUCED ? "**though it must not be**" : "open");
 }
 
-/* The claims of the planted worlds or of natural data that have been run. */
-static void print_claims(const judgement *g, int in_worlds) {
+/* The block of a claim: of the planted worlds, of sizes of models, or of natural data. */
+static const char *section_of(const claim *c) {
+    const char *part = find_world(c->world)->part;
+    return strcmp(part, "worlds") == 0 || strcmp(part, "scaling") == 0 ? part : "natural";
+}
+
+/* The claims of a block that have been run; returns 0 if there are none. */
+static int print_claims(const judgement *g, const char *block) {
     static const char *const kinds[] = {"**primary**", "", "control", "keeps"};
     const char *paper = "";
-    print("| claim | world | outcome | arm | baseline | difference | margin | p | verdict |\n");
-    print("|---|---|---|--:|--:|--:|--:|--:|---|\n");
     for (int c = 0; c < N_CLAIMS; c++) {
         const claim *k = &claims[c];
         int places = outcomes[k->outcome].decimals;
-        if ((strcmp(find_world(k->world)->part, "worlds") == 0) != in_worlds || g[c].verdict == NOT_RUN) continue;
+        if (strcmp(section_of(k), block) != 0 || g[c].verdict == NOT_RUN) continue;
+        if (*paper == '\0')
+            print("| claim | world | outcome | arm | baseline | difference | margin | p | verdict |\n"
+                  "|---|---|---|--:|--:|--:|--:|--:|---|\n");
         if (strcmp(paper, k->paper) != 0) print("| *%s* | | | | | | | | |\n", k->paper);
         paper = k->paper;
         if (g[c].verdict == NO_NUMBER) {
@@ -708,12 +715,13 @@ static void print_claims(const judgement *g, int in_worlds) {
         print_verdict(k, &g[c]);
         print(" |\n");
     }
+    return *paper != '\0';
 }
 
-/* The claims that have been declared but not run. */
+/* The claims that have been declared but not run, but for those of scaling, whose block says so. */
 static void print_missing(const judgement *g) {
     for (int c = 0; c < N_CLAIMS; c++)
-        if (g[c].verdict == NOT_RUN)
+        if (g[c].verdict == NOT_RUN && strcmp(section_of(&claims[c]), "scaling") != 0)
             print("| %s | %s %s | %s | %s against %s | not run yet |\n", claims[c].text, claims[c].paper,
                   claims[c].place, claims[c].world, claims[c].arm, claims[c].baseline);
 }
@@ -769,6 +777,7 @@ static void print_builds(void) {
 }
 
 #include "cost.h"
+#include "scaling.h"
 
 /* Runs the missing jobs: the grid, the judging seeds with its best pair, the runs at equal cost. */
 static int run_missing(void) {
@@ -804,7 +813,8 @@ static int run_missing(void) {
 /* ---- README.md ---- */
 
 /* Blocks of examples/bench/README.md; the last one is in the README.md at the top. */
-static const char *const blocks[] = {"worlds", "cost", "natural", "missing", "routers", "builds", "verdicts"};
+static const char *const blocks[] = {"worlds",  "cost",   "natural", "scaling",
+                                     "missing", "routers", "builds", "verdicts"};
 enum { N_BLOCKS = sizeof blocks / sizeof blocks[0], OWN_BLOCKS = N_BLOCKS - 1 };
 
 /* The claim on natural data beside a primary claim of planted worlds: the paper's primary one, or
@@ -813,7 +823,7 @@ static int natural_claim(const judgement *g, int primary) {
     int first = -1;
     for (int c = 0; c < N_CLAIMS; c++) {
         if (strcmp(claims[c].paper, claims[primary].paper) != 0) continue;
-        if (strcmp(find_world(claims[c].world)->part, "worlds") == 0) continue;
+        if (strcmp(section_of(&claims[c]), "natural") != 0) continue;
         if (claims[c].kind == PRIMARY && g[c].verdict != NOT_RUN) return c;
         if (first < 0 || (g[first].verdict == NOT_RUN && g[c].verdict != NOT_RUN)) first = c;
     }
@@ -838,9 +848,11 @@ static void print_verdicts(const judgement *g) {
 }
 
 static void print_block(const char *name, const judgement *g) {
-    if (strcmp(name, "worlds") == 0) print_claims(g, 1);
-    else if (strcmp(name, "natural") == 0) print_claims(g, 0);
-    else if (strcmp(name, "missing") == 0) {
+    if (strcmp(name, "worlds") == 0 || strcmp(name, "natural") == 0) (void)print_claims(g, name);
+    else if (strcmp(name, "scaling") == 0) {
+        if (print_claims(g, name)) print("\n");
+        print_laws();
+    } else if (strcmp(name, "missing") == 0) {
         print("| claim | paper | world | comparison | verdict |\n|---|---|---|---|---|\n");
         print_missing(g);
     } else if (strcmp(name, "routers") == 0) print_arms();
@@ -1002,6 +1014,10 @@ static void print_list(void) {
                claims[i].paper, *claims[i].place != '\0' ? ", " : "", claims[i].place, claims[i].world, claims[i].arm,
                claims[i].baseline, outcomes[claims[i].outcome].name, claims[i].sign > 0 ? "up" : "down",
                claims[i].margin);
+    for (int i = 0; i < LAW_ARMS; i++)
+        printf("law of %s: its losses at widths 12, 20 and 32 predict that at 48; interval up to +-%g\n", law_arms[i],
+               LAW_MARGIN);
+    printf("trend of %s minus %s: down by %g per doubling of the width\n", law_arms[1], law_arms[0], TREND_MARGIN);
     for (int i = 0; i < N_WORLDS; i++) printf("world %-20s %s\n", worlds[i].name, worlds[i].about);
     for (int i = 0; i < N_ARMS; i++) {
         char text[2 * TEXT_ROOM + 80];
@@ -1162,6 +1178,7 @@ static int perform(void) {
         print_block(blocks[i], g);
     }
     for (int w = 0; w < N_WORLDS && report_path != NULL; w++) report_curves(&worlds[w]);
+    if (report_path != NULL) report_laws();
     failed |= report_write_added("bench", "Claims about routers");
     if (fflush(stdout) != 0 || ferror(stdout)) return complain("the output", "cannot be written");
     return failed;

@@ -82,6 +82,115 @@ static void check_verdicts(void) {
     }
 }
 
+/* Losses that scatter around a law; those of the largest width are higher by `off`. */
+static void law_make(law_rows *r, const law *l, double scatter, double off, moe_rng *rng) {
+    memset(r, 0, sizeof *r);
+    r->seeds = 3;
+    for (int e = 0; e < LAW_EXPERTS; e++)
+        for (int w = 0; w < LAW_WIDTHS; w++) {
+            r->mean.size[e][w] = 1e-6 * law_widths[w] * (600 + 40 * law_widths[w] + 5 * law_experts[e]);
+            for (int s = 0; s < r->seeds; s++)
+                r->loss[e][w][s] = law_at(l, e, r->mean.size[e][w]) + scatter * (double)moe_rng_normal(rng) +
+                                   (w == LAW_FITTED ? off : 0);
+            r->mean.loss[e][w] = statistics_paired((size_t)r->seeds, r->loss[e][w], NULL).mean;
+        }
+}
+
+/* How many of 60 sets of losses with this scatter and offset get the verdict. */
+static int law_count(const law *l, double scatter, double off, int verdict) {
+    static law_rows r;
+    moe_rng rng;
+    int n = 0;
+    moe_rng_seed(&rng, 2);
+    for (int i = 0; i < 60; i++) {
+        law_make(&r, l, scatter, off, &rng);
+        n += law_test(&r, 200).verdict == verdict;
+    }
+    return n;
+}
+
+static void check_laws(void) {
+    static const law known[] = {{1.1, {0.2, 0.19, 0.17}, 0.4, 0}, {0, {1.3, 1.3, 1.2}, 0.15, 0}};
+    static const law below = {-2, {3.2, 3.2, 3.1}, 0.05, 0};
+    static const struct {
+        double slope, scatter;
+        int verdict;
+    } trends[] = {{-0.03, 0, REPRODUCED}, {0.03, 0, OPPOSITE}, {0, 0.002, NO_EFFECT}, {0, 0.1, UNDERPOWERED}};
+    static law_rows r, other;
+    moe_rng rng;
+    law l;
+    moe_rng_seed(&rng, 1);
+    for (int i = 0; i < 2; i++) {
+        int near = 1;
+        law_make(&r, &known[i], 0, 0.1, &rng); /* the largest width is not fitted */
+        l = law_fit(&r.mean);
+        for (int e = 0; e < LAW_EXPERTS; e++) near = near && fabs(l.b[e] - known[i].b[e]) < 1e-4;
+        check(near && fabs(l.a - known[i].a) < 1e-4 && fabs(l.c - known[i].c) < 1e-4, "a known law is recovered");
+    }
+    law_make(&r, &below, 0, 0, &rng);
+    l = law_fit(&r.mean);
+    check(l.a >= 0 && l.squares > 0 && l.squares < 1e-3, "no law has a loss below 0 for large models");
+    check(law_count(&known[0], 0.004, 0, LAW_INSIDE) >= 52, "a law that holds is inside");
+    check(law_count(&known[0], 0.004, 0.015, LAW_OUTSIDE) >= 54, "a law that breaks above is outside");
+    check(law_count(&known[0], 0.004, -0.015, LAW_OUTSIDE) >= 54, "so is one that breaks below");
+    check(law_count(&known[0], 0.05, 0, LAW_WIDE) >= 50, "a wide interval tests nothing");
+    r.mean.loss[1][LAW_FITTED] = HUGE_VAL;
+    check(law_test(&r, 200).verdict == LAW_DIVERGED, "a diverged run has no law");
+    for (size_t i = 0; i < sizeof trends / sizeof *trends; i++) {
+        judgement g;
+        law_make(&r, &known[0], 0, 0, &rng);
+        law_make(&other, &known[0], trends[i].scatter, 0, &rng);
+        for (int e = 0; e < LAW_EXPERTS; e++)
+            for (int w = 0; w < LAW_WIDTHS; w++)
+                for (int s = 0; s < r.seeds; s++) r.loss[e][w][s] += trends[i].slope * log2(law_widths[w]) + 0.01 * e;
+        g = law_trend(&r, &other);
+        check(g.verdict == trends[i].verdict && fabs(g.r.mean - trends[i].slope) < 1e-9 + trends[i].scatter, "a trend");
+    }
+}
+
+/* Rows of all runs for scaling, with known losses, which are higher at other rates than the middle
+   one. */
+static void check_law_rows(void) {
+    static law_rows read;
+    int known = 1;
+    forget_rows();
+    for (int i = 0; i < N_WORLDS; i++)
+        for (int run = 0; strcmp(worlds[i].part, "scaling") == 0 && run < 2 * (3 * 2 + 3); run++) {
+            static row r;
+            const char *name = law_arms[run % 2];
+            int n = run / 2, rate = n < 6 ? n % 3 : 1;
+            double rates[8];
+            job j;
+            known = known && read_list(worlds[i].rates, rates) == 3 && fabs(rates[1] * worlds[i].d - 0.16) < 0.002;
+            j = make_job(&worlds[i], find_arm(name), n < 6, n < 6 ? FIRST_TUNING + n / 3 : n - 5, rates[rate], 0.01);
+            snprintf(r.world, sizeof r.world, "%s", worlds[i].name);
+            snprintf(r.arm, sizeof r.arm, "%s", name);
+            snprintf(r.stage, sizeof r.stage, "%s", n < 6 ? "tune" : "judge");
+            arm_router(&j, r.router);
+            r.seed = j.seed;
+            r.rate = j.rate;
+            r.balance = j.balance;
+            r.steps = job_steps(&j);
+            r.f.value[LOSS] = 2 - 0.01 * worlds[i].d + (rate != 1) + 0.001 * worlds[i].experts;
+            r.f.value[ACTIVE] = 1000 * worlds[i].d;
+            known = known && keep_row(&r) == 0;
+        }
+    for (int a = 0; a < LAW_ARMS; a++) {
+        law_read(law_arms[a], &read);
+        known = known && read.seeds == 3;
+        for (int e = 0; e < LAW_EXPERTS; e++)
+            for (int w = 0; w < LAW_WIDTHS; w++)
+                known = known && is_near(read.mean.size[e][w], 0.001 * law_widths[w]) &&
+                        is_near(read.mean.loss[e][w], 2 - 0.01 * law_widths[w] + 0.001 * law_experts[e]);
+    }
+    check(known, "laws have their cells' rows");
+    n_rows--; /* the last run of the largest width with 16 experts */
+    last_row[N_WORLDS - 1][find_arm(law_arms[1]) - arms] = rows[n_rows].next;
+    law_read(law_arms[1], &read);
+    check(read.seeds == 0 && law_test(&read, 200).verdict == LAW_NOT_RUN, "all of them");
+    forget_rows();
+}
+
 /* An invalid command line is refused; options are as before. */
 static void check_refused(const char *first, const char *second, const char *third, const char *what) {
     char name[] = "bench", one[40], two[40], three[40];
@@ -325,6 +434,8 @@ static int check_all(void) {
     check_claims();
     check_statistics();
     check_verdicts();
+    check_laws();
+    check_law_rows();
     check_recovery();
     check_options_refused();
     bench_short = 1;

@@ -146,6 +146,16 @@ typedef struct world {
 #define FIXED "0.001 0.003 0.01", "0.01"
 #define BYTES "0.001 0.003 0.01", "0.001 0.01 0.1"
 
+/* Sizes of models: four widths by a number of experts, with the rates 0.08, 0.16 and 0.32 divided
+   by the width. A run takes two passes over the text. scaling.h fits laws to them. */
+#define SCALES(X) SCALES_OF(X, 4) SCALES_OF(X, 8) SCALES_OF(X, 16)
+#define SCALES_OF(X, e) \
+    X(12, e, "0.0067 0.0133 0.0267") X(20, e, "0.004 0.008 0.016") X(32, e, "0.0025 0.005 0.01") \
+    X(48, e, "0.0017 0.0033 0.0067")
+#define SCALE_WORLD(d, e, rates) \
+    {"scale_" #d "_" #e, "scaling", TEXT, 0, 0, d, 0, e, 2, 2 * (d), 512, 4000, 1000, rates, "0.01", 2, 3, \
+     "bytes, width " #d ", " #e " experts"},
+
 static const world worlds[] = {
     {"means", "worlds", MEANS, 0.75, 0, 16, 3, 6, 2, 32, 64, 2000, 2000, EQUAL, 2, 20,
      "clusters differ in their mean: a linear router can tell them apart"},
@@ -188,6 +198,7 @@ static const world worlds[] = {
      "8 by 8 pixels, a fifth held out; all experts are mixed"},
     {"patches", "digits", PATCHES, 0, 0, 4, 10, 8, 2, 16, 256, 1500, 1500, "0.003 0.01", "0.01", 2, 12,
      "the digits as 16 patches each, one image per call, so that clusters are of patches inside an image"},
+    SCALES(SCALE_WORLD)
 };
 enum { N_WORLDS = sizeof worlds / sizeof worlds[0] };
 
@@ -213,6 +224,10 @@ typedef struct claim {
 #define LOCALITY "Li et al. 2024"
 #define MODULAR "Krishnamurthy et al. 2023"
 #define OTHER "others"
+
+#define SCALE_CLAIM(d, e, rates) \
+    {"scaling." #d "." #e, AUTONOMY, "table 5", "lower loss at width " #d " with " #e " experts", "scale_" #d "_" #e, \
+     "autonomy", "smoe", LOSS, -1, 0.01, 0, SECONDARY},
 
 static const claim claims[] = {
     /* planted worlds */
@@ -417,6 +432,7 @@ static const claim claims[] = {
      "clustering_call", "smoe", ATTACKED, -1, 0.02, 0, SECONDARY},
     {"patches.clean", CLUSTERS, "table 4", "and errs less on clean images", "patches", "clustering_call", "smoe", ERROR,
      -1, 0.01, 0, SECONDARY},
+    SCALES(SCALE_CLAIM)
 };
 enum { N_CLAIMS = sizeof claims / sizeof claims[0] };
 
