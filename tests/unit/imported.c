@@ -1554,6 +1554,36 @@ static void test_fp8(void) {
     }
 }
 
+/* Of two tensors of scales the first is attached; the other stays, so that it is refused as unknown. */
+static void test_scales_twice(void) {
+    moei_importer r;
+    moei_import_shard shard;
+    moei_import_tensor f;
+    moe_buffer list;
+    moe_error error;
+    int i;
+    memset(&r, 0, sizeof r);
+    memset(&shard, 0, sizeof shard);
+    memset(&list, 0, sizeof list);
+    r.error = &error;
+    for (i = 0; i < 3; i++) {
+        memset(&f, 0, sizeof f);
+        f.shard = &shard;
+        f.at = (uint64_t)i;
+        f.n_dims = 2;
+        f.shape[0] = f.shape[1] = 1;
+        f.count = 1;
+        f.bytes = i == 0 ? 1 : 4;
+        f.dtype = i == 0 ? MOE_DTYPE_U8 : MOE_DTYPE_F32;
+        CHECK_STATUS(moei_import_tensor_add(&r, &list, &f, i == 0 ? "w" : "w_scale_inv"), MOE_OK);
+    }
+    CHECK_STATUS(moei_import_join(&r, &list), MOE_OK);
+    if (CHECK(moei_import_tensor_count(&list) == 2)) {
+        CHECK(moei_import_tensor_at(&list, 0)->scales.at == 1 && moei_import_tensor_at(&list, 1)->at == 2);
+    }
+    moe_buffer_free(&list);
+}
+
 /* Sources whose bytes are copied: no memory for them, and bytes that do not come. */
 static moe_status read_head(void *ctx, uint64_t at, void *to, size_t size) {
     return size == ((const bytes *)ctx)->n ? MOE_ERR_IO : read_slowly(ctx, at, to, size);
@@ -1734,6 +1764,7 @@ int main(void) {
     CASE(test_parts());
     CASE(test_headers());
     CASE(test_fp8());
+    CASE(test_scales_twice());
     CASE(test_reads(gguf, 1, NULL, MOE_OK));
     CASE(test_reads(gguf, 1, "blk.7", MOE_ERR_NOT_FOUND));
     CASE(test_reads(gguf_oss, 1, "blk.1", MOE_OK));

@@ -405,6 +405,8 @@ static const row rows[] = {
      AT, NULL, MOE_OK, "gate=softmax selection_bias=1 select=grouped_top_k group_score=top2_sum scale=2.5 weight=sum"},
     {qwen3, correction, NULL, "{\"model_type\":\"glm4_moe\",\"num_experts_per_tok\":2,\"n_group\":0}", AT, NULL, MOE_OK,
      "gate=sigmoid select=top_k scale=1 weight=sum"},
+    {qwen3, correction, NULL, "{\"model_type\":\"glm4_moe\",\"num_experts_per_tok\":2,\"n_group\":1,\"topk_group\":1}",
+     AT, NULL, MOE_OK, "select=top_k groups=1"},
     {qwen3, NULL, NULL, "{\"model_type\":\"deepseek_v3\",\"num_experts_per_tok\":2}", AT, NULL, MOE_ERR_NOT_FOUND,
      "gate.e_score_correction_bias': missing"},
     {llama4, NULL, NULL, NULL, AT, NULL, MOE_OK, "top_k=1 gate=sigmoid apply_to=input n_shared=1 d_shared=5 d_ff=3"},
@@ -964,6 +966,12 @@ static void of_gguf(void) {
         else if (i == 9) GGUF(&g, MOE_ERR_CONFIG, "metadata: expert_used_count = a list: expected a number");
         else GGUF(&g, MOE_OK, "top_k=3");
     }
+    kv.n = 0; /* of equal keys the last one counts */
+    g.n_kv = 2;
+    gguf_number(&kv, "llama.expert_used_count", 3);
+    gguf_number(&kv, "llama.expert_used_count", 1);
+    GGUF(&g, MOE_OK, "top_k=1");
+    g.n_kv = 1;
     kv.n = 0;
     refuse_gguf_metadata(&kv, &g);
     g.arch = "minimax-m2";
@@ -996,6 +1004,31 @@ static void of_gguf(void) {
         CHECK((call) == (wanted), error.message); \
         CHECK(strstr(error.message, says) != NULL, error.message); \
     } while (0)
+
+/* Of a list of settings, a layer takes the element of the last number in its prefix; a preset with the
+   name of a family has the tensors of that family alone. */
+static void of_prefixes(void) {
+    static const char config[] = "{\"model_type\":\"mixtral\",\"num_experts_per_tok\":[2,3,1]}";
+    static const char list[] = "router.layer.weight:F32:4,6 input_linear.weight:F32:4,6,6 "
+                               "output_linear.weight:F32:4,6,3 ", more[] =
+        "shared_mlp.input_linear.weight:F32:10,6 shared_mlp.output_linear.weight:F32:6,5";
+    static text file;
+    moe_import_source sources[2];
+    moe_layer layer;
+    moe_error error;
+    make_file(&file, "parts.1.layers.2.mlp", mixtral, NULL, NULL);
+    sources[0] = source(NULL, &file);
+    sources[1] = moe_import_memory("config.json", config, sizeof config - 1);
+    if (CHECK(moe_import_read(&layer, sources, 2, "parts.1.layers.2.mlp", NULL, NULL, &error) == MOE_OK,
+              error.message)) {
+        CHECK(layer.config.router.top_k == 1);
+        moe_layer_free(&layer);
+    }
+    make_file(&file, AT, list, more, NULL);
+    sources[0] = source(NULL, &file);
+    REFUSED(moe_import_read(&layer, sources, 1, AT, "granite_moe top_k=2", NULL, &error), MOE_ERR_UNSUPPORTED,
+            "granite_moe has no tensor of this name");
+}
 
 /* Parts that end early or are none. */
 static void of_broken_parts(const text *files, const char *const *names) {
@@ -1921,6 +1954,7 @@ static void of_hands(void) {
     of_rows();
     of_indexes();
     of_gguf();
+    of_prefixes();
     of_gguf_parts();
     of_gguf_part_numbers();
     of_gguf_defaults();
