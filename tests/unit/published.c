@@ -1704,6 +1704,45 @@ static void refuse_writing(moe_layer *layer, moe_buffer *buffer, moe_stream *str
     moe_layer_free(&copy);
 }
 
+/* Whether a layer of these tensors, written as its family, has a header with such a part. */
+static int writes(const char *list, const char *more, const char *config, const char *family, int dtype,
+                  const char *part) {
+    static text file;
+    moe_import_source sources[2];
+    moe_layer layer;
+    moe_error error;
+    moe_buffer buffer;
+    moe_stream stream;
+    size_t i, length;
+    int found = 0;
+    memset(&buffer, 0, sizeof buffer);
+    stream = moe_buffer_stream(&buffer);
+    make_file(&file, AT, list, more, NULL);
+    sources[0] = source(NULL, &file);
+    sources[1] = moe_import_memory("config.json", config, strlen(config));
+    if (!CHECK(moe_import_read(&layer, sources, 2, AT, NULL, NULL, &error) == MOE_OK, error.message)) return -1;
+    CHECK(moe_import_write(&layer, &stream, "x", family, dtype, &error) == MOE_OK, error.message);
+    length = buffer.size > 8 ? (size_t)buffer.data[0] | (size_t)buffer.data[1] << 8 : 0;
+    for (i = 8; i + strlen(part) <= 8 + length; i++) found |= memcmp(buffer.data + i, part, strlen(part)) == 0;
+    moe_buffer_free(&buffer);
+    moe_layer_free(&layer);
+    return found;
+}
+
+/* A selection bias keeps 32 bits where weights have 16, and 64 where they have 64; of the forms that
+   a family may have one is written. */
+static void of_written_headers(void) {
+    static const char v3[] = "{\"model_type\":\"deepseek_v3\",\"num_experts_per_tok\":2,\"n_group\":2,\"topk_group\":2}";
+    static const char bias[] = "\"x.gate.e_score_correction_bias\":{\"dtype\":\"F";
+    char wanted[80];
+    sprintf(wanted, "%s32\"", bias);
+    CHECK(writes(qwen3, correction, v3, "deepseek_v3", MOE_DTYPE_BF16, wanted) == 1);
+    sprintf(wanted, "%s64\"", bias);
+    CHECK(writes(qwen3, correction, v3, "deepseek_v3", MOE_DTYPE_F64, wanted) == 1);
+    CHECK(writes(gpt_oss, NULL, "{\"model_type\":\"gpt_oss\"}", "gpt_oss", MOE_DTYPE_F32, "gate_up_proj\"") == 1);
+    CHECK(writes(gpt_oss, NULL, "{\"model_type\":\"gpt_oss\"}", "gpt_oss", MOE_DTYPE_F32, "_blocks") == 0);
+}
+
 static void of_writing_calls(const text *file) {
     char name[300];
     moe_import_source s = source(NULL, file);
@@ -1964,6 +2003,7 @@ static void of_hands(void) {
     of_no_memory(&file);
     of_reading_calls(&file);
     of_writing_calls(&file);
+    of_written_headers();
     of_sizes(&file);
     of_long_texts();
 #if SIZE_MAX > 0xFFFFFFFF
