@@ -1002,7 +1002,7 @@ static void test_later_choices(void) {
     made_end(&m);
 }
 
-/* What the shared expert adds to a layer's sum counts beside the experts, and the result lies apart. */
+/* What the shared expert adds to a layer's sum counts; the layer's result lies apart from it. */
 static void test_shared_sum(void) {
     made m;
     copy c;
@@ -1184,6 +1184,7 @@ static void test_float_modules(void) {
     floating f;
     moe_module *m = f.modules;
     static moe_transport transport;
+    static moe_real late[VOCABULARY * WIDTH];
     moe_real infinite = (moe_real)HUGE_VAL;
     const moe_kernels foreign = *moe_kernels_select(MOE_KERNELS_C);
     if (!made_begin(&f.m, RECIPES - 3, MOE_WEIGHTS_FLOAT, 0)) return;
@@ -1222,6 +1223,8 @@ static void test_float_modules(void) {
     REFUSED(MOE_ERR_FORMAT, m[1].d_out = MOE_MAX_WIDTH + 1);
     REFUSED(MOE_ERR_FORMAT, m[1].tensors[MOE_MODULE_WEIGHT] = NULL);
     REFUSED(MOE_ERR_NONFINITE, m[1].tensors[MOE_MODULE_WEIGHT] = &infinite);
+    late[VOCABULARY * WIDTH - 1] = infinite;
+    REFUSED(MOE_ERR_NONFINITE, m[0].tensors[MOE_MODULE_WEIGHT] = late); /* the last number of a matrix */
     REFUSED(MOE_ERR_CONFIG, m[2].attention.heads = -1);
     REFUSED(MOE_ERR_FORMAT, m[2].attention.heads = 0);
     REFUSED(MOE_ERR_FORMAT, m[2].attention.d_head = 0);

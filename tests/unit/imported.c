@@ -1097,7 +1097,7 @@ static void test_seed_keys(void) {
     }
 }
 
-/* The attention of a block of two heads of 8; scaling: the value of rope.scaling.type, NULL: none. */
+/* The attention of a block of two heads of 8. scaling: rope.scaling.type; NULL: none. */
 static moe_attention_config gguf_attention(const moei_model *of, const moei_model_block *block, const char *scaling) {
     moei_importer r;
     moei_gguf_fact fact;
@@ -1174,7 +1174,8 @@ static void test_folder_keys(void) {
         moe_import_free(&model);
     }
     /* without a matrix of logits and without a word on it, they are the embedding's */
-    CHECK_STATUS(import_seed(&model, "lfm2moe", "\"tie_word_embeddings\"", "\"tie_word_embeddingz\"", "", &error), MOE_OK);
+    CHECK_STATUS(import_seed(&model, "lfm2moe", "\"tie_word_embeddings\"", "\"tie_word_embeddingz\"", "", &error),
+                 MOE_OK);
     CHECK(model.net.modules != NULL && model.net.modules[model.net.n_modules - 1].kind == MOE_MODULE_TIED);
     moe_import_free(&model);
     /* num_hidden_layers leaves out those of multi-token prediction */
@@ -1706,7 +1707,7 @@ static void test_uneven_scales(void) {
     for (i = 0; i < 6; i++) CHECK_NEAR(values[i], wanted[i], 0);
 }
 
-/* Of two tensors of scales the first is attached; the other stays, so that it is refused as unknown. */
+/* Of two tensors of scales the first is attached; the other stays, to be refused as unknown. */
 static void test_scales_twice(void) {
     moei_importer r;
     moei_import_shard shard;

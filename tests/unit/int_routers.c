@@ -1008,14 +1008,6 @@ static void try_thresholds(void) {
                       (levels[e] > levels[e - 1]) == (rows[i].p[e] > rows[i].p[e - 1]),
                   "levels rise with p");
     }
-    c.gate = MOE_GATE_SIGMOID; /* sigmoid(z / T) = sigmoid(theta) where z = T theta */
-    c.gate_temperature = 2;
-    c.threshold_sigmoid = 1;
-    thresholds[0] = 1;
-    if (CHECK(moei_int_router_plan_make(&c, tensors, 8, table, sizeof table, &plan, &error) == MOE_OK, error.message))
-        CHECK_NEAR(threshold_at(table + plan.router.thresholds, 0) * (double)plan.z_scale / 256, 2, 1e-3);
-    c.gate_temperature = 0;
-    c.threshold_sigmoid = 0;
     memset(thresholds, 0, sizeof thresholds); /* cutoffs that are reached count as passed */
     c.select = MOE_SELECT_EXPERT_THRESHOLD;
     c.threshold_learned = 0;
@@ -1023,6 +1015,26 @@ static void try_thresholds(void) {
     tensors[MOE_ROUTER_CUTOFF_UPDATES] = &updates;
     if (CHECK(moei_int_router_plan_make(&c, tensors, 8, table, sizeof table, &plan, &error) == MOE_OK, error.message))
         CHECK(threshold_at(table + plan.router.thresholds, 0) == -1);
+}
+
+/* sigmoid(z / T) = sigmoid(theta) where z = T theta. */
+static void try_warm_thresholds(void) {
+    static unsigned char table[64];
+    const moe_real thresholds[4] = {1, 0, 0, 0};
+    const moe_real *tensors[MOE_ROUTER_PARAMETER_COUNT] = {NULL};
+    moei_int_router_plan plan;
+    moe_router_config c;
+    moe_error error;
+    memset(&c, 0, sizeof c);
+    c.d_model = 8;
+    c.n_experts = 4;
+    c.select = MOE_SELECT_THRESHOLD;
+    c.threshold_learned = c.threshold_sigmoid = 1;
+    c.gate = MOE_GATE_SIGMOID;
+    c.gate_temperature = 2;
+    tensors[MOE_ROUTER_THRESHOLD] = thresholds;
+    if (CHECK(moei_int_router_plan_make(&c, tensors, 8, table, sizeof table, &plan, &error) == MOE_OK, error.message))
+        CHECK_NEAR(threshold_at(table + plan.router.thresholds, 0) * (double)plan.z_scale / 256, 2, 1e-3);
 }
 
 /* Weights of both signs that are divided by their sum are refused; thresholds that leave one sign
@@ -1137,6 +1149,7 @@ int main(int argc, char **argv) {
     CASE(try_schedules());
     CASE(try_errors());
     CASE(try_thresholds());
+    CASE(try_warm_thresholds());
     CASE(try_signs());
     CASE(try_windows());
     return test_end();

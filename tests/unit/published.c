@@ -934,6 +934,21 @@ static void refuse_gguf_metadata(text *kv, gguf *g) {
     GGUF(g, MOE_OK, "top_k=2");
 }
 
+/* Of equal keys the last one counts. */
+static void of_equal_keys(void) {
+    static text kv;
+    gguf g;
+    memset(&g, 0, sizeof g);
+    g.arch = "llama";
+    g.version = 3;
+    g.tensors = gguf_mixtral;
+    g.kv = &kv;
+    g.n_kv = 2;
+    gguf_number(&kv, "llama.expert_used_count", 3);
+    gguf_number(&kv, "llama.expert_used_count", 1);
+    GGUF(&g, MOE_OK, "top_k=1");
+}
+
 static void of_gguf(void) {
     static text kv;
     gguf g;
@@ -966,12 +981,6 @@ static void of_gguf(void) {
         else if (i == 9) GGUF(&g, MOE_ERR_CONFIG, "metadata: expert_used_count = a list: expected a number");
         else GGUF(&g, MOE_OK, "top_k=3");
     }
-    kv.n = 0; /* of equal keys the last one counts */
-    g.n_kv = 2;
-    gguf_number(&kv, "llama.expert_used_count", 3);
-    gguf_number(&kv, "llama.expert_used_count", 1);
-    GGUF(&g, MOE_OK, "top_k=1");
-    g.n_kv = 1;
     kv.n = 0;
     refuse_gguf_metadata(&kv, &g);
     g.arch = "minimax-m2";
@@ -1005,8 +1014,8 @@ static void of_gguf(void) {
         CHECK(strstr(error.message, says) != NULL, error.message); \
     } while (0)
 
-/* Of a list of settings, a layer takes the element of the last number in its prefix; a preset with the
-   name of a family has the tensors of that family alone. */
+/* Of a list of settings, a layer takes the element of the last number in its prefix; a preset with
+   the name of a family has the tensors of that family alone. */
 static void of_prefixes(void) {
     static const char config[] = "{\"model_type\":\"mixtral\",\"num_experts_per_tok\":[2,3,1]}";
     static const char list[] = "router.layer.weight:F32:4,6 input_linear.weight:F32:4,6,6 "
@@ -1729,10 +1738,11 @@ static int writes(const char *list, const char *more, const char *config, const 
     return found;
 }
 
-/* A selection bias keeps 32 bits where weights have 16, and 64 where they have 64; of the forms that
-   a family may have one is written. */
+/* A selection bias keeps 32 bits where weights have 16, and 64 where they have 64; of the forms
+   that a family may have one is written. */
 static void of_written_headers(void) {
-    static const char v3[] = "{\"model_type\":\"deepseek_v3\",\"num_experts_per_tok\":2,\"n_group\":2,\"topk_group\":2}";
+    static const char v3[] =
+        "{\"model_type\":\"deepseek_v3\",\"num_experts_per_tok\":2,\"n_group\":2,\"topk_group\":2}";
     static const char bias[] = "\"x.gate.e_score_correction_bias\":{\"dtype\":\"F";
     char wanted[80];
     sprintf(wanted, "%s32\"", bias);
@@ -1993,6 +2003,7 @@ static void of_hands(void) {
     of_rows();
     of_indexes();
     of_gguf();
+    of_equal_keys();
     of_prefixes();
     of_gguf_parts();
     of_gguf_part_numbers();
