@@ -1897,10 +1897,6 @@ int main(void) {
     CASE(test_refusals_folder());
     CASE(test_foreign());
     CASE(test_bounds());
-    CASE(test_bytes(gguf, 1, 0, 2500, 8));
-    CASE(test_bytes(gguf_oss, 1, 0, 3500, 12));
-    CASE(test_bytes(folder, 2, 0, 9000, 60));
-    CASE(test_bytes(folder, 2, 1, 2000, 8));
     CASE(test_packed_layer());
     CASE(test_seed_settings());
     CASE(test_seed_keys());
@@ -1922,6 +1918,10 @@ int main(void) {
     CASE(test_fp8());
     CASE(test_uneven_scales());
     CASE(test_scales_twice());
+    CASE(test_bytes(gguf, 1, 0, 2500, 8));
+    CASE(test_bytes(gguf_oss, 1, 0, 3500, 12));
+    CASE(test_bytes(folder, 2, 0, 9000, 60));
+    CASE(test_bytes(folder, 2, 1, 2000, 8));
     CASE(test_reads(gguf, 1, NULL, MOE_OK));
     CASE(test_reads(gguf, 1, "blk.7", MOE_ERR_NOT_FOUND));
     CASE(test_reads(gguf_oss, 1, "blk.1", MOE_OK));

@@ -1713,9 +1713,9 @@ static void refuse_writing(moe_layer *layer, moe_buffer *buffer, moe_stream *str
     moe_layer_free(&copy);
 }
 
-/* Whether a layer of these tensors, written as its family, has a header with such a part. */
+/* Whether a layer of these tensors, written as its family, says this in its header. */
 static int writes(const char *list, const char *more, const char *config, const char *family, int dtype,
-                  const char *part) {
+                  const char *said) {
     static text file;
     moe_import_source sources[2];
     moe_layer layer;
@@ -1732,7 +1732,7 @@ static int writes(const char *list, const char *more, const char *config, const 
     if (!CHECK(moe_import_read(&layer, sources, 2, AT, NULL, NULL, &error) == MOE_OK, error.message)) return -1;
     CHECK(moe_import_write(&layer, &stream, "x", family, dtype, &error) == MOE_OK, error.message);
     length = buffer.size > 8 ? (size_t)buffer.data[0] | (size_t)buffer.data[1] << 8 : 0;
-    for (i = 8; i + strlen(part) <= 8 + length; i++) found |= memcmp(buffer.data + i, part, strlen(part)) == 0;
+    for (i = 8; i + strlen(said) <= 8 + length; i++) found |= memcmp(buffer.data + i, said, strlen(said)) == 0;
     moe_buffer_free(&buffer);
     moe_layer_free(&layer);
     return found;

@@ -3571,7 +3571,8 @@ int main(int argc, char **argv) {
     } tests[] = {{test_transport, "transport"}, {test_parts, "parts"},
                  {test_begin, "begin"},         {test_agree, "agree"},
                  {test_status, "status"},       {test_too_many, "too many"},
-                 {test_mismatch, "mismatch"},   {test_alone, "alone"},
+                 {test_mismatch, "mismatch"},   {test_upcycling, "upcycling"},
+                 {test_alone, "alone"},
                  {test_unlike, "unlike"},       {test_chunks, "chunks"},
                  {test_spoilt, "spoilt"},       {test_failing, "failing"},
                  {test_lies, "lies"},           {test_routers, "routers"},
@@ -3580,7 +3581,6 @@ int main(int argc, char **argv) {
                  {test_random, "random"},       {test_experts, "experts"},
                  {test_sizes, "sizes"},         {test_nothing, "nothing"},
                  {test_nodes, "nodes"},         {test_nets, "nets"},
-                 {test_upcycling, "upcycling"},
 #if SIZE_MAX > 0xFFFFFFFF
                  {test_level_sizes, "level sizes"},
 #endif
