@@ -653,6 +653,13 @@ static void test_single_sums(void) {
     CHECK_STATUS(single_check(), MOE_OK, "factors up to 16383");
     one.op.factor = one.op.factor2 = -32768;
     CHECK_STATUS(single_check(), MOE_ERR_OVERFLOW, "larger ones");
+    one.op.factor = one.op.factor2 = 24574;
+    CHECK_STATUS(single_check(), MOE_OK, "a sum that fits with what rounding adds");
+    one.op.factor = one.op.factor2 = 24577;
+    CHECK_STATUS(single_check(), MOE_ERR_OVERFLOW, "one that fits only without");
+    one.op.factor = one.op.factor2 = 1;
+    one.op.other = 17;
+    CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "an input that begins in the middle of a word");
     single_begin(moei_int_op_rotate, 8, 8);
     for (i = 0; i < 17 * 4; i++) one.constants[i] = 0x7fff;
     CHECK_STATUS(single_check(), MOE_OK, "cosines of 1");
@@ -828,6 +835,10 @@ static void test_single_attention(void) {
     CHECK_STATUS(single_check(), MOE_OK, "behind it");
     one.attention.room = one.op.in;
     CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "where the query lies");
+    one.attention.room = CELLS - 12;
+    CHECK_STATUS(single_check(), MOE_OK, "at the end of the memory");
+    one.attention.room = CELLS - 10;
+    CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "less room than 3 positions take");
     one.attention.room = 1000;
     one.attention.values = 33;
     CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "values behind the state");
@@ -967,6 +978,60 @@ static void test_apart(void) {
     copy_end(&c);
     made_end(&m);
     CHECK(found > 0, "a model with clusters");
+}
+
+/* Choices of a layer that has not run: the layer's own, in its score, and those of a later layer in
+   the experts of an earlier one. */
+static void test_later_choices(void) {
+    made m;
+    copy c;
+    moe_error error;
+    size_t recipe = 0, op = 0;
+    while (strstr(recipes[recipe].settings, "clustering") == NULL) recipe++;
+    if (!made_begin(&m, recipe, MOE_WEIGHTS_INT8, 0)) return;
+    copy_begin(&c, &m.built);
+    while (c.ops[op].run != moei_int_op_cluster) op++;
+    c.ops[op].index = 1;
+    c.ops[op].other = c.mixtures[1].choices;
+    CHECK_STATUS(moe_model_check(&c.model, NULL, c.block, c.scratch_size, &error), MOE_ERR_FORMAT);
+    CHECK(strstr(error.message, "that MoE layer has not run yet") != NULL, error.message);
+    c.ops[c.mixtures[0].expert] = c.ops[op];
+    CHECK_STATUS(moe_model_check(&c.model, NULL, c.block, c.scratch_size, &error), MOE_ERR_FORMAT);
+    CHECK(strstr(error.message, "that MoE layer has not run yet") != NULL, error.message);
+    copy_end(&c);
+    made_end(&m);
+}
+
+/* What the shared expert adds to a layer's sum counts; the layer's result lies apart from it. */
+static void test_shared_sum(void) {
+    made m;
+    copy c;
+    moe_error error;
+    moei_int_mixture *x;
+    size_t recipe = 0, i;
+    while (strstr(recipes[recipe].settings, "n_shared") == NULL) recipe++;
+    if (!made_begin(&m, recipe, MOE_WEIGHTS_INT8, 0)) return;
+    copy_begin(&c, &m.built);
+    x = &c.mixtures[0];
+    for (i = 0; i < 2 && CHECK(x->n_shared >= 2); i++) { /* 2^15 times a logit, twice */
+        moei_int_op *op = &c.ops[x->shared + i];
+        memset(op, 0, sizeof *op);
+        op->run = moei_int_op_accumulate;
+        op->shape.n = WIDTH;
+        op->in = op->other = x->z;
+        op->out = x->sum;
+    }
+    x->n_shared = 1;
+    CHECK_STATUS(moe_model_check(&c.model, NULL, c.block, c.scratch_size, &error), MOE_OK);
+    x->n_shared = 2;
+    CHECK_STATUS(moe_model_check(&c.model, NULL, c.block, c.scratch_size, &error), MOE_ERR_OVERFLOW);
+    copy_pull(&c);
+    for (i = 0; c.ops[i].run != moei_int_op_mixture;) i++;
+    c.ops[i].out = x->sum; /* which the layer's result is read from */
+    CHECK_STATUS(moe_model_check(&c.model, NULL, c.block, c.scratch_size, &error), MOE_ERR_FORMAT);
+    CHECK(strstr(error.message, "out: overwrites") != NULL, error.message);
+    copy_end(&c);
+    made_end(&m);
 }
 
 /* The bias of each expert is held within its range, the first and the last one too. */
@@ -1119,6 +1184,7 @@ static void test_float_modules(void) {
     floating f;
     moe_module *m = f.modules;
     static moe_transport transport;
+    static moe_real late[VOCABULARY * WIDTH];
     moe_real infinite = (moe_real)HUGE_VAL;
     const moe_kernels foreign = *moe_kernels_select(MOE_KERNELS_C);
     if (!made_begin(&f.m, RECIPES - 3, MOE_WEIGHTS_FLOAT, 0)) return;
@@ -1157,6 +1223,8 @@ static void test_float_modules(void) {
     REFUSED(MOE_ERR_FORMAT, m[1].d_out = MOE_MAX_WIDTH + 1);
     REFUSED(MOE_ERR_FORMAT, m[1].tensors[MOE_MODULE_WEIGHT] = NULL);
     REFUSED(MOE_ERR_NONFINITE, m[1].tensors[MOE_MODULE_WEIGHT] = &infinite);
+    late[VOCABULARY * WIDTH - 1] = infinite;
+    REFUSED(MOE_ERR_NONFINITE, m[0].tensors[MOE_MODULE_WEIGHT] = late); /* the last number of a matrix */
     REFUSED(MOE_ERR_CONFIG, m[2].attention.heads = -1);
     REFUSED(MOE_ERR_FORMAT, m[2].attention.heads = 0);
     REFUSED(MOE_ERR_FORMAT, m[2].attention.d_head = 0);
@@ -1241,6 +1309,8 @@ static void test_float_length(void) {
 
 int main(int argc, char **argv) {
     CASE(test_apart());
+    CASE(test_later_choices());
+    CASE(test_shared_sum());
     CASE(test_biases());
     CASE(test_places());
     quick = argc > 1 && strcmp(argv[1], "quick") == 0;

@@ -146,6 +146,7 @@ static void test_options(void) {
     moe_import_options options;
     moe_error error;
     const moe_import_source nothing = moe_import_memory(NULL, "", 0);
+    bytes file;
     memset(&options, 0, sizeof options);
     if (!CHECK(moe_import_model(&model, GGUF, NULL, NULL, &error) == MOE_OK, error.message)) return;
     CHECK(logits(&model, all));
@@ -166,7 +167,11 @@ static void test_options(void) {
     CHECK_STATUS(moe_import_model(&model, GGUF, &options, NULL, &error), MOE_ERR_MEMORY);
     CHECK(strstr(error.message, "options.memory allows 1000") != NULL, error.message);
     CHECK(model.net.modules == NULL && model.owned == NULL);
-    options.memory = 1000000;
+    file = read_file(GGUF);
+    free(file.p);
+    options.memory = file.n - 1;
+    CHECK_STATUS(moe_import_model(&model, GGUF, &options, NULL, &error), MOE_ERR_MEMORY);
+    options.memory = file.n;
     CHECK_STATUS(moe_import_model(&model, GGUF, &options, NULL, &error), MOE_OK);
     moe_import_free(&model);
     options.context = -1;
@@ -224,6 +229,8 @@ static void test_rotary(void) {
          150000, 0, {8, 0}},
         {"\"rope_scaling\": {\"type\": \"dynamic\", \"alpha\": 2, \"factor\": 1}", NULL, MOE_OK, MOE_ROTARY_PLAIN, 0, 0,
          331226.8, 0, {8, 0}},
+        {"\"rotary_dim\": 8, \"rope_scaling\": {\"type\": \"dynamic\", \"alpha\": 2, \"factor\": 1}", NULL, MOE_OK,
+         MOE_ROTARY_PLAIN, 0, 0, 331226.8, 0, {8, 0}}, /* by the width of a head, whatever part of it turns */
         {"\"rope_scaling\": {\"rope_type\": \"llama3\", \"factor\": 8, \"low_freq_factor\": 1, "
          "\"high_freq_factor\": 4, "
          "\"original_max_position_embeddings\": 64}", NULL, MOE_OK, MOE_ROTARY_LLAMA3, 0, 8, 150000, 0, {8, 0}},
@@ -236,7 +243,19 @@ static void test_rotary(void) {
         {"\"rope_parameters\": {\"rope_type\": \"longrope\", \"short_factor\": [1,1,1,1,1,1,1,1], "
          "\"long_factor\": [2,2,2,2,2,2,2,2], \"short_mscale\": 1.25, \"long_mscale\": 1.5, "
          "\"original_max_position_embeddings\": 64}", NULL, MOE_OK, MOE_ROTARY_FACTORS, 100, 0, 150000, 1.5, {8, 0}},
+        {"\"rope_scaling\": {\"type\": \"longrope\", \"short_factor\": [1,1,1,1,1,1,1,1], "
+         "\"short_mscale\": 1.25, \"long_mscale\": 1.5, \"original_max_position_embeddings\": 64}", NULL, MOE_OK,
+         MOE_ROTARY_FACTORS, 64, 0, 150000, 1.25, {8, 0}},
         {"\"rope_scaling\": {\"type\": \"longrope\", \"short_factor\": [1,1], "
+         "\"original_max_position_embeddings\": 64}", NULL, MOE_ERR_CONFIG, 0, 32, 0, 0, 0, {0, 0}},
+        {"\"rope_scaling\": {\"type\": \"yarn\", \"factor\": 8, \"mscale\": 0.5, "
+         "\"original_max_position_embeddings\": 64}", NULL, MOE_OK, MOE_ROTARY_YARN, 0, 8, 150000, 1.207944, {8, 0}},
+        {"\"rope_scaling\": {\"type\": \"yarn\", \"factor\": 8, \"mscale\": 0.5, \"mscale_all_dim\": 0.25, "
+         "\"original_max_position_embeddings\": 64}", NULL, MOE_OK, MOE_ROTARY_YARN, 0, 8, 150000, 1.049418, {8, 0}},
+        {"\"rope_scaling\": {\"type\": \"yarn\", \"factor\": 8, \"mscale\": 0.5, \"mscale_all_dim\": 0.25, "
+         "\"attention_factor\": 1.5, \"original_max_position_embeddings\": 64}", NULL, MOE_OK, MOE_ROTARY_YARN, 0, 8,
+         150000, 1.5, {8, 0}},
+        {"\"rope_scaling\": {\"type\": \"longrope\", \"short_factor\": [1,1,1,1,1,1,1,0], "
          "\"original_max_position_embeddings\": 64}", NULL, MOE_ERR_CONFIG, 0, 32, 0, 0, 0, {0, 0}},
         {"\"rope_scaling\": {\"type\": \"spiral\"}", NULL, MOE_ERR_UNSUPPORTED, 0, 0, 0, 0, 0, {0, 0}},
         {"\"rope_scaling\": null", "\"layer_kinds\": [\"x\"],", MOE_OK, MOE_ROTARY_PLAIN, 0, 0, 150000, 0, {8, 0}},
@@ -824,6 +843,8 @@ static void test_absent(void) {
         {"gpt-oss", "\"sliding_window\"", "\"sliding_windoz\"", "\"sliding_window\": 128", MOE_OK},
         {"gpt-oss", NULL, NULL, "\"rope_scaling\": {\"rope_type\": \"yarn\", \"factor\": 32, \"truncate\": false, "
          "\"original_max_position_embeddings\": 4096}", MOE_OK},
+        {"gpt-oss", NULL, NULL, "\"rope_parameters\": {\"rope_type\": \"yarn\", \"factor\": 32, \"truncate\": false, "
+         "\"original_max_position_embeddings\": 4096}", MOE_OK},
         {"granitemoe", "\"attention_multiplier\"", "\"attention_multiplies\"", "\"attention_multiplier\": 1", MOE_OK},
         {"llama4", "\"attention_chunk_size\"", "\"attention_chunk_sizz\"", "\"attention_chunk_size\": 8192", MOE_OK},
         {"phimoe", "\"max_position_embeddings\": 1024", "\"max_pozition_embeddings\": 1024",
@@ -864,6 +885,7 @@ static void test_windows(void) {
         {"dots1", "\"sliding_window\": null, \"max_window_layers\": 0", {0, 0}, {1, 1}},
         {"phimoe", "\"sliding_window\": 3", {3, 3}, {1, 1}},
         {"llama4", "\"no_rope_layers\": [], \"layer_types\": null", {0, 0}, {1, 1}},
+        {"llama4", "\"no_rope_layers\": [1, 0], \"layer_types\": null", {0, 0}, {1, 0}},
         {"llama4", "\"no_rope_layers\": [], \"layer_types\": null, \"no_rope_layer_interval\": 2", {0, 0}, {1, 0}}};
     size_t i;
     for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
@@ -1072,6 +1094,97 @@ static void test_seed_keys(void) {
         if (hidden.p != b.p) free(hidden.p);
         free(changed.p);
         free(s.all.p);
+    }
+}
+
+/* The attention of a block of two heads of 8. scaling: rope.scaling.type; NULL: none. */
+static moe_attention_config gguf_attention(const moei_model *of, const moei_model_block *block, const char *scaling) {
+    moei_importer r;
+    moei_gguf_fact fact;
+    moe_attention_config c;
+    moe_error error;
+    moei_model m = *of;
+    memset(&r, 0, sizeof r);
+    memset(&fact, 0, sizeof fact);
+    r.kind = MOEI_IMPORT_GGUF;
+    r.error = &error;
+    strcpy(fact.key, "rope.scaling.type");
+    strcpy(fact.text, scaling != NULL ? scaling : "");
+    fact.kind = MOEI_VALUE_TEXT;
+    m.heads = m.kv_heads = 2;
+    m.key = m.value = m.n_rot = 8;
+    m.base = 10000;
+    if (scaling != NULL) CHECK_STATUS(moei_buffer_write(&r.gguf.keys, &fact, sizeof fact), MOE_OK);
+    CHECK_STATUS(moei_model_block_attention(&r, &m, block, &c), MOE_OK);
+    moe_buffer_free(&r.gguf.keys);
+    return c;
+}
+
+/* Attention as llama.cpp has it, in compositions that few models have. */
+static void test_gguf_attention(void) {
+    const double slow = 1 + 0.1 * log(4.0), plain = 1 / sqrt(8.0);
+    moei_model_block b;
+    moei_model m;
+    moe_attention_config c;
+    memset(&b, 0, sizeof b);
+    memset(&m, 0, sizeof m);
+    b.rotates = 1;
+    m.factor = 4;
+    m.base_window = 5;
+    CHECK_NEAR(gguf_attention(&m, &b, NULL).rotary_base, 10000, 0);
+    b.window = 3;
+    CHECK_NEAR(gguf_attention(&m, &b, NULL).rotary_base, 5, 0);
+    b.window = 0;
+    CHECK_NEAR(gguf_attention(&m, &b, "yarn").rotary_magnitude, slow, 1e-6);
+    m.traits = MOEI_ARCH_GROK;
+    m.beta_slow = 2;
+    c = gguf_attention(&m, &b, "yarn");
+    CHECK_NEAR(c.beta_fast, 8, 0);
+    CHECK_NEAR(c.beta_slow, 2, 0);
+    m.traits = MOEI_ARCH_LATENT; /* magnitudes multiply the scores, too */
+    m.kv_rank = 4;
+    c = gguf_attention(&m, &b, "linear");
+    CHECK_NEAR(c.scale, plain * slow * slow, 1e-6);
+    m.log_multiplier = (moe_real)0.2;
+    c = gguf_attention(&m, &b, "yarn");
+    CHECK_NEAR(c.rotary_magnitude, 1, 0);
+    CHECK_NEAR(c.scale, plain * (1 + 0.2 * log(4.0)) * (1 + 0.2 * log(4.0)), 1e-6);
+    memset(&m, 0, sizeof m);
+    b.qk_plain = 1;
+    c = gguf_attention(&m, &b, NULL);
+    CHECK(c.qk_norm == MOE_QK_NORM_PLAIN);
+    b.qk_plain = b.rotates = 0;
+    b.tuned = 1; /* by numbers of its program, whatever the file says */
+    m.tuning_floor = 16;
+    m.tuning = 3;
+    c = gguf_attention(&m, &b, NULL);
+    CHECK(c.query_floor == 8192);
+    CHECK_NEAR(c.query_growth, 0.1, 1e-6);
+}
+
+/* Keys of config.json that deepseek_v3 has. */
+static void test_folder_keys(void) {
+    static const char *const interleave[] = {"", "\"rope_interleave\": true", "\"rope_interleave\": false"};
+    int i;
+    moe_imported model;
+    moe_error error;
+    for (i = 0; i < 3; i++) {
+        CHECKF(import_seed(&model, "deepseek2", NULL, NULL, interleave[i], &error) == MOE_OK, "%s", error.message);
+        CHECKF(attention_of(&model, 0)->rotary_neighbours == (i < 2), "%s", interleave[i]);
+        moe_import_free(&model);
+    }
+    /* without a matrix of logits and without a word on it, they are the embedding's */
+    CHECK_STATUS(import_seed(&model, "lfm2moe", "\"tie_word_embeddings\"", "\"tie_word_embeddingz\"", "", &error),
+                 MOE_OK);
+    CHECK(model.net.modules != NULL && model.net.modules[model.net.n_modules - 1].kind == MOE_MODULE_TIED);
+    moe_import_free(&model);
+    /* num_hidden_layers leaves out those of multi-token prediction */
+    for (i = 1; i < 3; i++) {
+        char last[100];
+        sprintf(last, "\"num_hidden_layers\": %d, \"num_nextn_predict_layers\": %d", i, 3 - i);
+        CHECK_STATUS(import_seed(&model, "deepseek2", NULL, NULL, last, &error), MOE_OK);
+        CHECK(model.n_blocks == i);
+        moe_import_free(&model);
     }
 }
 
@@ -1352,7 +1465,7 @@ static void test_tuning(void) {
     moe_import_source source;
     moe_error error;
     seed s;
-    bytes b, changed;
+    bytes b, changed, unknown;
     read_seed(&s, "deepseek2", 0);
     b.p = s.all.p + ((const unsigned char *)s.sources[0].ctx - s.all.p);
     b.n = (size_t)s.sources[0].size;
@@ -1365,6 +1478,11 @@ static void test_tuning(void) {
     options.context = 4097;
     CHECK_STATUS(moe_import_read_model(&model, &source, 1, &options, NULL, &error), MOE_ERR_UNSUPPORTED);
     CHECK(strstr(error.message, "temperature_scale = 1: sequences of more than 4096 tokens") != NULL, error.message);
+    unknown = replaced(changed, "deepseek2.context_length", "deepseek2.context_lengtx"); /* any length */
+    source = moe_import_memory(NULL, unknown.p, unknown.n);
+    options.context = 0;
+    CHECK_STATUS(moe_import_read_model(&model, &source, 1, &options, NULL, &error), MOE_ERR_UNSUPPORTED);
+    free(unknown.p);
     free(changed.p);
     free(s.all.p);
 }
@@ -1495,6 +1613,21 @@ static void test_parts(void) {
     }
 }
 
+/* Any one of the optional biases asks for all three. */
+static void test_one_bias(void) {
+    static const int places[] = {MOEI_PLACE_QUERY_BIAS, MOEI_PLACE_KEY_BIAS, MOEI_PLACE_VALUE_BIAS};
+    moei_import_tensor f;
+    moei_model_block b;
+    int i;
+    memset(&f, 0, sizeof f);
+    for (i = 0; i < 3; i++) {
+        memset(&b, 0, sizeof b);
+        b.places[places[i]] = &f;
+        moei_model_block_both(&b);
+        CHECK(b.traits == MOEI_ARCH_BIAS);
+    }
+}
+
 /* Experts in FP8 whose scales lie beside them. */
 static void test_fp8(void) {
     static const char place[] = "input_linear.weight\": {\"dtype\": \"BF16\", \"shape\": [2, 4, 8], "
@@ -1552,6 +1685,56 @@ static void test_fp8(void) {
         free(changed.p);
         free(s.all.p);
     }
+}
+
+/* Blocks of 2 rows in experts of 3: each expert begins a block of its own. */
+static void test_uneven_scales(void) {
+    static const unsigned char ones[] = {0x38, 0x38, 0x38, 0x38, 0x38, 0x38}; /* of E4M3 */
+    static const unsigned char scales[] = {0, 0, 0x80, 0x3f, 0, 0, 0, 0x40, 0, 0, 0x40, 0x40, 0, 0, 0x80, 0x40};
+    static const double wanted[] = {1, 1, 2, 3, 3, 4};
+    moei_import_tensor f;
+    moe_real values[6];
+    int i;
+    memset(&f, 0, sizeof f);
+    f.type = moei_gguf_type_find(MOEI_TYPE_E4M3);
+    f.n_dims = 3;
+    f.shape[0] = 2;
+    f.shape[1] = 3;
+    f.shape[2] = 1;
+    f.scales.width = f.scales.columns = 1;
+    f.scales.rows = 2;
+    moei_import_unscale(&f, scales, 0, 6, ones, values);
+    for (i = 0; i < 6; i++) CHECK_NEAR(values[i], wanted[i], 0);
+}
+
+/* Of two tensors of scales the first is attached; the other stays, to be refused as unknown. */
+static void test_scales_twice(void) {
+    moei_importer r;
+    moei_import_shard shard;
+    moei_import_tensor f;
+    moe_buffer list;
+    moe_error error;
+    int i;
+    memset(&r, 0, sizeof r);
+    memset(&shard, 0, sizeof shard);
+    memset(&list, 0, sizeof list);
+    r.error = &error;
+    for (i = 0; i < 3; i++) {
+        memset(&f, 0, sizeof f);
+        f.shard = &shard;
+        f.at = (uint64_t)i;
+        f.n_dims = 2;
+        f.shape[0] = f.shape[1] = 1;
+        f.count = 1;
+        f.bytes = i == 0 ? 1 : 4;
+        f.dtype = i == 0 ? MOE_DTYPE_U8 : MOE_DTYPE_F32;
+        CHECK_STATUS(moei_import_tensor_add(&r, &list, &f, i == 0 ? "w" : "w_scale_inv"), MOE_OK);
+    }
+    CHECK_STATUS(moei_import_join(&r, &list), MOE_OK);
+    if (CHECK(moei_import_tensor_count(&list) == 2)) {
+        CHECK(moei_import_tensor_at(&list, 0)->scales.at == 1 && moei_import_tensor_at(&list, 1)->at == 2);
+    }
+    moe_buffer_free(&list);
 }
 
 /* Sources whose bytes are copied: no memory for them, and bytes that do not come. */
@@ -1714,13 +1897,11 @@ int main(void) {
     CASE(test_refusals_folder());
     CASE(test_foreign());
     CASE(test_bounds());
-    CASE(test_bytes(gguf, 1, 0, 2500, 8));
-    CASE(test_bytes(gguf_oss, 1, 0, 3500, 12));
-    CASE(test_bytes(folder, 2, 0, 9000, 60));
-    CASE(test_bytes(folder, 2, 1, 2000, 8));
     CASE(test_packed_layer());
     CASE(test_seed_settings());
     CASE(test_seed_keys());
+    CASE(test_gguf_attention());
+    CASE(test_folder_keys());
     CASE(test_unscaled());
     CASE(test_narrow());
     CASE(test_shared_bytes());
@@ -1733,7 +1914,14 @@ int main(void) {
     CASE(test_dimensions());
     CASE(test_parts());
     CASE(test_headers());
+    CASE(test_one_bias());
     CASE(test_fp8());
+    CASE(test_uneven_scales());
+    CASE(test_scales_twice());
+    CASE(test_bytes(gguf, 1, 0, 2500, 8));
+    CASE(test_bytes(gguf_oss, 1, 0, 3500, 12));
+    CASE(test_bytes(folder, 2, 0, 9000, 60));
+    CASE(test_bytes(folder, 2, 1, 2000, 8));
     CASE(test_reads(gguf, 1, NULL, MOE_OK));
     CASE(test_reads(gguf, 1, "blk.7", MOE_ERR_NOT_FOUND));
     CASE(test_reads(gguf_oss, 1, "blk.1", MOE_OK));

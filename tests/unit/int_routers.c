@@ -800,6 +800,7 @@ static void try_refusals(void) {
                 {"n_zero=1 weight_over=nonzero gate=relu", "weight_over = nonzero", 1},
                 {"n_zero=1 weight_over=nonzero renormalize=after", "renormalize = after", 1},
                 {"n_copy=1 weight_over=real weight=softmax gate_temperature=2", "gate_temperature = 2", 1},
+                {"predictor=1 select=expert_choice score=cosine", "predictor = 1 has no integer form with this", 1},
                 {"select=soft", "select = soft", 0},
                 {"select=expert_choice", "select = expert_choice", 0},
                 {"select=affinity", "select = affinity", 0},
@@ -961,7 +962,8 @@ static void try_thresholds(void) {
         int ends[4]; /* -1: all pass; 1: none does; 0: between */
     } rows[] = {{MOE_GATE_SIGMOID, {-0.5, 0, 0.25, 1}, {-1, -1, 0, 1}},
                 {MOE_GATE_SIGMOID, {1.5, 0.5, 0.75, 0.25}, {1, 0, 0, 0}},
-                {MOE_GATE_SQRT_SOFTPLUS, {-1, 0.5, 6.5, 1}, {-1, 0, 0, 0}}};
+                {MOE_GATE_SQRT_SOFTPLUS, {-1, 0.5, 6.5, 1}, {-1, 0, 0, 0}},
+                {MOE_GATE_SQRT_SOFTPLUS, {-1, 6.5, 27, 26}, {-1, 0, 0, 0}}}; /* exp(27^2) is infinite */
     const int32_t end = 1073741823;
     int32_t levels[4];
     static unsigned char table[64];
@@ -1013,6 +1015,26 @@ static void try_thresholds(void) {
     tensors[MOE_ROUTER_CUTOFF_UPDATES] = &updates;
     if (CHECK(moei_int_router_plan_make(&c, tensors, 8, table, sizeof table, &plan, &error) == MOE_OK, error.message))
         CHECK(threshold_at(table + plan.router.thresholds, 0) == -1);
+}
+
+/* sigmoid(z / T) = sigmoid(theta) where z = T theta. */
+static void try_warm_thresholds(void) {
+    static unsigned char table[64];
+    const moe_real thresholds[4] = {1, 0, 0, 0};
+    const moe_real *tensors[MOE_ROUTER_PARAMETER_COUNT] = {NULL};
+    moei_int_router_plan plan;
+    moe_router_config c;
+    moe_error error;
+    memset(&c, 0, sizeof c);
+    c.d_model = 8;
+    c.n_experts = 4;
+    c.select = MOE_SELECT_THRESHOLD;
+    c.threshold_learned = c.threshold_sigmoid = 1;
+    c.gate = MOE_GATE_SIGMOID;
+    c.gate_temperature = 2;
+    tensors[MOE_ROUTER_THRESHOLD] = thresholds;
+    if (CHECK(moei_int_router_plan_make(&c, tensors, 8, table, sizeof table, &plan, &error) == MOE_OK, error.message))
+        CHECK_NEAR(threshold_at(table + plan.router.thresholds, 0) * (double)plan.z_scale / 256, 2, 1e-3);
 }
 
 /* Weights of both signs that are divided by their sum are refused; thresholds that leave one sign
@@ -1104,6 +1126,12 @@ static void try_names(void) {
     CHECK(plan_of("scale=16", 0.0, &error, &plan) == MOE_OK && plan.router.scale == NULL &&
               fabs((double)plan.weight_scale - 16) < 1e-9,
           "a scale that is a power of two");
+    CHECK(plan_of("scale=-2", 0.0, &error, &plan) == MOE_OK && plan.router.scale == moei_int_scale_weights &&
+              plan.router.factor == -32767 && fabs((double)plan.weight_scale - 2) < 1e-9,
+          "a scale below 0");
+    CHECK(plan_of("select=grouped_top_k groups=4 groups_kept=2 group_score=top2_sum", 0.0, &error, &plan) == MOE_OK &&
+              plan.router.gate == moei_int_gate_softmax && plan.router.scratch == 8 + 4,
+          "sums of two p, and room for those of the groups");
 }
 
 int main(int argc, char **argv) {
@@ -1121,6 +1149,7 @@ int main(int argc, char **argv) {
     CASE(try_schedules());
     CASE(try_errors());
     CASE(try_thresholds());
+    CASE(try_warm_thresholds());
     CASE(try_signs());
     CASE(try_windows());
     return test_end();

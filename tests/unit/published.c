@@ -405,6 +405,8 @@ static const row rows[] = {
      AT, NULL, MOE_OK, "gate=softmax selection_bias=1 select=grouped_top_k group_score=top2_sum scale=2.5 weight=sum"},
     {qwen3, correction, NULL, "{\"model_type\":\"glm4_moe\",\"num_experts_per_tok\":2,\"n_group\":0}", AT, NULL, MOE_OK,
      "gate=sigmoid select=top_k scale=1 weight=sum"},
+    {qwen3, correction, NULL, "{\"model_type\":\"glm4_moe\",\"num_experts_per_tok\":2,\"n_group\":1,\"topk_group\":1}",
+     AT, NULL, MOE_OK, "select=top_k groups=1"},
     {qwen3, NULL, NULL, "{\"model_type\":\"deepseek_v3\",\"num_experts_per_tok\":2}", AT, NULL, MOE_ERR_NOT_FOUND,
      "gate.e_score_correction_bias': missing"},
     {llama4, NULL, NULL, NULL, AT, NULL, MOE_OK, "top_k=1 gate=sigmoid apply_to=input n_shared=1 d_shared=5 d_ff=3"},
@@ -932,6 +934,21 @@ static void refuse_gguf_metadata(text *kv, gguf *g) {
     GGUF(g, MOE_OK, "top_k=2");
 }
 
+/* Of equal keys the last one counts. */
+static void of_equal_keys(void) {
+    static text kv;
+    gguf g;
+    memset(&g, 0, sizeof g);
+    g.arch = "llama";
+    g.version = 3;
+    g.tensors = gguf_mixtral;
+    g.kv = &kv;
+    g.n_kv = 2;
+    gguf_number(&kv, "llama.expert_used_count", 3);
+    gguf_number(&kv, "llama.expert_used_count", 1);
+    GGUF(&g, MOE_OK, "top_k=1");
+}
+
 static void of_gguf(void) {
     static text kv;
     gguf g;
@@ -996,6 +1013,31 @@ static void of_gguf(void) {
         CHECK((call) == (wanted), error.message); \
         CHECK(strstr(error.message, says) != NULL, error.message); \
     } while (0)
+
+/* Of a list of settings, a layer takes the element of the last number in its prefix; a preset with
+   the name of a family has the tensors of that family alone. */
+static void of_prefixes(void) {
+    static const char config[] = "{\"model_type\":\"mixtral\",\"num_experts_per_tok\":[2,3,1]}";
+    static const char list[] = "router.layer.weight:F32:4,6 input_linear.weight:F32:4,6,6 "
+                               "output_linear.weight:F32:4,6,3 ", more[] =
+        "shared_mlp.input_linear.weight:F32:10,6 shared_mlp.output_linear.weight:F32:6,5";
+    static text file;
+    moe_import_source sources[2];
+    moe_layer layer;
+    moe_error error;
+    make_file(&file, "parts.1.layers.2.mlp", mixtral, NULL, NULL);
+    sources[0] = source(NULL, &file);
+    sources[1] = moe_import_memory("config.json", config, sizeof config - 1);
+    if (CHECK(moe_import_read(&layer, sources, 2, "parts.1.layers.2.mlp", NULL, NULL, &error) == MOE_OK,
+              error.message)) {
+        CHECK(layer.config.router.top_k == 1);
+        moe_layer_free(&layer);
+    }
+    make_file(&file, AT, list, more, NULL);
+    sources[0] = source(NULL, &file);
+    REFUSED(moe_import_read(&layer, sources, 1, AT, "granite_moe top_k=2", NULL, &error), MOE_ERR_UNSUPPORTED,
+            "granite_moe has no tensor of this name");
+}
 
 /* Parts that end early or are none. */
 static void of_broken_parts(const text *files, const char *const *names) {
@@ -1673,6 +1715,46 @@ static void refuse_writing(moe_layer *layer, moe_buffer *buffer, moe_stream *str
     moe_layer_free(&copy);
 }
 
+/* Whether a layer of these tensors, written as its family, says this in its header. */
+static int writes(const char *list, const char *more, const char *config, const char *family, int dtype,
+                  const char *said) {
+    static text file;
+    moe_import_source sources[2];
+    moe_layer layer;
+    moe_error error;
+    moe_buffer buffer;
+    moe_stream stream;
+    size_t i, length;
+    int found = 0;
+    memset(&buffer, 0, sizeof buffer);
+    stream = moe_buffer_stream(&buffer);
+    make_file(&file, AT, list, more, NULL);
+    sources[0] = source(NULL, &file);
+    sources[1] = moe_import_memory("config.json", config, strlen(config));
+    if (!CHECK(moe_import_read(&layer, sources, 2, AT, NULL, NULL, &error) == MOE_OK, error.message)) return -1;
+    CHECK(moe_import_write(&layer, &stream, "x", family, dtype, &error) == MOE_OK, error.message);
+    length = buffer.size > 8 ? (size_t)buffer.data[0] | (size_t)buffer.data[1] << 8 : 0;
+    for (i = 8; i + strlen(said) <= 8 + length; i++) found |= memcmp(buffer.data + i, said, strlen(said)) == 0;
+    moe_buffer_free(&buffer);
+    moe_layer_free(&layer);
+    return found;
+}
+
+/* A selection bias keeps 32 bits where weights have 16, and 64 where they have 64; of the forms
+   that a family may have one is written. */
+static void of_written_headers(void) {
+    static const char v3[] =
+        "{\"model_type\":\"deepseek_v3\",\"num_experts_per_tok\":2,\"n_group\":2,\"topk_group\":2}";
+    static const char bias[] = "\"x.gate.e_score_correction_bias\":{\"dtype\":\"F";
+    char wanted[80];
+    sprintf(wanted, "%s32\"", bias);
+    CHECK(writes(qwen3, correction, v3, "deepseek_v3", MOE_DTYPE_BF16, wanted) == 1);
+    sprintf(wanted, "%s64\"", bias);
+    CHECK(writes(qwen3, correction, v3, "deepseek_v3", MOE_DTYPE_F64, wanted) == 1);
+    CHECK(writes(gpt_oss, NULL, "{\"model_type\":\"gpt_oss\"}", "gpt_oss", MOE_DTYPE_F32, "gate_up_proj\"") == 1);
+    CHECK(writes(gpt_oss, NULL, "{\"model_type\":\"gpt_oss\"}", "gpt_oss", MOE_DTYPE_F32, "_blocks") == 0);
+}
+
 static void of_writing_calls(const text *file) {
     char name[300];
     moe_import_source s = source(NULL, file);
@@ -1923,6 +2005,8 @@ static void of_hands(void) {
     of_rows();
     of_indexes();
     of_gguf();
+    of_equal_keys();
+    of_prefixes();
     of_gguf_parts();
     of_gguf_part_numbers();
     of_gguf_defaults();
@@ -1932,6 +2016,7 @@ static void of_hands(void) {
     of_no_memory(&file);
     of_reading_calls(&file);
     of_writing_calls(&file);
+    of_written_headers();
     of_sizes(&file);
     of_long_texts();
 #if SIZE_MAX > 0xFFFFFFFF

@@ -2773,6 +2773,58 @@ static void mismatch_task(ranks_rank *self, void *ctx) {
     moe_transport_end(&t);
 }
 
+/* Upcycled experts are the same, on whatever rank they live. */
+typedef struct upcycling {
+    moe_layer_config config;
+    moe_layer whole, dense;
+    moe_status status[RANKS_MOST];
+    int same[RANKS_MOST];
+} upcycling;
+
+static void upcycle_task(ranks_rank *self, void *ctx) {
+    upcycling *u = (upcycling *)ctx;
+    const size_t size = (size_t)(u->config.d_ff * u->config.router.d_model);
+    moe_transport t = ranks_transport(self);
+    moe_layer_config c = u->config;
+    moe_layer layer;
+    moe_status status = moe_transport_begin(&t, NULL);
+    size_t first, count;
+    memset(&layer, 0, sizeof layer);
+    c.transport = &t;
+    moe_rank_part((size_t)c.router.n_experts, t.rank, t.n_ranks, &first, &count);
+    if (status == MOE_OK) status = moe_layer_create(&layer, &c, 0, 2, NULL, NULL);
+    if (status == MOE_OK) status = moe_layer_upcycle(&layer, &u->dense, (moe_real)0.5, (moe_real)0.1, 7, NULL);
+    u->status[t.rank] = status;
+    u->same[t.rank] = status == MOE_OK && memcmp(layer.tensors[MOE_EXPERTS_UP],
+                                                 u->whole.tensors[MOE_EXPERTS_UP] + first * size,
+                                                 count * size * sizeof(moe_real)) == 0;
+    moe_layer_free(&layer);
+    moe_transport_end(&t);
+}
+
+static void test_upcycling(void) {
+    enum { RANKS = 3 };
+    upcycling u;
+    ranks_world world;
+    moe_layer_config dense;
+    int r;
+    memset(&u, 0, sizeof u);
+    u.config.router.d_model = 6;
+    u.config.router.n_experts = 5;
+    u.config.d_ff = 4;
+    dense = u.config;
+    dense.router.n_experts = dense.router.top_k = 1;
+    CHECK_STATUS(moe_layer_create(&u.dense, &dense, 0, 3, NULL, NULL), MOE_OK);
+    CHECK_STATUS(moe_layer_create(&u.whole, &u.config, 0, 2, NULL, NULL), MOE_OK);
+    CHECK_STATUS(moe_layer_upcycle(&u.whole, &u.dense, (moe_real)0.5, (moe_real)0.1, 7, NULL), MOE_OK);
+    ranks_begin(&world, RANKS, RANKS_AT_END);
+    CHECK(ranks_run(&world, upcycle_task, &u) == NULL, "the ranks agree");
+    ranks_end(&world);
+    for (r = 0; r < RANKS; r++) CHECK(u.status[r] == MOE_OK && u.same[r], "experts of a rank");
+    moe_layer_free(&u.whole);
+    moe_layer_free(&u.dense);
+}
+
 static void test_mismatch(void) {
     static const struct {
         const char *name, *settings;
@@ -3519,7 +3571,8 @@ int main(int argc, char **argv) {
     } tests[] = {{test_transport, "transport"}, {test_parts, "parts"},
                  {test_begin, "begin"},         {test_agree, "agree"},
                  {test_status, "status"},       {test_too_many, "too many"},
-                 {test_mismatch, "mismatch"},   {test_alone, "alone"},
+                 {test_mismatch, "mismatch"},   {test_upcycling, "upcycling"},
+                 {test_alone, "alone"},
                  {test_unlike, "unlike"},       {test_chunks, "chunks"},
                  {test_spoilt, "spoilt"},       {test_failing, "failing"},
                  {test_lies, "lies"},           {test_routers, "routers"},

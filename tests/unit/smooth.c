@@ -243,6 +243,7 @@ static const struct {
     {"noise=noisy_topk", NULL, 1, 1, 0},
     {"refine=similarity", NULL, 0, 1, 0},
     {"refine=attention", NULL, 0, 1, 0},
+    {"refine=similarity raw_input=1", NULL, 1, 1, 0},
     {"select=soft slots=2 soft_sequences=5", NULL, 1, 1, 0},
     {"select=soft slots=2 soft_sequences=5 soft_normalise=1", NULL, 0, 1, 0},
     {"select=expert_choice", NULL, 1, 1, 0},
@@ -279,6 +280,35 @@ static void test_layers(int kernels) {
         moe_net_free(&net);
     }
     test_about = "";
+}
+
+static moe_status first_expert(void *ctx, const moe_router *router, const moe_call *call, const moe_real *logits,
+                               const moe_real *probabilities, unsigned char *chosen) {
+    const size_t experts = (size_t)router->config.n_experts;
+    size_t i;
+    (void)ctx;
+    (void)logits;
+    (void)probabilities;
+    for (i = 0; i < call->n_tokens * experts; i++) chosen[i] = i % experts == 0;
+    return MOE_OK;
+}
+
+/* A function of the caller may read the input, also one that selects only up to switch_at. */
+static void test_custom(void) {
+    static const char *const settings[] = {"select=custom", "switch_at=9 switch_from=custom"};
+    moe_smooth_result result;
+    moe_real *before;
+    moe_net net;
+    size_t i;
+    for (i = 0; i < 2; i++) {
+        if (block(&net, settings[i], NULL, NULL, MOE_KERNELS_C, NULL) == MOE_OK) {
+            net.modules[MIXTURE].layer.router.custom.select = first_expert;
+            CHECK_STATUS(smooth_exactly(&net, &before, &result), MOE_OK);
+            CHECKF(!changed(&net, before, NORM, "weight"), "%s", settings[i]);
+            free(before);
+        }
+        moe_net_free(&net);
+    }
 }
 
 /* Only the next MoE layer reads this one's inputs: clusters of the one after that do not matter. */
@@ -1087,6 +1117,7 @@ int main(void) {
     CASE(test_layers(MOE_KERNELS_AUTO));
     CASE(test_presets());
     CASE(test_later_clusters());
+    CASE(test_custom());
     CASE(test_attention());
     CASE(test_left_alone());
     CASE(test_formula(0));

@@ -394,6 +394,7 @@ static void test_special(void) {
     int32_t ids[4];
     memset(&b, 0, sizeof b);
     vocab_bytes(&v);
+    v.merges[v.n_merges++] = "  a"; /* the first text may begin with a space */
     vocab_gguf(&v, &b);
     if (!CHECKF(load(&t, NULL, &b) == MOE_OK, "%s", error.message)) return;
     CHECK(t.bos == vocab_find(&v, "<|bos|>") && t.eot == vocab_find(&v, "<|im_end|>") && t.unknown == -1);
@@ -410,6 +411,8 @@ static void test_special(void) {
     encodes(&t, "~~<|bos|>", 0, "~~|<|||b|o|s|||>");
     encodes(&t, "he", MOE_TOKENIZER_BOUNDS, "<|bos|>|he");
     encodes(&t, "", MOE_TOKENIZER_BOUNDS, "<|bos|>");
+    CHECK_STATUS(moe_tokenizer_encode(&t, "he~~", 3, 0, ids, 4, &n), MOE_OK);
+    CHECK(n == 2 && ids[1] == '~'); /* the text ends within a special token */
     CHECK_STATUS(moe_tokenizer_encode(&t, "abcdef", 6, 0, ids, 4, &n), MOE_ERR_SPACE);
     CHECK(n == 6);
     CHECK_STATUS(moe_tokenizer_encode(&t, "abcdef", 6, 0, NULL, 0, &n), MOE_ERR_SPACE);
@@ -471,6 +474,21 @@ static void json_encodes(const char *format, const char *const row[3], int n_tok
     moe_tokenizer_free(&t);
 }
 
+/* Unigram without bytes: unknown characters side by side are one unknown token, each with 10 less
+   than the lowest score, which here is that of a token that is listed among the added ones, too. */
+static void test_unigram_unknown(void) {
+    static const char text[] =
+        "{\"added_tokens\":[{\"id\":5,\"content\":\"q\",\"special\":true}],\"model\":{\"type\":\"Unigram\","
+        "\"unk_id\":0,\"vocab\":[[\"?\",0],[\"ab\",-9],[\"cd\",-9],[\"ef\",-9],[\"bcdef\",-1],[\"q\",-20],"
+        "[\"x\",-3]]}}";
+    const moe_import_source source = moe_import_memory("tokenizer.json", text, sizeof text - 1);
+    moe_tokenizer t;
+    if (!CHECKF(moe_import_read_tokenizer(&t, &source, 1, NULL, &error) == MOE_OK, "%s", error.message)) return;
+    encodes(&t, "xyzwx", 0, "x|?|x");
+    encodes(&t, "abcdef", 0, "ab|cd|ef");
+    moe_tokenizer_free(&t);
+}
+
 /* Special tokens of tokenizer.json that take white space with them; a space before each stretch. */
 static void test_stripping(void) {
     static const char text[] =
@@ -482,6 +500,7 @@ static void test_stripping(void) {
         {"\"prepend_scheme\":\"always\"", "a b <l>a<r> b",
          "\342\226\201a|\342\226\201b|<l>|\342\226\201a|<r>|\342\226\201b"},
         {"\"prepend_scheme\":\"always\"", "  <l>\342\226\201a<r> ", "<l>|\342\226\201a|<r>"},
+        {"\"prepend_scheme\":\"always\"", "ab", "\342\226\201|a|b"}, /* the longest token is no word */
         {"\"prepend_scheme\":\"first\"", "a<r>b", "\342\226\201a|<r>|b"},
         {"\"prepend_scheme\":\"first\"", " a<r> b", "\342\226\201a|<r>|b"},
         {"\"prepend_scheme\":\"first\"", "\342\226\201a b", "\342\226\201a|\342\226\201b"},
@@ -1657,6 +1676,7 @@ int main(void) {
     CASE(test_end_of_turn());
     CASE(test_merges());
     CASE(test_unigram());
+    CASE(test_unigram_unknown());
     CASE(test_byte_fallback());
     CASE(test_cuts());
     CASE(test_special());
