@@ -15,12 +15,12 @@
    below 2^30), and FACTORS; cosines and sines are above -32768, the one value that the check
    refuses. The constants fill their array: reading one byte more is an alarm.
 
-   All 25 operations but the layer norm are proved, here or in eva_layer.c, mixture for the routers
-   named there, row with TOKENS for any token; products and rotate where constants are read as words
-   (little endian), not as bytes. NORM is a root mean square norm, in parts by where the largest
-   input stands: it bounds the sum of squares from below. For a layer norm (index = 1) that is not
-   enough: that n sum x^2 - (sum x)^2 bounds each n x_p - sum x is a fact about all inputs together,
-   and Eva knows the range of each. */
+   All 25 operations are proved, here or in eva_layer.c, mixture for the routers named there, row
+   with TOKENS for any token; products, norm and rotate where constants are read as words (little
+   endian), not as bytes.
+   NORM, which is for norm, stands for both norms and for every eps, gain, bias, factor and shift.
+   One thing is taken for granted, in a copy of moe.h: |v_p| <= 2^(25 + e), a fact about all inputs
+   together, of which Eva knows the range of each. eva_norm.c proves it for up to 8 inputs. */
 
 #define MOE_NO_FLOAT
 #define MOE_IMPLEMENTATION
@@ -34,7 +34,7 @@
     ensures \result == (unsigned char *)scratch; */
 static unsigned char *moei_int_scratch(void *scratch);
 
-#if defined HEADS || defined GROUP
+#if defined HEADS || defined GROUP || defined NORM
 #define MOEI_FLASH_WORDS 1 /* so that Eva sees numbers where it would see bytes */
 #endif
 #include "moe.h"
@@ -141,25 +141,35 @@ static void inputs(void) {
 }
 
 #ifdef NORM
-/* No layer norm. Parts 0 to 2 have all factors; the check must refuse the others: factors below and
-   above, another index, constants of 2^61 or more (6: whose upper half is a negative number). */
-static void norm_of(int part) {
-    const int most = part == 5 ? 127 : part == 6 ? 255 : 31;
-    op.index = (uint16_t)(part == 7 ? any(2, 65535) : 0);
-    op.factor = (int16_t)(part < 3    ? any(3 * part, 3 * part + 2)
-                          : part == 3 ? any(-FACTORS, -1)
-                          : part == 4 ? any(9, FACTORS)
-                                      : any(0, 8));
-    constants[7] = (unsigned char)any(part == 5 ? 32 : part == 6 ? 128 : 0, most);
+/* 4^(e + 15) <= d < 4^(e + 16): so e never falls when d grows. */
+static void roots(void) {
+    const int k = Frama_C_interval_split(0, 31);
+    const uint64_t least = (uint64_t)1 << 2 * k;
+    int e;
+    moei_int_inverse_root(Frama_C_unsigned_long_interval(least, least * 4 - 1), &e);
+    /*@ assert e == k - 15; */
 }
 
-/* Code number `largest` is: 0, or within +-[1, 15] or +-[16, 127] by part. */
-static void input_of(int largest, int part) {
-    const int most = part == 0 ? 0 : part * part == 1 ? 15 : 127, least = part * part == 1 ? 1 : 16;
-    int i;
-    for (i = 0; i < D; i++) input[i] = (int8_t)any(-most, most);
-    if (part < 0) input[largest] = (int8_t)any(-most, -least);
-    if (part > 0) input[largest] = (int8_t)any(least, most);
+static void bias_of(unsigned n, unsigned p, int32_t low, int32_t high) {
+    ((int32_t *)(void *)constants)[2 + (n + 1) / 2 + p] = any(low, high);
+}
+
+/* The check must refuse all but part 0: factors below (1) and above (2), eps of 2^61 or more (3,
+   and 4, whose upper half is a negative number), bias number p above (5) and below (6) what the
+   shift leaves room for, another index (7), and shifts above 30. Shifts up to 29 (29) leave more
+   room than 30 does. */
+static void norm_of(unsigned n, int shift, int part, unsigned p) {
+    const int end = shift == 30 ? 1 << 30 : 3 << 29, high = 1 << 29;
+    unsigned i;
+    op.shape.shift = (uint8_t)(shift == 29 ? any(0, 29) : shift == 30 ? 30 : any(31, 255));
+    op.index = (uint16_t)(part < 5 ? any(0, 1) : part < 7 ? 1 : any(2, 65535));
+    op.factor = (int16_t)(part == 1 ? any(-FACTORS, -1) : part == 2 ? any(9, FACTORS) : any(0, 8));
+    ((int32_t *)(void *)constants)[1] = part == 3   ? any(high, 2147483647)
+                                        : part == 4 ? any(-2147483647 - 1, -1)
+                                                    : any(0, high - 1);
+    for (i = 0; i < n; i++) bias_of(n, i, 1 - end, end - 1);
+    if (part == 5) bias_of(n, p, end, 2147483647);
+    if (part == 6) bias_of(n, p, -2147483647 - 1, -end);
 }
 #endif
 
@@ -167,6 +177,9 @@ static void input_of(int largest, int part) {
 int main(void) {
     int16_t output[D];
     inputs();
+#ifdef NORM
+    roots();
+#endif
 #ifdef VARY
     model_of(D, D);
     op.VARY = (uint32_t)Frama_C_interval_split(0, CONSTANTS);
@@ -194,8 +207,9 @@ int main(void) {
     model.d_in = 0;
 #endif
 #ifdef NORM
-    int part = Frama_C_interval_split(0, 7);
-    norm_of(part);
+    const int shift = Frama_C_interval_split(29, 31), part = Frama_C_interval_split(0, 7);
+    const unsigned p = (unsigned)Frama_C_interval_split(0, part == 5 || part == 6 ? (int)n - 1 : 0);
+    norm_of(n, shift, part, p);
 #endif
 #ifdef UNIT
     unit_of(n, Frama_C_interval_split(0, 3), Frama_C_interval_split(0, 2));
@@ -204,10 +218,6 @@ int main(void) {
     if (moe_model_check(&model, NULL, scratch, sizeof scratch, NULL) != MOE_OK) return 1;
 #if LENGTH > 0
     earlier_tokens();
-#endif
-#ifdef NORM
-    part = Frama_C_interval_split(-2, 2);
-    input_of(Frama_C_interval_split(0, (int)n - 1), part);
 #endif
 #ifdef HEADS
     scratch[0] = (uint32_t)any(0, HEADS);

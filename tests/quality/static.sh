@@ -25,7 +25,9 @@ fi
 headers='moe_kernels.h moe_routers.h moe.h'
 
 plan() {
-    for tool in gcc clang cppcheck tidy eva eva_infer eva_layer eva_route thread memory; do echo "planted $tool"; done
+    for tool in gcc clang cppcheck tidy eva eva_infer eva_norm eva_layer eva_route thread memory; do
+        echo "planted $tool"
+    done
     echo exclusions
     echo 'no_state'
     echo 'no_state -DMOE_NO_FLOAT'
@@ -45,7 +47,8 @@ plan() {
     echo 'eva_infer int4 32767 -DGROUP=4'
     echo 'eva_infer unit 32767 -DUNIT'
     echo 'eva_infer rotate 32767 -DHEADS=18'
-    echo 'eva_infer norm 32767 -DNORM -DWIDEST=4'
+    echo 'eva_infer norm 32767 -DNORM'
+    echo 'eva_norm'
     echo 'eva_infer row 32767 -DTOKENS'
     echo 'eva_layer accumulate -DSHARED'
     echo 'eva_layer add_rest -DSHARED'
@@ -62,6 +65,7 @@ plan() {
     echo 'eva_route -DTOKENS=2 -DEXPERTS=2 -DCHOICES=2'
     echo 'eva_route -DTOKENS=2 -DEXPERTS=2 -DCHOICES=2 -DCAPACITY=1'
     echo 'eva_route -DTOKENS=1 -DEXPERTS=2 -DCHOICES=2 -DWHOLE'
+    for tokens in 1 2; do echo "eva_route -DTOKENS=$tokens -DEXPERTS=4 -DCHOICES=2 -DEXACTLY"; done
     echo 'thread_sanitizer threads gcc'
     echo 'thread_sanitizer parallel gcc'
     for program in golden layer; do echo "memory_sanitizer $program"; done
@@ -79,13 +83,15 @@ plan() {
     for header in moe_routers.h moe.h; do echo "clang_analyzer $header"; done
     echo 'eva_reader_sizes 0 32'
     for offset in in at; do echo "eva_infer curve 32767 -DVARY=$offset"; done
-    echo 'eva_infer norm 32767 -DNORM'
     for select in each threshold 'hash -DTOKENS=2' 'logits -DWEIGHT=moei_int_weight_over -DOVER=moei_int_weight_sum' \
         'logits -DEXPERTS=2 -DTAKEN=2 -DWEIGHT=moei_int_weight_over -DOVER=moei_int_weight_norm'; do
         echo "eva_layer mixture -DROUTER=moei_int_select_$select"
     done
     for size in '2 -DEXPERTS=3 -DCHOICES=2' '3 -DEXPERTS=2 -DCHOICES=2' '1 -DEXPERTS=4 -DCHOICES=3'; do
         echo "eva_route -DTOKENS=$size"
+    done
+    for size in '2 -DEXPERTS=4 -DCHOICES=1' '2 -DEXPERTS=4 -DCHOICES=3' '3 -DEXPERTS=4 -DCHOICES=1'; do
+        echo "eva_route -DTOKENS=$size -DEXACTLY"
     done
     echo 'eva_infer multiply 32767 -DVARY=other'
     echo 'eva_infer rescale 32767 -DVARY=out'
@@ -319,11 +325,13 @@ eva_states_model=$eva_states_model,moei_int_l1:0,moei_int_linf:0,moei_int_sqrt:0
 eva_split_model=moei_int_squares:0,moei_check_half_power:0:1,moei_ir_keeps:0
 # Eva does not see that a square is never negative, but where the sign is known, nor what a shift
 # leaves, but where it knows which side of a bound a number is on: comments, put into copies of the
-# headers, keep the cases apart.
+# headers, keep the cases apart. What it takes for granted (admit) eva_norm proves.
+norm_bound='v <= (int64_t)1 << (40 + e) >> 15 \&\& v >= -((int64_t)1 << (40 + e) >> 15)'
 eva_hints='/ moei_int_squares(unsigned n/,/^}/ {
     s|const uint32_t square|/*@ split *x >= 0; */ &|; s|low += square.*|& /*@ merge *x >= 0; */|; }
 /^void moei_int_op_norm(/,/^}/ {
-    s|const uint32_t square|/*@ split x[p] >= 0; */ &|; s|low += square|/*@ merge x[p] >= 0; */ &|; }
+    s|const int32_t v = |/*@ split e; */ &|; s|const int16_t g = |/*@ merge e; */ &|
+    s|const int32_t t = |/*@ admit '"$norm_bound"'; */ &|; }
 / moei_int_inverse_root(uint64_t d/,/^}/ s|for ([*]e = 0|/*@ dynamic_split d >= 0x100000000; */ &|
 /^void moei_int_weight_norm(/,/^}/ s|for (; sum != 0|/*@ dynamic_split sum >= 0x40000000; */ &|'
 eva_model() { # folder of moe_check.h, operation, factors within +- this, options...
@@ -332,7 +340,7 @@ eva_model() { # folder of moe_check.h, operation, factors within +- this, option
     split=$(sed '/^#ifndef MOE_NO_FLOAT/,/^#endif/d' "$check/moe_check.h" |
         sed -n 's/^\(static \)\{0,1\}moe_status \(moei\{0,1\}_[a-z0-9_]*\)(.*/\2:0/p' | sort -u | tr '\n' ',')
     for header in moe.h moe_routers.h; do sed "$eva_hints" "$root/$header" >"$header"; done
-    [ "$(cat moe.h moe_routers.h | grep -c '/[*]@ [dsm]')" = 6 ] || { echo 'a line of the hints is gone'; return 1; }
+    [ "$(cat moe.h moe_routers.h | grep -c '/[*]@ [adsm]')" = 7 ] || { echo 'a line of the hints is gone'; return 1; }
     options="-I$PWD -I$root -I$check -DOP=moei_int_op_$op -DFACTORS=$factors $*"
     run frama-c -cpp-extra-args="$options -ffreestanding -U__x86_64__ -U__i386__ -U__GNUC__" -eva \
         -eva-msg-key=-initial-state -eva-domains cvalue -eva-use-spec moei_int_scratch -eva-slevel 2000 \
@@ -361,6 +369,14 @@ eva_infer() { # operation factors options...
     judge eva found
 }
 
+# What the proof of the norms takes for granted: see tests/quality/eva_norm.c.
+eva_norm() {
+    needs gcc
+    sed "/^void moei_int_op_norm(/,/^}/ s|const int32_t t = |bound($norm_bound); &|" "$root/moe.h" >moe.h
+    grep -q ' bound(' moe.h || { echo 'the line of the bound is gone'; return 1; }
+    run gcc $(strict_flags gcc) -O2 -I. -I"$root" "$root/tests/quality/eva_norm.c" -o norm && run ./norm
+}
+
 # The same for operations that need an MoE layer: see tests/quality/eva_layer.c.
 eva_layer() { # operation options...
     needs frama-c
@@ -377,7 +393,9 @@ eva_cases=$eva_cases,moei_route_assignments:full,moei_route_stages:full,moe_rout
 eva_router() { # folder of the headers, options...: fills alarms
     headers_of=$1
     shift
-    cp "$headers_of/moe_kernels.h" moe_kernels.h
+    sed '/^static size_t moei_top_k_by_insertion/,/^}/ s/score\[i\] > \(score[^]]*\]\]\)/eva_above(score[i], \1)/' \
+        "$headers_of/moe_kernels.h" >moe_kernels.h
+    [ "$(grep -c eva_above moe_kernels.h)" = 2 ] || { echo 'a comparison of the selection is gone'; return 1; }
     case " $* " in
     *' -DWHOLE '*) cp "$headers_of/moe_routers.h" moe_routers.h ;;
     *)
@@ -386,12 +404,12 @@ eva_router() { # folder of the headers, options...: fills alarms
         ;;
     esac
     run frama-c -cpp-extra-args="-I$PWD $* -ffreestanding -U__x86_64__ -U__i386__ -U__GNUC__" -eva \
-        -eva-msg-key=-initial-state -eva-domains cvalue -warn-special-float none -eva-slevel 3000 \
+        -eva-msg-key=-initial-state -eva-domains cvalue -warn-special-float none -eva-slevel 100000 \
         -eva-auto-loop-unroll 100 -eva-alloc-builtin fresh -eva-no-alloc-returns-null -eva-use-spec moei_layout_begin \
-        -eva-split-return-function "moe_router_init:0,$eva_cases" -eva-slevel-function main:9000 \
+        -eva-split-return-function "moe_router_init:0,$eva_cases" \
         "$root/tests/quality/eva_route.c" >log 2>&1 || { tail -20 log; return 1; }
-    grep -q '^\[eva\] done for function main' log && grep -q 'show_each_assignment: {1}, {2}, {0}, {1}' log ||
-        { echo 'the analysis did not reach a second choice'; return 1; }
+    grep -q '^\[eva\] done for function main' log && grep -q 'Frama_C_show_each_last: ' log ||
+        { echo 'the analysis did not reach the last choice'; return 1; }
     grep -A 2 'eva:alarm' log >alarms || :
 }
 
@@ -499,6 +517,28 @@ BAD
         ! cmp -s h/moe_check.h "$root/examples/extras/moe_check.h" || { echo 'the line to change is gone'; return 1; }
         eva_model "$PWD/h" rescale 32767 || return 1
         cp alarms left
+        ;;
+    eva_norm) # in what it tries, in what it needs of the exponent, and in the check of biases
+        needs frama-c
+        mkdir h
+        cp -r "$root/tests" h
+        cp "$root/moe_kernels.h" "$root/moe_routers.h" h
+        sed '/^void moei_int_op_norm/,/^}/ s/<< 2 [*] op->factor/<< op->factor/' "$root/moe.h" >h/moe.h
+        ! cmp -s h/moe.h "$root/moe.h" || { echo 'the line to change is gone'; return 1; }
+        (root=$PWD/h && ! eva_norm) >left || return 1
+        grep -q ' [1-9][0-9]* beyond' left || { cat left; return 1; }
+        sed '/ moei_int_inverse_root(uint64_t d/,/^}/ s/)1 << 30; m/)1 << 29; m/' "$root/moe.h" >h/moe.h
+        checks=$root/examples/extras/moe_check.h
+        sed '/moei_check_norm(/,/^}/ s/round < (int64_t)3/round < (int64_t)4/' "$checks" >h/moe_check.h
+        ! cmp -s h/moe.h "$root/moe.h" && ! cmp -s h/moe_check.h "$checks" ||
+            { echo 'a line to change is gone'; return 1; }
+        root=$PWD/h
+        eva_model "$PWD/h" norm 32767 -DNORM -DWIDEST=1 || return 1
+        tr -d '\n' <alarms >left
+        for alarm in 'assertion got status unknown' 'scaled + tmp'; do
+            grep -qF "$alarm" left || { echo "not seen: $alarm"; cat alarms; return 1; }
+        done
+        return
         ;;
     eva_layer) # in a copy of a header with hints, where places are short
         needs frama-c
