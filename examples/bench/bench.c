@@ -813,8 +813,8 @@ static int run_missing(void) {
 /* ---- README.md ---- */
 
 /* Blocks of examples/bench/README.md; the last one is in the README.md at the top. */
-static const char *const blocks[] = {"worlds",  "cost",   "natural", "scaling",
-                                     "missing", "routers", "builds", "verdicts"};
+static const char *const blocks[] = {"worlds",  "cost",    "natural", "scaling",
+                                     "missing", "routers", "builds",  "verdicts"};
 enum { N_BLOCKS = sizeof blocks / sizeof blocks[0], OWN_BLOCKS = N_BLOCKS - 1 };
 
 /* The claim on natural data beside a primary claim of planted worlds: the paper's primary one, or
