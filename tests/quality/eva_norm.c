@@ -1,6 +1,7 @@
 /* eva_norm.c - proves by trying the one thing that eva_infer.c takes for granted: that
-   |v_p| <= 2^(25 + e) in moei_int_op_norm, for up to 8 codes within +-127. tests/quality/static.sh
-   compiles it with a copy of moe.h that calls bound() for each v_p.
+   |v_p| <= 2^(25 + e) in moei_int_op_norm, where e is already less by 7 + factor, for up to 8 codes
+   within +-127. tests/quality/static.sh compiles it with a copy of moe.h that calls bound() for
+   each v_p.
 
    v_p depends on x_p and on the sum of the other codes. e never falls when d grows (eva_infer.c
    proves it), and d grows with eps and with the squares of the others. So for each place, code and

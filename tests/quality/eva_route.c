@@ -11,7 +11,7 @@
    cannot be selected: a token that takes 2 of 4 experts has 17 outcomes, one that takes 3 has 41,
    and each token multiplies the cases. static.sh proves 1 token and up to 4 experts with up to 3
    choices; 2 tokens, 4 experts and 1, 2 or 3 choices, and up to 3 experts with up to 2; 3 tokens, 4
-   experts and 1 choice, and up to 2 experts with up to 2.
+   experts and 1 or 2 choices, and up to 2 experts with up to 2.
    The arrays of a routing stand one behind the other in the workspace, where an index one too
    large would meet the next array. So static.sh makes copies of the headers in which each of them
    has memory of its own; two pairs, which one memset fills, stay together. With WHOLE it does not:

@@ -90,7 +90,8 @@ plan() {
     for size in '2 -DEXPERTS=3 -DCHOICES=2' '3 -DEXPERTS=2 -DCHOICES=2' '1 -DEXPERTS=4 -DCHOICES=3'; do
         echo "eva_route -DTOKENS=$size"
     done
-    for size in '2 -DEXPERTS=4 -DCHOICES=1' '2 -DEXPERTS=4 -DCHOICES=3' '3 -DEXPERTS=4 -DCHOICES=1'; do
+    for size in '2 -DEXPERTS=4 -DCHOICES=1' '2 -DEXPERTS=4 -DCHOICES=3' '3 -DEXPERTS=4 -DCHOICES=1' \
+        '3 -DEXPERTS=4 -DCHOICES=2'; do
         echo "eva_route -DTOKENS=$size -DEXACTLY"
     done
     echo 'eva_infer multiply 32767 -DVARY=other'
