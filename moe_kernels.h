@@ -575,7 +575,9 @@ typedef struct moe_kernels {
     moe_real (*exp_sum)(size_t n, moe_real max, moe_real *y);
     moe_real (*entropy)(size_t n, const moe_real *p);
     moe_panels_fn *panels;
-    moe_panels_fn *streamed; /* the same, for weights that come from memory and not from a cache */
+    /* the same bits, for weights that come from memory and not from a cache; may equal panels, not
+       NULL */
+    moe_panels_fn *streamed;
     void (*gated)(int act, size_t m, size_t n, const moe_real *x, size_t ldx, const moe_real *times, size_t ldt,
                   moe_real *y, size_t ldy);
     void (*gated_backward)(int act, size_t n, const moe_real *x, const moe_real *times, const moe_real *dy,
