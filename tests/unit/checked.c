@@ -985,17 +985,20 @@ static void test_apart(void) {
 static void test_later_choices(void) {
     made m;
     copy c;
+    moei_int_op before;
     moe_error error;
     size_t recipe = 0, op = 0;
     while (strstr(recipes[recipe].settings, "clustering") == NULL) recipe++;
     if (!made_begin(&m, recipe, MOE_WEIGHTS_INT8, 0)) return;
     copy_begin(&c, &m.built);
     while (c.ops[op].run != moei_int_op_cluster) op++;
+    before = c.ops[op];
     c.ops[op].index = 1;
     c.ops[op].other = c.mixtures[1].choices;
     CHECK_STATUS(moe_model_check(&c.model, NULL, c.block, c.scratch_size, &error), MOE_ERR_FORMAT);
     CHECK(strstr(error.message, "that MoE layer has not run yet") != NULL, error.message);
     c.ops[c.mixtures[0].expert] = c.ops[op];
+    c.ops[op] = before;
     CHECK_STATUS(moe_model_check(&c.model, NULL, c.block, c.scratch_size, &error), MOE_ERR_FORMAT);
     CHECK(strstr(error.message, "that MoE layer has not run yet") != NULL, error.message);
     copy_end(&c);
