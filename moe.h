@@ -5247,8 +5247,8 @@ static void moei_chosen_experts(const moe_layer *layer, moe_layer_pass *p, const
 
 /* A copy or constant expert for one token: f(w x) = on_x x + on_v v. */
 typedef struct moei_zero {
-    moe_real on_x, on_v;
-    const moe_real *v, *gate; /* constant: v [d] and W [2,d]; else NULL */
+    moe_real on_x, on_v, slope; /* slope: of on_v by a logit, exact where it saturates */
+    const moe_real *v, *gate;   /* constant: v [d] and W [2,d]; else NULL */
     size_t index; /* which constant expert it is */
 } moei_zero;
 
@@ -5266,6 +5266,7 @@ static moei_zero moei_zero_of(const moe_layer *layer, size_t e, const moe_real *
     ahead = w * (moe_dot(layer->kernels, d, z.gate, x) - moe_dot(layer->kernels, d, z.gate + d, x));
     z.on_x = w * moe_sigmoid(ahead); /* a softmax of two */
     z.on_v = moe_sigmoid(-ahead);
+    z.slope = z.on_v * moe_sigmoid(ahead);
     return z;
 }
 
@@ -5414,8 +5415,7 @@ static moe_real moei_constant_backward(const moe_layer *layer, const moei_zero *
     const moe_kernels *k = layer->kernels;
     const size_t d = (size_t)layer->config.router.d_model;
     moe_real *d_v = layer->gradients[MOE_EXPERTS_CONSTANT], *d_gate = layer->gradients[MOE_EXPERTS_CONSTANT_GATE];
-    const moe_real slope = s * z->on_v * (MOEI_R(1.0) - z->on_v);
-    const moe_real dl = slope * (w * moe_dot(k, d, g, x) - moe_dot(k, d, g, z->v));
+    const moe_real dl = s * z->slope * (w * moe_dot(k, d, g, x) - moe_dot(k, d, g, z->v));
     if (d_v != NULL) moe_axpy(k, d, s * z->on_v, g, d_v + z->index * d);
     if (d_gate != NULL) {
         moe_axpy(k, d, w * dl, x, d_gate + z->index * 2 * d);

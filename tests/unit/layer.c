@@ -1428,6 +1428,39 @@ static void check_without_dx(int kind, int apply_to) {
     end(&b);
 }
 
+/* The gradient of a constant expert's W where its softmax saturates: 1 - a, of an a near 1, would
+   have few digits. With x = (1, 0), dy = (1, 0) and weight 1: dW_00 = a_0 a_1 (1 - v_0). */
+static void test_saturated_constant(void) {
+    moe_layer_config c = small_config();
+    moe_layer layer;
+    moe_layer_pass pass;
+    moe_call call;
+    const moe_real x[2] = {1, 0}, gate[4] = {-10, 0, 0, 0};
+    const moe_real v[2] = {(moe_real)0.5, 0};
+    moe_real y[2];
+    size_t bytes;
+    void *work;
+    const double small = 1 / (1 + exp(10.0)), want = small * (1 - small) * 0.5;
+    memset(&call, 0, sizeof call);
+    c.router.d_model = 2;
+    c.router.n_experts = c.router.top_k = 2;
+    c.router.n_constant = 1;
+    c.router.weight = MOE_WEIGHT_ONE;
+    if (!CHECK(moe_layer_create(&layer, &c, 1, 1, NULL, NULL) == MOE_OK)) return;
+    layer.tensors[MOE_EXPERTS_CONSTANT_GATE] = gate;
+    layer.tensors[MOE_EXPERTS_CONSTANT] = v;
+    call.n_tokens = 1;
+    call.x = x;
+    call.training = 1;
+    CHECK(moe_layer_work_size(&layer, 1, 1, &bytes) == MOE_OK);
+    work = malloc(bytes);
+    CHECK(moe_layer_forward(&layer, &call, y, work, bytes, &pass) == MOE_OK);
+    CHECK(moe_layer_backward(&layer, x, NULL, NULL, &pass) == MOE_OK);
+    CHECK(fabs((double)layer.gradients[MOE_EXPERTS_CONSTANT_GATE][0] - want) < 1e-5 * want);
+    free(work);
+    moe_layer_free(&layer);
+}
+
 static void test_backward_without_dx(void) {
     int kind;
     for (kind = 0; kind < MOE_EXPERT_COUNT; kind++) {
@@ -2447,6 +2480,7 @@ int main(int argc, char **argv) {
     CASE(test_huge_pages());
     CASE(test_const_tensors());
     CASE(test_backward());
+    CASE(test_saturated_constant());
     CASE(test_backward_without_dx());
     CASE(test_add_input());
     CASE(test_by_experts());
