@@ -5249,14 +5249,14 @@ static void moei_chosen_experts(const moe_layer *layer, moe_layer_pass *p, const
 typedef struct moei_zero {
     moe_real on_x, on_v, slope; /* slope: of on_v by a logit, exact where it saturates */
     const moe_real *v, *gate;   /* constant: v [d] and W [2,d]; else NULL */
-    size_t index; /* which constant expert it is */
+    size_t index;               /* which constant expert it is */
 } moei_zero;
 
 static moei_zero moei_zero_of(const moe_layer *layer, size_t e, const moe_real *x, moe_real w) {
     const moe_router_config *c = &layer->config.router;
     const size_t d = (size_t)c->d_model, constants = (size_t)(c->n_experts - c->n_constant);
     moei_zero z;
-    moe_real ahead;
+    moe_real ahead, part;
     memset(&z, 0, sizeof z);
     z.on_x = w;
     if (e < constants) return z;
@@ -5264,9 +5264,10 @@ static moei_zero moei_zero_of(const moe_layer *layer, size_t e, const moe_real *
     z.v = layer->tensors[MOE_EXPERTS_CONSTANT] + z.index * d;
     z.gate = layer->tensors[MOE_EXPERTS_CONSTANT_GATE] + z.index * 2 * d;
     ahead = w * (moe_dot(layer->kernels, d, z.gate, x) - moe_dot(layer->kernels, d, z.gate + d, x));
-    z.on_x = w * moe_sigmoid(ahead); /* a softmax of two */
+    part = moe_sigmoid(ahead); /* a softmax of two */
+    z.on_x = w * part;
     z.on_v = moe_sigmoid(-ahead);
-    z.slope = z.on_v * moe_sigmoid(ahead);
+    z.slope = z.on_v * part;
     return z;
 }
 

@@ -1017,6 +1017,16 @@ static void try_thresholds(void) {
         CHECK(threshold_at(table + plan.router.thresholds, 0) == -1);
 }
 
+static moe_router_config learned_thresholds(void) {
+    moe_router_config c;
+    memset(&c, 0, sizeof c);
+    c.d_model = 8;
+    c.n_experts = 4;
+    c.select = MOE_SELECT_THRESHOLD;
+    c.threshold_learned = 1;
+    return c;
+}
+
 /* sigmoid(z / T) = sigmoid(theta) where z = T theta. */
 static void try_warm_thresholds(void) {
     static unsigned char table[64];
@@ -1025,11 +1035,8 @@ static void try_warm_thresholds(void) {
     moei_int_router_plan plan;
     moe_router_config c;
     moe_error error;
-    memset(&c, 0, sizeof c);
-    c.d_model = 8;
-    c.n_experts = 4;
-    c.select = MOE_SELECT_THRESHOLD;
-    c.threshold_learned = c.threshold_sigmoid = 1;
+    c = learned_thresholds();
+    c.threshold_sigmoid = 1;
     c.gate = MOE_GATE_SIGMOID;
     c.gate_temperature = 2;
     tensors[MOE_ROUTER_THRESHOLD] = thresholds;
@@ -1046,13 +1053,9 @@ static void try_signs(void) {
     moei_int_router_plan plan;
     moe_router_config c;
     moe_error error;
-    memset(&c, 0, sizeof c);
-    c.d_model = 8;
-    c.n_experts = 4;
+    c = learned_thresholds();
     c.gate = MOE_GATE_IDENTITY;
     c.weight = MOE_WEIGHT_SUM;
-    c.select = MOE_SELECT_THRESHOLD;
-    c.threshold_learned = 1;
     CHECK(moei_int_router_plan_make(&c, tensors, 8, NULL, 0, &plan, &error) == MOE_ERR_ARGUMENT &&
               strstr(error.message, "router.threshold") != NULL,
           "no thresholds");
