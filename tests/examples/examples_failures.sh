@@ -185,10 +185,11 @@ call() { # program input-kind output-kind words...
     status=$(cat status)
 }
 
-# Refused, and the file is named.
+# Refused, and the file is named, once.
 names() { # file
     [ "$status" = 1 ] || [ "$status" = 2 ] || show_call 'another status' || return 1
-    grep -qE -- "$1" said || show_call "$1 is not named"
+    grep -qE -- "$1" said || show_call "$1 is not named" || return 1
+    ! grep -q '^[a-z]*: \([^ ]*\): cannot [a-z ]*\1: ' said || show_call 'named twice'
 }
 
 input() { # condition call...
