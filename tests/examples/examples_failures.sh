@@ -104,6 +104,7 @@ wrong_calls() {
 2 there_is_no_preset csv in --router nobody
 2 --router:_its_value_is_missing text --router EMPTY text
 2 -o:_its_value_is_missing text -o EMPTY text
+2 --report:_no_such_option,_its_value_is_missing routers smoe --report
 2 --steps:_is_for_training text --only-generate --steps 3
 2 --words:_is_for_training text --words --only-generate
 2 text:_is_for_training text --only-generate text
