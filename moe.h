@@ -1367,7 +1367,7 @@ typedef struct moe_progress {
 /* The learning rate of step s = 0, 1, ... of T = total_steps, of which W = warmup, with f =
    final_rate:
      rate (s + 1) / (W + 1) for s < W, then rate (f + (1 - f) g(a)), a = (s - W) / (T - 1 - W) up to
-     1, where it stays
+     1, where it stays (0 / 0: 0)
      cosine  g(a) = (1 + cos(pi a)) / 2           linear  g(a) = 1 - a */
 enum { MOE_SCHEDULE_COSINE = 0, MOE_SCHEDULE_LINEAR, MOE_SCHEDULE_COUNT };
 

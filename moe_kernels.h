@@ -642,9 +642,9 @@ MOE_API moe_real moe_log_sum_exp(size_t n, const moe_real *x);
 MOE_API moe_real moe_sigmoid(moe_real x);
 /* One row: y = (x - mean) * rstd * gain + bias, rstd = 1/sqrt(var + eps), population variance (Ba,
    Kiros, Hinton 2016, Layer normalization). gain, bias [n] or NULL (1, 0). mean, rstd receive the
-   statistics for the backward pass; may be NULL. y may be x. Where the squares overflow (|x| above
-   1e19, 1e154 in the double build) rstd is 0 and y is bias. NaN or infinity in x makes all of y
-   NaN. */
+   statistics for the backward pass; may be NULL. y may be x. Where the sum of (x - mean)^2
+   overflows (3e38, 1e308 in the double build) rstd is 0 and y is bias. NaN or infinity in x or in
+   its sum makes all of y NaN. */
 MOE_API void moe_layer_norm(size_t n, const moe_real *x, const moe_real *gain, const moe_real *bias, moe_real eps,
                             moe_real *y, moe_real *mean, moe_real *rstd);
 #ifndef MOE_NO_TRAIN
@@ -654,9 +654,8 @@ MOE_API void moe_layer_norm_backward(size_t n, const moe_real *x, const moe_real
                                      const moe_real *dy, moe_real *dx, moe_real *dgain, moe_real *dbias);
 #endif
 /* One row: y = x * rrms * gain, rrms = 1/sqrt(mean x^2 + eps) (Zhang, Sennrich 2019, Root mean
-   square layer normalization). If the squares overflow (see moe_layer_norm), or if an x is
-   infinite, rrms and y are 0, except that the y of an infinite x is NaN. A NaN in x makes all of y
-   NaN. */
+   square layer normalization). If the sum of squares overflows, or if an x is infinite, rrms and y
+   are 0, except that the y of an infinite x is NaN. A NaN in x makes all of y NaN. */
 MOE_API void moe_rms_norm(size_t n, const moe_real *x, const moe_real *gain, moe_real eps, moe_real *y, moe_real *rrms);
 #ifndef MOE_NO_TRAIN
 /* One row: dx += ..., dgain += dy * x * rrms; gain, dgain, dx may be NULL. */
@@ -7327,6 +7326,7 @@ typedef struct moei_json {
     moei_span name; /* the tensor being read, for messages; p NULL: none */
     moe_error *error;
     int any_dtype; /* 1: one that is unknown reads as MOE_DTYPE_COUNT */
+    int of_python; /* 1: NaN, Infinity and -Infinity are values too */
 } moei_json;
 
 /* A copy of a span that is safe to print: ASCII, terminated, truncated with dots. Returns out. */
@@ -7534,6 +7534,11 @@ MOEI_TOOL moei_span moei_config_word(moei_json *j) {
     return s;
 }
 
+MOEI_TOOL int moei_is_json_word(const moei_json *j, moei_span s) {
+    return moei_is_json_number(s) || moei_span_is(s, "true") || moei_span_is(s, "false") || moei_span_is(s, "null") ||
+           (j->of_python && (moei_span_is(s, "NaN") || moei_span_is(s, "Infinity") || moei_span_is(s, "-Infinity")));
+}
+
 /* Skips a value of any kind. */
 MOEI_TOOL moe_status moei_config_skip(moei_json *j) {
     char open[MOEI_CONFIG_DEPTH];
@@ -7552,8 +7557,7 @@ MOEI_TOOL moe_status moei_config_skip(moei_json *j) {
             status = moei_json_string(j, &s);
         } else {
             s = moei_config_word(j);
-            if (!moei_is_json_number(s) && !moei_span_is(s, "true") && !moei_span_is(s, "false") &&
-                !moei_span_is(s, "null"))
+            if (!moei_is_json_word(j, s))
                 return moei_json_refuse(j, (size_t)(s.p - j->bytes), MOE_ERR_FORMAT, "a value is expected");
         }
         while (status == MOE_OK && depth > 0 && moei_json_peek(j) == open[depth - 1]) {

@@ -374,9 +374,9 @@ enum {
     X(MOE_SCORE_COMPETITION, "competition", moei_score_competition, moei_score_competition_backward, \
       (unsigned)MOE_TRAIT_NEEDS_ALL_EXPERTS | MOEI_SCORE_POSITIVE) \
     /* z_te = sum over i < K of softmax(A u_t)_i prod_j (bit j of e is 1 ? S(c_ij) : 1 - S(c_ij)), \
-       c_ij = C_ij . u_t, j < m = ceil(log2 E): K learned binary codes; S(v) = 0 below -1/2, 1 \
-       above 1/2, -2 v^3 + 3/2 v + 1/2 between. z is itself a gate: use gate = identity, select = \
-       positive. Hazimeh et al. 2021, DSelect-k */ \
+       c_ij = C_ij . u_t, j < m = ceil(log2 E), at least 1: K learned binary codes; S(v) = 0 below \
+       -1/2, 1 above 1/2, -2 v^3 + 3/2 v + 1/2 between. z is itself a gate: use gate = identity, \
+       select = positive. Hazimeh et al. 2021, DSelect-k */ \
     X(MOE_SCORE_DSELECT, "dselect", moei_score_dselect, moei_score_dselect_backward, \
         MOEI_SCORE_TRAINED | MOEI_SCORE_POSITIVE) \
     /* moe_router.custom.score fills in z */ \

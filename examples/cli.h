@@ -14,6 +14,12 @@
 /* Exit status for an invalid command line. */
 enum { EXIT_USAGE = 2 };
 
+/* Whether a message of the library, "cannot open FILE: reason", names the file itself. */
+static inline int is_named(const char *file, const char *why) {
+    const char *at = strncmp(why, "cannot ", 7) == 0 ? strstr(why, file) : NULL;
+    return at != NULL && strncmp(at + strlen(file), ": ", 2) == 0;
+}
+
 /* The command line of a program without options: the exit status; -1: the program is to run. */
 static inline int only_help(int count, char **words, const char *program, const char *about) {
     if (count < 2) return -1;

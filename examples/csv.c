@@ -49,7 +49,7 @@ static long seed = 1, top_k, epochs, drop;
 static int kernels;
 
 static int fail(const char *what, const char *why) {
-    fprintf(stderr, "csv: %s: %s\n", what, why);
+    fprintf(stderr, is_named(what, why) ? "csv: %.0s%s\n" : "csv: %s: %s\n", what, why);
     return 1;
 }
 
@@ -1133,8 +1133,8 @@ static int load(moe_net *net, csv_table *t, schema *s) {
     int failed = 0;
     if (moe_file_read(load_path, &bytes, &error) || moe_file_open(&file, bytes.data, bytes.size, &error) ||
         moe_net_read(net, bytes.data, bytes.size, 0, kernels, NULL, &error)) {
-        fprintf(stderr, "csv: %s: %s (--load takes what --save wrote)\n", load_path, error.message);
-        failed = 1;
+        failed = fail(load_path, error.message);
+        fprintf(stderr, "csv: --load takes what --save wrote\n");
     } else if (moe_file_metadata(&file, "csv", NULL, 0, &length) == MOE_ERR_NOT_FOUND)
         failed = fail(load_path,
                       "it does not describe a table's columns: was it saved by sh examples/run csv FILE.csv --save?");

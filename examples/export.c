@@ -32,7 +32,7 @@ static long most_rows = 2000, length = 128;
 static double divisor = 1;
 
 static int fail(const char *what, const char *why) {
-    fprintf(stderr, "export: %s: %s\n", what, why);
+    fprintf(stderr, is_named(what, why) ? "export: %.0s%s\n" : "export: %s: %s\n", what, why);
     return 1;
 }
 

@@ -42,7 +42,7 @@ static long seed = 1, steps = 400;
 static int kernels = MOE_KERNELS_C;
 
 static int fail(const char *what, const char *why) {
-    fprintf(stderr, "gallery: %s: %s\n", what, why);
+    fprintf(stderr, is_named(what, why) ? "gallery: %.0s%s\n" : "gallery: %s: %s\n", what, why);
     return 1;
 }
 

@@ -30,7 +30,7 @@ static long epochs = 40, seed = 1;
 static int turned, weights = MOE_WEIGHTS_INT8;
 
 static int fail(const char *what, const char *why) {
-    fprintf(stderr, "microdigits: %s: %s\n", what, why);
+    fprintf(stderr, is_named(what, why) ? "microdigits: %.0s%s\n" : "microdigits: %s: %s\n", what, why);
     return 1;
 }
 

@@ -38,7 +38,7 @@ static moe_real x[MAX_ROWS * PIXELS], train_x[COPIES * MAX_ROWS * PIXELS], y[MAX
 static int32_t digits[MAX_ROWS], train_digits[COPIES * MAX_ROWS];
 
 static int fail(const char *what, const char *why) {
-    fprintf(stderr, "quickstart: %s: %s\n", what, why);
+    fprintf(stderr, is_named(what, why) ? "quickstart: %.0s%s\n" : "quickstart: %s: %s\n", what, why);
     return 1;
 }
 

@@ -1146,7 +1146,7 @@ int main(int argc, char **argv) {
         else if (strcmp(argv[i], "--report") == 0 && i + 1 < argc && *argv[i + 1] != '\0') report_path = argv[++i];
         else if (argv[i][0] != '-' && name == NULL) name = argv[i];
         else {
-            fprintf(stderr, "routers: %s: no such option, or a second name; see -h\n", argv[i]);
+            fprintf(stderr, "routers: %s: no such option, its value is missing, or a second name; see -h\n", argv[i]);
             return EXIT_USAGE;
         }
     }

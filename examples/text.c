@@ -97,7 +97,7 @@ static const struct option {
 enum { OPTIONS = sizeof options / sizeof *options };
 
 static int fail(const char *what, const char *why) {
-    if (!set.quiet) fprintf(stderr, "text: %s: %s\n", what, why);
+    if (!set.quiet) fprintf(stderr, is_named(what, why) ? "text: %.0s%s\n" : "text: %s: %s\n", what, why);
     return 1;
 }
 
@@ -364,7 +364,7 @@ static int read_text(const char *path, moe_buffer *text) {
     const char *const *headers = example_headers();
     moe_stream all = moe_buffer_stream(text);
     moe_error error = {0};
-    if (path != NULL) return moe_file_read(path, text, &error) ? fail("text", error.message) : 0;
+    if (path != NULL) return moe_file_read(path, text, &error) ? fail(path, error.message) : 0;
     for (int i = 0; i < 3; i++) {
         moe_buffer one = {0};
         int failed =
@@ -445,7 +445,7 @@ static int load_model(model *m, const char *path) {
     moe_error error;
     moe_status status = moe_net_load(&m->net, path, 0, kernels, NULL, &error);
     if (status == MOE_OK) status = moe_net_decode_size(&m->net, 1, 1, NULL, NULL, &error);
-    if (status != MOE_OK) return fail("model", error.message);
+    if (status != MOE_OK) return fail(path, error.message);
     moe_tensor embedding;
     if (m->net.d_in != 0 || moe_net_find(&m->net, "0.weight", &embedding) != MOE_OK)
         return fail(path, "is not a network that reads tokens");

@@ -197,6 +197,7 @@ job_show() { # number line
 closing() { :; }
 
 run_checks() { # [-v] [word]
+    case ${1:-} in -h | --help) setup_help && exit ;; esac
     verbose=0
     if [ "${1:-}" = -v ]; then
         verbose=1

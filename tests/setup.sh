@@ -15,6 +15,7 @@
 #   processor: status 152
 #   setup_program NAME COMMAND...  sets $program to a compiled example, kept from call to call
 #   setup_ask WHAT PACKAGES...     names what to install, and ends the script
+#   setup_help             prints the opening comment of the script in tests/ that runs
 #   setup_joined           prints a table whose rows may go on in lines that begin with a space
 #   find_compile_line FILE prints the compile line in a program's first comment
 
@@ -34,6 +35,8 @@ setup_usage() {
     setup_say "$*"
     exit 2
 }
+
+setup_help() { sed -n -e 1d -e '/^#/!q' -e 's/^# \{0,1\}//p' tests/*/"${0##*/}"; }
 
 setup_tool() { command -v "$1" >/dev/null 2>&1; }
 

@@ -2637,6 +2637,7 @@ static moei_json moei_import_json_at(const moe_buffer *text, size_t at, moe_erro
     j.bytes = text->data;
     j.at = at;
     j.end = text->size;
+    j.of_python = 1;
     j.error = error;
     return j;
 }
@@ -3194,12 +3195,12 @@ static moei_import_tensor *moei_import_scaled(const moe_buffer *list, const moei
     for (i = 0; i < moei_import_tensor_count(list); i++) {
         moei_import_tensor *f = moei_import_tensor_at(list, i);
         const char *behind = moei_import_behind(f->suffix, of->suffix, stem);
-        if (behind != NULL && f->block == of->block && moei_strcmp(behind, fp8 ? "" : "_blocks") == 0) return f;
+        if (behind != NULL && moei_strcmp(behind, fp8 ? "" : "_blocks") == 0) return f;
     }
     return NULL;
 }
 
-/* Attaches scales to their tensors and removes them from the list. */
+/* Attaches scales to their tensors and removes them from the list, which is of one block. */
 static moe_status moei_import_join(const moei_importer *r, moe_buffer *list) {
     const size_t n = moei_import_tensor_count(list);
     size_t i, kept = 0;
@@ -4728,7 +4729,7 @@ static moe_status moei_gguf_rotary(const moei_importer *r, const moei_model *m, 
         return moei_error(r->error, MOE_ERR_UNSUPPORTED, "metadata: rope.scaling.type = %s is not supported",
                           kind == MOEI_VALUE_OTHER ? "a list" : type);
     c->rotary_magnitude = m->attention_factor;
-    if (!none) c->rotary_factor = m->factor;
+    c->rotary_factor = m->factor; /* the caller resets it where angles are not scaled by it */
     if (m->factors != NULL) {
         if (yarn)
             return moei_error(r->error, MOE_ERR_UNSUPPORTED, "metadata: rope.scaling.type = yarn is not supported "

@@ -10,19 +10,20 @@ revision=${1:-b43e510} runs=${2:-5} cc=${CC:-gcc}
 root=$(cd "$(dirname "$0")/../.." && pwd) || exit 1
 work=$(mktemp -d) || exit 1
 trap 'rm -rf "$work"' EXIT
-mkdir "$work/old" "$work/new" || exit 1
+cd "$work" || exit 1
+mkdir old new || exit 1
 for header in moe.h moe_routers.h moe_kernels.h; do
-    git -C "$root" show "$revision:$header" >"$work/old/$header" || exit 1
-    cp "$root/$header" "$work/new/$header" || exit 1
+    git -C "$root" show "$revision:$header" >"old/$header" || exit 1
+    cp "$root/$header" "new/$header" || exit 1
 done
-sed -i '/#pragma GCC optimize/d' "$work"/old/*.h "$work"/new/*.h
-printf '#define MOE_IMPLEMENTATION\n#include "moe.h"\n' >"$work/core.c"
+sed -i '/#pragma GCC optimize/d' old/*.h new/*.h
+printf '#define MOE_IMPLEMENTATION\n#include "moe.h"\n' >core.c
 
 # seconds FOLDER FLAGS: user and system time of one compilation
 seconds() {
     folder=$1
     shift
-    (sh -c "$cc -std=c99 -w $* -I$work/$folder -I/usr/include/stb -c $work/core.c -o $work/core.o && times" || exit 1) |
+    (sh -c "$cc -std=c99 -w $* -I$folder -I/usr/include/stb -c core.c -o core.o && times" || exit 1) |
         tail -n 1 | awk '{ split($1, u, /[ms]/); split($2, s, /[ms]/);
             printf "%.2f", 60 * (u[1] + s[1]) + u[2] + s[2] }'
 }
@@ -30,11 +31,11 @@ seconds() {
 printf '%-24s %10s %10s %8s\n' flags "$revision" now ratio
 for flags in '-O2' '-O1 -DMOE_NO_SIMD'; do
     i=0
-    : >"$work/times"
+    : >times
     while [ $i -lt "$runs" ]; do
-        echo "$(seconds old $flags) $(seconds new $flags)" >>"$work/times"
+        echo "$(seconds old $flags) $(seconds new $flags)" >>times
         i=$((i + 1))
     done
     awk -v flags="$flags" 'NR == 1 || $1 < a { a = $1 } NR == 1 || $2 < b { b = $2 }
-        END { printf "%-24s %10.2f %10.2f %7.0f%%\n", flags, a, b, 100 * b / a }' "$work/times"
+        END { printf "%-24s %10.2f %10.2f %7.0f%%\n", flags, a, b, 100 * b / a }' times
 done

@@ -17,7 +17,7 @@ root=$PWD
 . tests/setup.sh
 
 case ${1:-10}.${2:-1} in
--h.* | --help.*) sed -n '2,11s/^# \{0,1\}//p' "$0" && exit 0 ;;
+-h.* | --help.*) setup_help && exit ;;
 *[!0-9.]* | 0* | 1.* | *.0* | *.*.*)
     setup_die "SEEDS is a number from 2: sh tests/bench/conditions.sh -h"
     ;;

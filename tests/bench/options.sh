@@ -13,6 +13,7 @@ caller=$PWD
 cd -- "$(dirname -- "$0")/../.." || exit 1
 root=$PWD
 . tests/setup.sh
+case ${1:-} in -h | --help) setup_help && exit ;; esac
 setup_scratch
 setup_compiler
 setup_stb

@@ -16,7 +16,7 @@ root=$PWD
 . tests/setup.sh
 
 case ${1:-10} in
--h | --help) sed -n '2,9s/^# \{0,1\}//p' "$0" && exit 0 ;;
+-h | --help) setup_help && exit ;;
 *[!0-9]* | 0 | 1) setup_die "SEEDS is a number from 2: sh tests/bench/rivals.sh -h" ;;
 esac
 seeds=${1:-10}

@@ -43,6 +43,7 @@ refused 2 needs_a_value model.gguf --seed
 refused 2 must_be model.gguf --top-p 2
 refused 2 which_model
 refused 2 a_second_model model.gguf model.gguf
+refused 2 name_its_folder folder/model.safetensors.index.json --prompt x
 refused 1 cannot_open none.gguf --prompt x
 refused 1 short.gguf short.gguf --prompt x
 refused 1 cannot_open empty --prompt x

@@ -16,7 +16,7 @@ root=$PWD
 prepare() {
     setup_stb_flag "$CC"
     # CC may hold several words.
-    compiler="$CC -std=c99 -O1 -DMOE_NO_SIMD -I$root ${stb_flag:+-I$stb_flag}"
+    compiler="$CC -std=c99 -O1 -DMOE_NO_SIMD -I. ${stb_flag:+-I$stb_flag}"
     # shellcheck disable=SC2086
     echo '#include "tests/all.h"' | $compiler -DMOE_IMPLEMENTATION -x c -c - -o "$prepared/library.o" || return 1
     for program in csv export gallery; do
@@ -313,9 +313,9 @@ firmware_names() {
 
 # A table is not replaced by what is learned from it.
 keeps_table() {
-    cp "$prepared/plain.csv" m.csv && cp m.csv m.calibration.csv || return 1
+    cp "$prepared/plain.csv" . && cp plain.csv m.csv && cp m.csv m.calibration.csv || return 1
     for call in 'm.csv --save m.csv' 'm.csv --save n.safetensors --firmware m.csv' \
-        'm.calibration.csv --save m.safetensors' "$prepared/plain.csv --predict m.csv --save m.csv"; do
+        'm.calibration.csv --save m.safetensors' 'plain.csv --predict m.csv --save m.csv'; do
         # shellcheck disable=SC2086
         "$prepared/csv" $call --epochs 1 >out 2>&1
         status=$?

@@ -19,7 +19,7 @@ programs='quickstart microdigits export csv quantize text routers gallery lectur
 prepare() {
     setup_stb_flag "$CC"
     # CC may hold several words.
-    compiler="$CC -std=c99 -DMOE_NO_SIMD -I$root ${stb_flag:+-I$stb_flag}"
+    compiler="$CC -std=c99 -DMOE_NO_SIMD -I. ${stb_flag:+-I$stb_flag}"
     # shellcheck disable=SC2086
     echo '#include "tests/all.h"' | $compiler -O1 -DMOE_IMPLEMENTATION -x c -c - -o "$prepared/library.o" || return 1
     for program in $programs; do
@@ -104,6 +104,7 @@ wrong_calls() {
 2 there_is_no_preset csv in --router nobody
 2 --router:_its_value_is_missing text --router EMPTY text
 2 -o:_its_value_is_missing text -o EMPTY text
+2 --report:_no_such_option,_its_value_is_missing routers smoe --report
 2 --steps:_is_for_training text --only-generate --steps 3
 2 --words:_is_for_training text --words --only-generate
 2 text:_is_for_training text --only-generate text
@@ -185,10 +186,11 @@ call() { # program input-kind output-kind words...
     status=$(cat status)
 }
 
-# Refused, and the file is named.
+# Refused, and the file is named, once.
 names() { # file
     [ "$status" = 1 ] || [ "$status" = 2 ] || show_call 'another status' || return 1
-    grep -qE -- "$1" said || show_call "$1 is not named"
+    grep -qE -- "$1" said || show_call "$1 is not named" || return 1
+    ! grep -q '^[a-z]*: \([^ ]*\): cannot [a-z ]*\1: ' said || show_call 'named twice'
 }
 
 input() { # condition call...
@@ -271,6 +273,12 @@ help_cut_off() {
         status=$?
         [ "$status" = 1 ] && [ "$(grep -c . said)" = 1 ] || show_call "more than the help of $name" || return 1
     done
+    for name in bench/options bench/rivals fuzz/oracle fuzz/fuzz port/mpi quality/coverage; do # from any folder
+        sh "$root/tests/$name.sh" -h >said 2>&1
+        status=$?
+        [ "$status" = 0 ] && grep -q "tests/$name\.sh" said && ! grep -q '^#\|^[0-9]* passed' said ||
+            show_call "no help of $name" || return 1
+    done
 }
 
 # A folder's name as shells complete it; that of all examples is none of them.
@@ -294,19 +302,19 @@ compiler_of_words() {
 
 # A kept program is made anew for another header, also for one that is older than the program.
 kept_program() {
-    mkdir -p repository/examples && cp "$root/examples/run" repository/examples && mkdir repository/tests &&
-        cp "$root/tests/setup.sh" repository/tests || return 1
+    mkdir -p 'a repository/examples' 'a repository/tests' || return 1
+    cp "$root/examples/run" 'a repository/examples' && cp "$root/tests/setup.sh" 'a repository/tests' || return 1
     printf '#include <stdio.h>\n#include "../moe.h"\nint main(void) { return puts(WORD) < 0; }\n' \
-        >repository/examples/word.c
+        >'a repository/examples/word.c'
     for word in one two; do
-        echo "#define WORD \"$word\"" >repository/moe.h && touch -t 200101010000 repository/moe.h || return 1
-        sh repository/examples/run word >shown 2>said
+        echo "#define WORD \"$word\"" >'a repository/moe.h' && touch -t 200101010000 'a repository/moe.h' || return 1
+        sh 'a repository/examples/run' word >shown 2>said
         status=$?
         [ "$(cat shown)" = "$word" ] || show_call "it is not the program of $word" || return 1
     done
-    sh repository/examples/run word 2>said >shown && empty 'compiled again:' "$(cat said)" || return 1
-    CFLAGS=-DNOTHING sh repository/examples/run word >shown 2>said || show_call 'other flags' || return 1
-    sh repository/examples/run word 2>said >shown && empty 'replaced by that of other flags:' "$(cat said)"
+    sh 'a repository/examples/run' word 2>said >shown && empty 'compiled again:' "$(cat said)" || return 1
+    CFLAGS=-DNOTHING sh 'a repository/examples/run' word >shown 2>said || show_call 'other flags' || return 1
+    sh 'a repository/examples/run' word 2>said >shown && empty 'replaced by that of other flags:' "$(cat said)"
 }
 
 # What own_router saves and removes is not a file that somebody has.

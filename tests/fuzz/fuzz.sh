@@ -215,18 +215,18 @@ afl() { # target seconds
 
 # Inputs run one by one, without sanitizers; lines reached by file.
 coverage() { # folder
-    objects=
+    inputs=$1
+    set --
     for target in $targets; do
         build "$target" "$scratch/$target" clang '-fprofile-instr-generate -fcoverage-mapping' \
             '-DFUZZ_ENGINE -fsanitize=fuzzer' || return 1
-        LLVM_PROFILE_FILE="$scratch/$target.profraw" "$scratch/$target" -runs=0 "$1/$target" \
+        LLVM_PROFILE_FILE="$scratch/$target.profraw" "$scratch/$target" -runs=0 "$inputs/$target" \
             "tests/fuzz/corpus/$target" >"$scratch/log" 2>&1 || return 1
-        objects="$objects${objects:+ -object }$scratch/$target"
+        set -- "$@" -object "$scratch/$target"
     done
     tool=$(dirname "$(readlink -f "$(command -v clang)")")
     "$tool/llvm-profdata" merge -o "$scratch/profile" "$scratch"/*.profraw || return 1
-    # shellcheck disable=SC2086
-    "$tool/llvm-cov" report -instr-profile="$scratch/profile" $objects --show-region-summary=0 \
+    "$tool/llvm-cov" report -instr-profile="$scratch/profile" "$@" --show-region-summary=0 \
         --ignore-filename-regex='stb_ds|tests/'
 }
 
@@ -268,10 +268,8 @@ seeds)
     seeds "$2"
     exit
     ;;
-*)
-    sed -n '2,/^$/p' "$0"
-    exit 1
-    ;;
+-h | --help) setup_help && exit ;;
+*) setup_usage "fuzz.sh: $1: no such word; see -h" ;;
 esac
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" -eq 0 ]

@@ -106,7 +106,8 @@ nets() { # first count
 
 case $#:${1:-0}${2:-0} in
 0:* | 2:*[0-9]) ;;
-*) setup_usage "$(sed -n '2,/^$/p' "$0")" ;;
+1:-h* | 1:--help*) setup_help && exit ;;
+*) setup_usage "$(setup_help)" ;;
 esac
 setup_scratch
 find_numpy

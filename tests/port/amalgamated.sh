@@ -481,7 +481,8 @@ with() { # compiler real words...
         esac
     done >inside
     first_lines_say "$(sed 's|.*/||' inside)" || return 1
-    functions=$(cat "$root/moe.h" $(cat inside) | sed -n 's/^MOE_API .*[ *]\(moe_[a-z0-9_]*\)(.*/\1/p' | sort -u)
+    functions=$({ cat "$root/moe.h" && tr '\n' '\0' <inside | xargs -0 -r cat; } |
+        sed -n 's/^MOE_API .*[ *]\(moe_[a-z0-9_]*\)(.*/\1/p' | sort -u)
     {
         printf '#include "moe.h"\n#define MOE_IMPLEMENTATION\n#include "moe.h"\n#include "moe.h"\n'
         printf 'typedef void (*any)(void);\nint main(void) {\n    any all[] = {\n'

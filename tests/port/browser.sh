@@ -37,7 +37,7 @@ shots=
 pages=
 while [ $# -gt 0 ]; do
     case $1 in
-    -h | --help) sed -n '2,5s/^# //p' tests/port/browser.sh && exit 0 ;;
+    -h | --help) setup_help && exit ;;
     -v) verbosely=-v ;;
     -o)
         shots=$(absolute "${2:-.}")

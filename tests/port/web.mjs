@@ -11,7 +11,7 @@ async function trainTo(page, steps) {
     await page.getByRole('button', { name: 'Pause' }).click();
     await page.waitForFunction('!waiting');
     await page.evaluate((last) => {
-        while (numbers()[STEPS] < last) good(library.web_train(count, 1));
+        while (numbers()[STEPS] < last) good('web_train', count, 1);
         measure(true);
         dirty = true;
         wake();
@@ -141,6 +141,17 @@ export default async ({ page, width, scheme, check, audit, shot }) => {
     }
     check('learns-drawn', await trainTo(page, 300) >= 98);
     await shot('drawn');
+
+    // An error stays while other calls succeed, until its own does.
+    for (const fails of [true, false]) {
+        await page.evaluate((on) => {
+            window.whole ??= library;
+            library = on ? { ...library, web_train: () => 1, web_error: library.web_version } : window.whole;
+        }, fails);
+        await page.getByRole('button', { name: 'Step' }).click();
+        await page.waitForFunction('!dirty && !waiting');
+        check(fails ? 'error-stays' : 'error-gone', (await page.locator('#error').textContent() !== '') === fails);
+    }
 
     // What the library refuses is said in its words.
     await page.locator('#experts').selectOption('2');

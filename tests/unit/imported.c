@@ -734,6 +734,10 @@ static void test_seed_settings(void) {
                 {"llama", "\"rms_norm_eps\": []", MOE_ERR_CONFIG, "rms_norm_eps = a list: expected a number"},
                 {"llama", "\"rms_norm_eps\": [1e-5, \"x\"]", MOE_OK, ""}, /* it has one block */
                 {"llama", "\"rms_norm_eps\": [\"x\"]", MOE_ERR_CONFIG, "rms_norm_eps = x: expected a number"},
+                {"llama", "\"time_step_limit\": [0.0, Infinity], \"a\": NaN, \"b\": -Infinity", MOE_OK, ""},
+                {"llama", "\"a\": nan", MOE_ERR_FORMAT, "a value is expected"},
+                {"llama", "\"rms_norm_eps\": NaN", MOE_ERR_CONFIG, "rms_norm_eps = NaN: expected a number"},
+                {"llama", "\"rms_norm_eps\": Infinity", MOE_ERR_CONFIG, "rms_norm_eps = Infinity: "},
                 {"llama", "\"hidden_size\": \"x\"", MOE_ERR_CONFIG, "expected a number"},
                 {"llama", "\"hidden_size\": {}", MOE_ERR_CONFIG, "a list: expected a number"},
                 {"llama", "\"hidden_size\": 1e30", MOE_ERR_CONFIG, "must be an integer"},

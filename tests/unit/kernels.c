@@ -1169,8 +1169,8 @@ static void test_norm(int centered, size_t n, int with_gain) {
 }
 
 static void test_norms(void) {
-    const moe_real constant[4] = {3, 3, 3, 3};
-    moe_real y[4], mean = 1, scale = 1;
+    moe_real constant[4] = {3, 3, 3, 3}, y[4];
+    moe_real mean = 1, scale = 1;
     size_t n;
     for (n = 1; n <= 67; n++) {
         test_norm(0, n, 0);
@@ -1184,6 +1184,17 @@ static void test_norms(void) {
     moe_layer_norm(4, constant, NULL, NULL, MOEI_R(1e-5), y, &mean, &scale); /* no variance: 0, not NaN */
     NEAR(y[2], 0, 0);
     NEAR(mean, 3, 0);
+    /* what overflows is the sum of squares, or already that of x */
+    constant[0] = MOE_REAL_IS_DOUBLE ? (moe_real)9e153 : (moe_real)1e19;
+    constant[1] = -constant[0];
+    moe_layer_norm(2, constant, NULL, NULL, MOEI_R(1e-5), y, NULL, NULL);
+    NEAR(y[1], -1, 1e-6);
+    constant[1] = -3 * constant[0];
+    moe_layer_norm(2, constant, NULL, NULL, MOEI_R(1e-5), y, NULL, &scale);
+    CHECK(same_real(scale, 0) && !(y[0] < 0 || y[0] > 0) && y[0] - y[0] >= 0);
+    constant[0] = constant[1] = MOE_REAL_IS_DOUBLE ? (moe_real)1e308 : (moe_real)3e38;
+    moe_layer_norm(2, constant, NULL, NULL, MOEI_R(1e-5), y, NULL, NULL);
+    CHECK(!(y[0] - y[0] >= 0));
     moe_layer_norm(0, NULL, NULL, NULL, MOEI_R(1e-5), NULL, &mean, &scale);
     CHECK(same_real(mean, 0) && same_real(scale, 0));
     moe_rms_norm(0, NULL, NULL, MOEI_R(1e-5), NULL, &scale);
