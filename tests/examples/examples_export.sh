@@ -124,7 +124,7 @@ names_of_c() {
         sed -n 's/.*[ *]\([A-Za-z][A-Za-z0-9_]*\) (.*/\1/p' all
     done | sort -u >names
     [ "$(wc -l <names)" -gt 250 ] || return 1
-    printf '%s\n' main double FILE NULL errno size_t moe_net moe_infer >>names
+    printf '%s\n' main double typeof FILE NULL errno size_t moe moe_net moe_infer >>names
     while read -r name; do
         "$prepared/export" digits.safetensors --weights float --name "$name" -o refused.h >out 2>&1
         [ $? = 2 ] && grep -q "^export: $name: is a name of C" out || { echo "$name" && return 1; }
