@@ -718,9 +718,9 @@ MOE_API moe_status moe_layer_parameter(const moe_layer_config *config, int index
 MOE_API moe_status moe_layer_init(moe_layer *layer, const moe_layer_config *config, moe_error *error);
 /* Checks config and makes a layer that owns its tensors (moe_layer_free) and, with trainable = 1,
    their gradients, set to 0. The tensors are initialized from a moe_rng seeded with seed, so draw
-   data from another seed. allocator NULL: the standard heap. Errors as moe_layer_init;
-   MOE_ERR_MEMORY. On failure *layer is untouched. With a transport it is collective, and settings
-   that differ between ranks are MOE_ERR_CONFIG. */
+   data from another seed. allocator NULL: the standard heap. Errors as moe_layer_init, with
+   trainable = 1 also as moe_router_check_training; MOE_ERR_MEMORY. On failure *layer is untouched.
+   With a transport it is collective, and settings that differ between ranks are MOE_ERR_CONFIG. */
 MOE_API moe_status moe_layer_create(moe_layer *layer, const moe_layer_config *config, int trainable, uint64_t seed,
                                     const moe_allocator *allocator, moe_error *error);
 /* Frees what create allocated; {0} and a second call are harmless. */

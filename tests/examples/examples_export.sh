@@ -101,15 +101,15 @@ refused() { # what-it-says-with-_-for-spaces options...
 
 # A model called moe does not replace moe.h.
 keeps_library() {
-    cp "$prepared/digits.safetensors" moe.safetensors && cp "$prepared/digits.csv" . || return 1
+    cp "$prepared/digits.safetensors" net.safetensors && cp "$prepared/digits.csv" . || return 1
     echo mine >moe.h
-    ! "$prepared/export" moe.safetensors --calibration digits.csv >out 2>&1 && [ "$(cat moe.h)" = mine ] &&
+    ! "$prepared/export" net.safetensors --calibration digits.csv -o moe.h >out 2>&1 && [ "$(cat moe.h)" = mine ] &&
         grep -q 'moe.h: is a header of the library' out || { cat out && return 1; }
-    ! "$prepared/export" moe.safetensors --calibration digits.csv -o ./moe_kernels.h >out 2>&1 &&
+    ! "$prepared/export" net.safetensors --calibration digits.csv -o ./moe_kernels.h >out 2>&1 &&
         [ ! -e moe_kernels.h ] || return 1
-    ! "$prepared/export" moe.safetensors --calibration digits.csv -o moe.safetensors >out 2>&1 &&
-        cmp moe.safetensors "$prepared/digits.safetensors" || return 1
-    run "$prepared/export" moe.safetensors --calibration digits.csv -o model.h >out
+    ! "$prepared/export" net.safetensors --calibration digits.csv -o net.safetensors >out 2>&1 &&
+        cmp net.safetensors "$prepared/digits.safetensors" || return 1
+    run "$prepared/export" net.safetensors --calibration digits.csv -o model.h >out
 }
 
 # No model is called as what the headers declare that its own may include: it would not compile.
