@@ -2759,9 +2759,8 @@ moe_status moe_router_check_decoding(const moe_router_config *config, moe_error 
     if (o.field == NULL) return MOE_OK;
     moe_field_text(moe_field_find(moei_router_fields, o.field), &c, value, sizeof value);
     return moei_error(error, MOE_ERR_UNSUPPORTED,
-                      "%s = %s has the trait %s: this router is not causal and cannot decode token by token; "
-                      "%s decodes",
-                      o.field, value, moe_trait_name(MOE_TRAIT_NEEDS_BATCH), o.remedy);
+                      "%s = %s has the trait %s: this router cannot decode token by token; %s decodes", o.field,
+                      value, moe_trait_name(MOE_TRAIT_NEEDS_BATCH), o.remedy);
 }
 
 /* ==== >>code_presets ========================================================================== */
