@@ -888,6 +888,17 @@ static void test_arena(void) {
     CHECK(a.resize(a.ctx, r, 200, 0) == NULL && arena.used < start);    /* the last: given back */
     CHECK(a.resize(a.ctx, NULL, 0, 0) == NULL);
     arena.used = 0;
+    for (i = 1; i < 150; i += 7) { /* blocks of any size are given back in reverse order, the first one last */
+        p = (unsigned char *)a.resize(a.ctx, NULL, 0, i);
+        q = (unsigned char *)a.resize(a.ctx, NULL, 0, i + 30);
+        r = (unsigned char *)a.resize(a.ctx, NULL, 0, 1);
+        CHECK(p != NULL && q != NULL && r != NULL);
+        start = arena.used;
+        CHECK(a.resize(a.ctx, p, i, 0) == NULL && a.resize(a.ctx, q, i + 30, 0) == NULL && arena.used == start);
+        CHECK(a.resize(a.ctx, r, 1, 0) == NULL && a.resize(a.ctx, q, i + 30, i + 200) == q);
+        CHECK(a.resize(a.ctx, q, i + 200, 0) == NULL && a.resize(a.ctx, p, i, 0) == NULL && arena.used < 64);
+        arena.used = 0;
+    }
     memset(&b, 0, sizeof b);
     b.allocator = a;
     s = moe_buffer_stream(&b);
