@@ -6068,8 +6068,8 @@ static void moei_print_macros(moei_printer *p, const moe_model *model) {
 
 /* ---- the header ---- */
 
-/* Whether name is a short identifier and neither reserved (_A), nor a keyword of C or C++, nor one that
-   may be the library's. */
+/* Whether name is a short identifier and neither reserved (_A), nor a keyword of C or C++, nor one
+   that may be the library's. */
 static int moei_is_identifier(const char *name) {
     static const char words[] =
         " auto break case char const continue default do double else enum extern float for goto if inline int long "
