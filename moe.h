@@ -394,8 +394,8 @@ typedef struct moe_allocator {
 } moe_allocator;
 
 /* Memory of the caller that is handed out block by block. Only the last block can be freed and
-   reused; freeing another block does nothing. {base, size, 0} is a valid empty arena. Not
-   thread-safe. */
+   reused, then the one before it; freeing another block does nothing. {base, size, 0} is a valid
+   empty arena. Not thread-safe. */
 typedef struct moe_arena {
     void *base;
     size_t size, used;
@@ -718,9 +718,9 @@ MOE_API moe_status moe_layer_parameter(const moe_layer_config *config, int index
 MOE_API moe_status moe_layer_init(moe_layer *layer, const moe_layer_config *config, moe_error *error);
 /* Checks config and makes a layer that owns its tensors (moe_layer_free) and, with trainable = 1,
    their gradients, set to 0. The tensors are initialized from a moe_rng seeded with seed, so draw
-   data from another seed. allocator NULL: the standard heap. Errors as moe_layer_init;
-   MOE_ERR_MEMORY. On failure *layer is untouched. With a transport it is collective, and settings
-   that differ between ranks are MOE_ERR_CONFIG. */
+   data from another seed. allocator NULL: the standard heap. Errors as moe_layer_init, with
+   trainable = 1 also as moe_router_check_training; MOE_ERR_MEMORY. On failure *layer is untouched.
+   With a transport it is collective, and settings that differ between ranks are MOE_ERR_CONFIG. */
 MOE_API moe_status moe_layer_create(moe_layer *layer, const moe_layer_config *config, int trainable, uint64_t seed,
                                     const moe_allocator *allocator, moe_error *error);
 /* Frees what create allocated; {0} and a second call are harmless. */
@@ -1850,20 +1850,28 @@ MOEI_TOOL void moei_free(const moe_allocator *a, void *p, size_t size) {
     if (p != NULL) (void)moei_resize(a, p, size > 0 ? size : 1, 0);
 }
 
+/* Bytes from p to the next address at which a block can begin. */
+static size_t moei_arena_pad(const unsigned char *p) {
+    return (MOEI_ALIGN - (uintptr_t)p % MOEI_ALIGN) % MOEI_ALIGN;
+}
+
 static void *moei_arena_resize(void *ctx, void *block, size_t old_size, size_t new_size) {
     moe_arena *arena = (moe_arena *)ctx;
     unsigned char *base = (unsigned char *)arena->base, *p = (unsigned char *)block;
-    size_t pad;
-    /* the last block grows, shrinks and is freed in place */
-    if (p != NULL && (size_t)(p - base) + old_size == arena->used) {
-        size_t at = (size_t)(p - base);
-        if (new_size > arena->size - at) return NULL;
-        arena->used = at + new_size;
-        return new_size > 0 ? block : NULL;
+    size_t at, pad;
+    if (p != NULL) {
+        /* The last block grows, shrinks and is freed in place. Where a later one was freed, what
+           aligned that is still in use. */
+        at = (size_t)(p - base);
+        if (arena->used - at - old_size <= moei_arena_pad(p + old_size)) {
+            if (new_size > arena->size - at) return NULL;
+            arena->used = at + new_size;
+            return new_size > 0 ? block : NULL;
+        }
     }
     if (new_size <= old_size) return new_size > 0 ? block : NULL;
     if (base == NULL || arena->used > arena->size) return NULL;
-    pad = (MOEI_ALIGN - (uintptr_t)(base + arena->used) % MOEI_ALIGN) % MOEI_ALIGN;
+    pad = moei_arena_pad(base + arena->used);
     if (pad > arena->size - arena->used || new_size > arena->size - arena->used - pad) return NULL;
     p = base + arena->used + pad;
     arena->used += pad + new_size;
@@ -9667,8 +9675,8 @@ static moe_status moei_trainer_allocate(moe_trainer *t, moe_error *error) {
     t->work = moei_alloc(a, t->work_size, 1);
     t->factors = t->memory != NULL ? t->memory + moments : NULL;
     if (t->memory != NULL && t->work != NULL) return MOE_OK;
-    moei_free(a, t->memory, t->memory_size);
     moei_free(a, t->work, t->work_size);
+    moei_free(a, t->memory, t->memory_size);
     t->memory = NULL;
     return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of moments and %z of work", t->memory_size,
                       t->work_size);
@@ -9761,8 +9769,8 @@ moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const moe_train_
 
 void moe_trainer_free(moe_trainer *trainer) {
     if (trainer == NULL || trainer->net == NULL) return;
-    moei_free(&trainer->net->allocator, trainer->memory, trainer->memory_size);
     moei_free(&trainer->net->allocator, trainer->work, trainer->work_size);
+    moei_free(&trainer->net->allocator, trainer->memory, trainer->memory_size);
     memset(trainer, 0, sizeof *trainer);
 }
 

@@ -2016,13 +2016,13 @@ static moe_real moei_default_of(const moe_router_config *c, const moe_field *fie
     return (moe_real)field->default_value;
 }
 
-/* Whether a field differs from its default. */
+/* Whether a field differs from its default, in its bits: x87 may keep more digits of one. */
 static int moei_is_changed(const moe_router_config *c, const moe_field *field) {
     const moe_real standard = moei_default_of(c, field);
     moe_real value;
     if (moei_field_is_zero(field, c)) return 0;
     value = field->kind == MOE_FIELD_REAL ? moei_field_get_real(field, c) : (moe_real)moei_field_get_int(field, c);
-    return value < standard || value > standard;
+    return moei_real_bits(value) != moei_real_bits(standard);
 }
 
 /* A dependency between fields: if field differs from its default (when = 0) or has one of the
@@ -2759,9 +2759,8 @@ moe_status moe_router_check_decoding(const moe_router_config *config, moe_error 
     if (o.field == NULL) return MOE_OK;
     moe_field_text(moe_field_find(moei_router_fields, o.field), &c, value, sizeof value);
     return moei_error(error, MOE_ERR_UNSUPPORTED,
-                      "%s = %s has the trait %s: this router is not causal and cannot decode token by token; "
-                      "%s decodes",
-                      o.field, value, moe_trait_name(MOE_TRAIT_NEEDS_BATCH), o.remedy);
+                      "%s = %s has the trait %s: this router cannot decode token by token; %s decodes", o.field,
+                      value, moe_trait_name(MOE_TRAIT_NEEDS_BATCH), o.remedy);
 }
 
 /* ==== >>code_presets ========================================================================== */

@@ -37,7 +37,7 @@ static inline int is_name_of_c(const char *name) {
         "co_yield compl concept const_cast consteval constexpr constinit decltype delete dynamic_cast explicit export "
         "false friend mutable namespace new noexcept not not_eq nullptr operator or or_eq private protected public "
         "reinterpret_cast requires static_assert static_cast template this thread_local throw true try typeid "
-        "typename using virtual wchar_t xor xor_eq ";
+        "typename typeof typeof_unqual using virtual wchar_t xor xor_eq ";
     /* also with f and l at the end */
     static const char of_math[] =
         " acos acosh asin asinh atan atan2 atanh cbrt ceil copysign cos cosh drem erf erfc exp exp2 expm1 fabs fdim "
@@ -71,6 +71,7 @@ static inline int is_name_of_c(const char *name) {
     static const char *const endings[] = {"", "_l", "_r", "_unlocked"};
     const size_t n = strlen(name);
     if (strncmp(name, "moe_", 4) == 0 || strncmp(name, "moei_", 5) == 0) return 1;
+    if (c_names_have(" moe Moe MOE ", name, n)) return 1; /* NAME_INPUTS is a macro of moe_routers.h */
     if (c_names_have(keywords, name, n) || c_names_have(of_math, name, n)) return 1;
     if (n > 1 && strchr("fl", name[n - 1]) != NULL && c_names_have(of_math, name, n - 1)) return 1;
     for (size_t i = 0; i < sizeof endings / sizeof *endings; i++) {

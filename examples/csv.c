@@ -1323,6 +1323,13 @@ static int learn(moe_net *net, csv_table *t, schema *s) {
     return failed;
 }
 
+/* Of routers that cannot route a line alone. */
+static void warn_of_other_lines(const moe_net *net) {
+    moe_error why;
+    if (moe_net_decode_size(net, 1, 1, NULL, NULL, &why) != MOE_OK)
+        fprintf(stderr, "note: the answer for a line depends on the lines before and after it: %s\n", why.message);
+}
+
 int main(int count, char **words) {
     csv_table table = {.rows = 0};
     schema s = {0};
@@ -1335,6 +1342,7 @@ int main(int count, char **words) {
         return fail(firmware_path, not_writable(firmware_path));
     if (predict_path != NULL && !file_is_there(predict_path)) return fail(predict_path, "cannot be opened");
     failed = load_path != NULL ? load(&net, &table, &s) : learn(&net, &table, &s);
+    if (!failed) warn_of_other_lines(&net);
     failed = failed || (predict_path != NULL && predict(&net, &s)) || finish();
     moe_net_free(&net);
     free_schema(&s);

@@ -315,7 +315,8 @@ MOE_API void moe_profile_free(moe_profile *profile);
 /* ---- >>print: the model as C ---- */
 
 /* Writes a C header (C99, C++11) that holds the model as constants. name is a C identifier of at
-   most MOE_NAME_SIZE - 17 characters, not reserved (_A) and no keyword of C or C++.
+   most MOE_NAME_SIZE - 17 characters, not reserved (_A), no keyword of C or C++, and neither moe
+   nor one that begins with moe_ or moei_, as the library's do.
    MOE_ERR_ARGUMENT: NULL, another name, or a model that moe_model_create did not make; else what
    the stream returns. Thread-safe. */
 MOE_API moe_status moe_export_c(const moe_built_model *built, const char *name, moe_stream *stream, moe_error *error);
@@ -6067,7 +6068,8 @@ static void moei_print_macros(moei_printer *p, const moe_model *model) {
 
 /* ---- the header ---- */
 
-/* Whether name is a short identifier and neither reserved (_A) nor a keyword of C or C++. */
+/* Whether name is a short identifier and neither reserved (_A), nor a keyword of C or C++, nor one
+   that may be the library's. */
 static int moei_is_identifier(const char *name) {
     static const char words[] =
         " auto break case char const continue default do double else enum extern float for goto if inline int long "
@@ -6076,7 +6078,8 @@ static int moei_is_identifier(const char *name) {
         "decltype delete dynamic_cast explicit export false friend mutable namespace new noexcept not not_eq nullptr "
         "operator or or_eq private protected public reinterpret_cast static_assert static_cast template this "
         "thread_local throw true try typeid typename using virtual wchar_t xor xor_eq "
-        "char8_t co_await co_return co_yield concept consteval constinit requires ";
+        "char8_t co_await co_return co_yield concept consteval constinit requires typeof typeof_unqual "
+        "moe Moe MOE "; /* NAME_INPUTS is a macro of moe_routers.h */
     const char *at;
     size_t i;
     for (i = 0; name[i] != '\0'; i++) {
@@ -6087,6 +6090,7 @@ static int moei_is_identifier(const char *name) {
     for (at = i > 0 ? strstr(words, name) : NULL; at != NULL; at = strstr(at + 1, name))
         if (at[-1] == ' ' && at[i] == ' ') return 0;
     if (name[0] == '_' && name[1] >= 'A' && name[1] <= 'Z') return 0;
+    if (strncmp(name, "moe_", 4) == 0 || strncmp(name, "moei_", 5) == 0) return 0;
     return i > 0 && i < MOE_NAME_SIZE - 16;
 }
 
@@ -6098,7 +6102,8 @@ static moe_status moei_printer_begin(moei_printer *p, const moe_built_model *bui
     if (built->model.version != MOE_MODEL_VERSION)
         return moei_error(error, MOE_ERR_ARGUMENT, "built: must come from moe_model_create");
     if (!moei_is_identifier(name))
-        return moei_error(error, MOE_ERR_ARGUMENT, "name = \"%s\": must be a short identifier of C and C++", name);
+        return moei_error(error, MOE_ERR_ARGUMENT,
+                          "name = \"%s\": must be a short identifier of C and C++, not one of moe.h", name);
     memset(p, 0, sizeof *p);
     p->stream = stream;
     p->name = name;

@@ -41,6 +41,8 @@ plan() {
 learns
 without_matrices
 presets
+other_lines 2 expert_choice
+other_lines 0 mixtral
 forms semicolons s/,/;/g
 forms tabs s/,/\t/g
 forms carriage s/$/\r/
@@ -124,6 +126,13 @@ presets() {
         grep -q '^held-out' said || return 1
         run "$prepared/csv" --load m.safetensors --predict "$prepared/plain.csv" >answers || return 1
     done
+}
+
+# Training and prediction tell when a line's answer depends on the other lines.
+other_lines() { # how often preset
+    run "$prepared/csv" "$prepared/plain.csv" --router "$2" --epochs 1 --save m.safetensors >said 2>told || return 1
+    run "$prepared/csv" --load m.safetensors --predict "$prepared/plain.csv" >answers 2>>told || return 1
+    [ "$(grep -c '^note: .* depends on the lines before and after it: module 0 .*select = expert_choice' told)" = "$1" ]
 }
 
 # sed's scripts write a table in another form; what is learned stays the same to the last digit.

@@ -101,15 +101,15 @@ refused() { # what-it-says-with-_-for-spaces options...
 
 # A model called moe does not replace moe.h.
 keeps_library() {
-    cp "$prepared/digits.safetensors" moe.safetensors && cp "$prepared/digits.csv" . || return 1
+    cp "$prepared/digits.safetensors" net.safetensors && cp "$prepared/digits.csv" . || return 1
     echo mine >moe.h
-    ! "$prepared/export" moe.safetensors --calibration digits.csv >out 2>&1 && [ "$(cat moe.h)" = mine ] &&
+    ! "$prepared/export" net.safetensors --calibration digits.csv -o moe.h >out 2>&1 && [ "$(cat moe.h)" = mine ] &&
         grep -q 'moe.h: is a header of the library' out || { cat out && return 1; }
-    ! "$prepared/export" moe.safetensors --calibration digits.csv -o ./moe_kernels.h >out 2>&1 &&
+    ! "$prepared/export" net.safetensors --calibration digits.csv -o ./moe_kernels.h >out 2>&1 &&
         [ ! -e moe_kernels.h ] || return 1
-    ! "$prepared/export" moe.safetensors --calibration digits.csv -o moe.safetensors >out 2>&1 &&
-        cmp moe.safetensors "$prepared/digits.safetensors" || return 1
-    run "$prepared/export" moe.safetensors --calibration digits.csv -o model.h >out
+    ! "$prepared/export" net.safetensors --calibration digits.csv -o net.safetensors >out 2>&1 &&
+        cmp net.safetensors "$prepared/digits.safetensors" || return 1
+    run "$prepared/export" net.safetensors --calibration digits.csv -o model.h >out
 }
 
 # No model is called as what the headers declare that its own may include: it would not compile.
@@ -124,7 +124,7 @@ names_of_c() {
         sed -n 's/.*[ *]\([A-Za-z][A-Za-z0-9_]*\) (.*/\1/p' all
     done | sort -u >names
     [ "$(wc -l <names)" -gt 250 ] || return 1
-    printf '%s\n' main double FILE NULL errno size_t moe_net moe_infer >>names
+    printf '%s\n' main double typeof FILE NULL errno size_t moe moe_net moe_infer >>names
     while read -r name; do
         "$prepared/export" digits.safetensors --weights float --name "$name" -o refused.h >out 2>&1
         [ $? = 2 ] && grep -q "^export: $name: is a name of C" out || { echo "$name" && return 1; }

@@ -50,6 +50,7 @@ one gcc -O0 $plain                                                |
 one clang-19 -O0 $plain                                           |
 three gcc-12 $x87 -O1 $plain                                      |
 three gcc-12 $x87 -O0 $plain -DMOE_REAL=double                    |
+three gcc-12 $x87 -O2 -std=gnu17 $plain                           |
 three gcc-12 -m32 $i386 -O0                                       |
 three aarch64-linux-gnu-gcc -O0 -static                           | qemu-aarch64
 three arm-linux-gnueabihf-gcc -O0 -static -mfpu=neon              | qemu-arm

@@ -485,6 +485,21 @@ static void test_preset(const char *name) {
     if (same_text(name, "smoe")) test_metrics(&routing);
 }
 
+/* Defaults that are filled in are defaults when they are checked again, also in 1 / E. */
+static void test_checked_again(void) {
+    moe_router_config c, checked;
+    moe_error error;
+    int experts;
+    for (experts = 1; experts <= 12; experts++) {
+        zero(&c, sizeof c);
+        c.d_model = 4;
+        c.n_experts = experts;
+        if (!kept_router(&c)) continue;
+        CHECK_STATUS(moe_router_check(&c, &checked, &error), MOE_OK);
+        CHECK_STATUS(moe_router_check(&checked, NULL, &error), MOE_OK);
+    }
+}
+
 static void test_routers(void) {
     static const char *const presets[] = {
         "smoe",     "switch",          "gshard",        "noisy_topk", "vmoe",    "xmoe",        "similarity_smoe",
@@ -1318,6 +1333,7 @@ static int test_all(void) {
 #ifndef MOE_NO_FLOAT
     test_errors();
     test_routers();
+    test_checked_again();
     test_layers();
     test_packed();
     test_text();

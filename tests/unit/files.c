@@ -856,6 +856,28 @@ static void test_failing(void) {
 
 /* ---- memory ---- */
 
+/* Blocks of any size are given back in reverse order, not in another. */
+static void test_arena_reversed(void) {
+    unsigned char memory[1024];
+    moe_arena arena = {NULL, 0, 0};
+    const moe_allocator a = moe_arena_allocator(&arena);
+    size_t i, all;
+    arena.base = memory;
+    arena.size = sizeof memory;
+    for (i = 1; i < 150; i += 7) {
+        void *p, *q, *r;
+        arena.used = 0;
+        p = a.resize(a.ctx, NULL, 0, i);
+        q = a.resize(a.ctx, NULL, 0, i + 30);
+        r = a.resize(a.ctx, NULL, 0, 1);
+        if (!CHECK(p != NULL && q != NULL && r != NULL)) return;
+        all = arena.used;
+        CHECK(a.resize(a.ctx, p, i, 0) == NULL && a.resize(a.ctx, q, i + 30, 0) == NULL && arena.used == all);
+        CHECK(a.resize(a.ctx, r, 1, 0) == NULL && a.resize(a.ctx, q, i + 30, i + 200) == q);
+        CHECK(a.resize(a.ctx, q, i + 200, 0) == NULL && a.resize(a.ctx, p, i, 0) == NULL && arena.used < 64);
+    }
+}
+
 static void test_arena(void) {
     unsigned char memory[1024];
     moe_arena arena;
@@ -1772,6 +1794,7 @@ int main(void) {
     CASE(test_refused_writes());
     CASE(test_failing());
     CASE(test_arena());
+    CASE(test_arena_reversed());
     CASE(test_lists());
     CASE(test_replace());
     CASE(test_read());

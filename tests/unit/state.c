@@ -3790,6 +3790,7 @@ static int advise(moe_router_config *c, const char *name) {
         CHECK(error.code == MOE_ERR_UNSUPPORTED && strstr(error.message, "has the trait needs_batch") != NULL &&
                   strstr(error.message, "decode") != NULL,
               "the message names the trait");
+        CHECK(strlen(error.message) + strlen("module 4095 (mixture): ") < sizeof error.message, "nothing is cut off");
         if (!CHECK(follow_advice(c, error.message), "and a mode that works")) {
             printf("  %s: %s\n", name, error.message);
             return rounds;

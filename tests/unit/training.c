@@ -2283,6 +2283,49 @@ static void test_resumed_schedule(void) {
     remove(path[0]);
 }
 
+/* ---- memory of an arena ---- */
+
+/* What a call takes for itself, it gives back in an order that an arena can use. */
+static void test_arena(void) {
+    static double memory[1 << 16];
+    moe_arena arena;
+    moe_allocator a;
+    samples s = samples_of(24, 40);
+    moe_train_config c = usual(MOE_OPTIMIZER_ADAMW);
+    moe_evaluation result;
+    moe_trainer t;
+    moe_error error;
+    moe_net net;
+    size_t used;
+    memset(&arena, 0, sizeof arena);
+    arena.base = memory;
+    arena.size = sizeof memory;
+    a = moe_arena_allocator(&arena);
+    net = net_of(SPARSE, 41, &a);
+    place(&s);
+    c.epochs = 2;
+    c.checkpoint = path[0];
+    used = arena.used + 64; /* what aligned the first block may stay */
+    remove(path[0]);
+    CHECK_STATUS(moe_fit(&net, &s.data, NULL, &c, &error), MOE_OK, error.message);
+    CHECK(arena.used < used, "fit");
+    c.resume = 1;
+    c.epochs = 3;
+    CHECK_STATUS(moe_fit(&net, &s.data, &s.data, &c, &error), MOE_OK, error.message);
+    CHECK(arena.used < used, "a resumed fit");
+    t = trainer_of(&net, &c);
+    CHECK(arena.used >= used, "a trainer takes memory");
+    CHECK_STATUS(moe_trainer_save(&t, path[0], &error), MOE_OK, error.message);
+    moe_trainer_free(&t);
+    CHECK(arena.used < used, "a trainer");
+    CHECK_STATUS(moe_evaluate(&net, &s.data, MOE_CRITERION_CROSS_ENTROPY, &result, &error), MOE_OK, error.message);
+    CHECK_STATUS(moe_net_save(&net, path[0], &error), MOE_OK, error.message);
+    CHECK(arena.used < used, "evaluate and save");
+    moe_net_free(&net);
+    CHECK(arena.used < 64, "the network");
+    remove(path[0]);
+}
+
 /* ---- every allocation fails once ---- */
 
 static void train_without_memory(samples *s, test_heap *m, moe_net *net, moe_train_config *c) {
@@ -2436,6 +2479,7 @@ int main(int count, char **words) {
     CASE(test_impossible_positions());
     CASE(test_resumed_otherwise());
     CASE(test_resumed_schedule());
+    CASE(test_arena());
     CASE(test_without_memory());
     return test_end();
 }
