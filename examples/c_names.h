@@ -70,8 +70,10 @@ static inline int is_name_of_c(const char *name) {
         "strsep strsignal strtoq strtouq tempnam toascii uint ulong unix unsetenv ushort valloc vdprintf ";
     static const char *const endings[] = {"", "_l", "_r", "_unlocked"};
     const size_t n = strlen(name);
-    if (strncmp(name, "moe_", 4) == 0 || strncmp(name, "moei_", 5) == 0) return 1;
-    if (c_names_have(" moe Moe MOE ", name, n)) return 1; /* NAME_INPUTS is a macro of moe_routers.h */
+    if ((name[0] | 32) == 'm' && (name[1] | 32) == 'o' && (name[2] | 32) == 'e') {
+        const char *behind = name + ((name[3] | 32) == 'i' ? 4 : 3);
+        if (*behind == '\0' || *behind == '_') return 1;
+    }
     if (c_names_have(keywords, name, n) || c_names_have(of_math, name, n)) return 1;
     if (n > 1 && strchr("fl", name[n - 1]) != NULL && c_names_have(of_math, name, n - 1)) return 1;
     for (size_t i = 0; i < sizeof endings / sizeof *endings; i++) {

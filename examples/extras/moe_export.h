@@ -316,7 +316,7 @@ MOE_API void moe_profile_free(moe_profile *profile);
 
 /* Writes a C header (C99, C++11) that holds the model as constants. name is a C identifier of at
    most MOE_NAME_SIZE - 17 characters, not reserved (_A), no keyword of C or C++, and neither moe
-   nor one that begins with moe_ or moei_, as the library's do.
+   nor moei nor one that begins with moe_ or moei_, in any case: NAME_INPUTS is a macro.
    MOE_ERR_ARGUMENT: NULL, another name, or a model that moe_model_create did not make; else what
    the stream returns. Thread-safe. */
 MOE_API moe_status moe_export_c(const moe_built_model *built, const char *name, moe_stream *stream, moe_error *error);
@@ -6078,8 +6078,7 @@ static int moei_is_identifier(const char *name) {
         "decltype delete dynamic_cast explicit export false friend mutable namespace new noexcept not not_eq nullptr "
         "operator or or_eq private protected public reinterpret_cast static_assert static_cast template this "
         "thread_local throw true try typeid typename using virtual wchar_t xor xor_eq "
-        "char8_t co_await co_return co_yield concept consteval constinit requires typeof typeof_unqual "
-        "moe Moe MOE "; /* NAME_INPUTS is a macro of moe_routers.h */
+        "char8_t co_await co_return co_yield concept consteval constinit requires typeof typeof_unqual ";
     const char *at;
     size_t i;
     for (i = 0; name[i] != '\0'; i++) {
@@ -6090,7 +6089,10 @@ static int moei_is_identifier(const char *name) {
     for (at = i > 0 ? strstr(words, name) : NULL; at != NULL; at = strstr(at + 1, name))
         if (at[-1] == ' ' && at[i] == ' ') return 0;
     if (name[0] == '_' && name[1] >= 'A' && name[1] <= 'Z') return 0;
-    if (strncmp(name, "moe_", 4) == 0 || strncmp(name, "moei_", 5) == 0) return 0;
+    if ((name[0] | 32) == 'm' && (name[1] | 32) == 'o' && (name[2] | 32) == 'e') {
+        const char *behind = name + ((name[3] | 32) == 'i' ? 4 : 3);
+        if (*behind == '\0' || *behind == '_') return 0;
+    }
     return i > 0 && i < MOE_NAME_SIZE - 16;
 }
 
