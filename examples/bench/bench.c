@@ -62,7 +62,7 @@ static const char help[] =
     "bench --tables        prints the tables of README.md from the recorded rows\n"
     "bench --write         writes them into the README.md here and that of the library, and draws the figure\n"
     "bench --verify        compares these files with the rows\n"
-    "bench --again         repeats a recorded run of every router in every world and compares the bits\n"
+    "bench --again         repeats a recorded run of every router in every world but for text and compares the bits\n"
     "bench --pictures      trains some routers again and draws clusters, norms and correlation into pictures/;\n"
     "                      with --verify: compares them\n"
     "bench --check         tests the program\n" REPORT_HELP;
@@ -1142,8 +1142,8 @@ static int run_again(const job *j, const row *kept) {
     return DIFFERS;
 }
 
-/* Repeats the first judged run of each router in each world (every 0: of one router). Rows of
-   another compiler or of other kernels are skipped. */
+/* Repeats the first judged run of each router in each world but for text (every 0: of one router).
+   Rows of another compiler or of other kernels are skipped. */
 static int do_again(int every) {
     int found_out[N_AGAIN] = {0, 0, 0};
     if (read_rows(0)) return 1;

@@ -122,7 +122,7 @@ typedef struct moe_mpi {
     double waiting;      /* total seconds since open until the last rank had entered each exchange */
     double exchanging;   /* total seconds from then until all data had arrived */
     uint64_t *sum_bytes; /* [n_ranks] bytes sent to each rank for sums; moe_traffic has the rest */
-    uint64_t calls;      /* number of calls of MPI's collective functions */
+    uint64_t calls;      /* number of calls of MPI's collective functions but barriers */
     char error[400];     /* a description of the failure, or "" */
     /* Private. The last request of each array is for counts and sums, the others for the
        channels. */

@@ -1086,6 +1086,7 @@ static moe_status moei_local_plan(moei_ranks *k) {
     for (e = 0; e < k->n_local; e++)
         for (r = 0, plan->offsets[e] = at; r < ranks; r++) {
             uint64_t count = k->counts_in[r * n + 1 + e];
+            if (count > k->local_pass.call.n_tokens / ranks) return MOE_ERR_TRANSPORT; /* of one rank */
             if (count > k->max_received - at) return MOE_ERR_TRANSPORT;
             at += (size_t)count;
         }

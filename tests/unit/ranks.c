@@ -2720,6 +2720,56 @@ static void test_lies(void) {
             }
 }
 
+/* A transport that moves all rows, but says that the first expert has those of both. */
+static moe_status mixed_counts(void *ctx, size_t n, const uint64_t *send, uint64_t *receive) {
+    moe_status status = ranks_counts(ctx, n, send, receive);
+    if (n == 3) { /* a status, and the rows for two experts */
+        receive[1] += receive[2];
+        receive[2] = 0;
+    }
+    return status;
+}
+
+static void mixed_task(ranks_rank *self, void *ctx) {
+    moe_transport t = ranks_transport(self);
+    moe_layer_config c;
+    moe_layer layer;
+    moe_call call;
+    moe_real x[4 * 6] = {0}, y[4 * 6];
+    moe_status *status = (moe_status *)ctx;
+    size_t bytes = 0;
+    void *work;
+    memset(&c, 0, sizeof c);
+    memset(&layer, 0, sizeof layer);
+    memset(&call, 0, sizeof call);
+    c.router.d_model = 6;
+    c.router.n_experts = 2;
+    c.router.top_k = 2;
+    c.d_ff = 5;
+    c.transport = &t;
+    t.counts = mixed_counts;
+    call.n_tokens = 4;
+    call.x = x;
+    *status = moe_transport_begin(&t, NULL);
+    if (*status == MOE_OK) *status = moe_layer_create(&layer, &c, 0, 3, NULL, NULL);
+    if (*status == MOE_OK) *status = moe_layer_work_size(&layer, 4, 0, &bytes);
+    work = grab(bytes, 1);
+    if (*status == MOE_OK) *status = moe_layer_forward(&layer, &call, y, work, bytes, NULL);
+    free(work);
+    moe_layer_free(&layer);
+    moe_transport_end(&t);
+}
+
+/* No expert has more rows than there are tokens. */
+static void test_mixed(void) {
+    ranks_world w;
+    moe_status status = MOE_OK;
+    ranks_begin(&w, 1, RANKS_BY_TURNS);
+    (void)ranks_run(&w, mixed_task, &status);
+    CHECK(status == MOE_ERR_TRANSPORT, "an expert with more rows than tokens is seen");
+    ranks_end(&w);
+}
+
 /* Ranks whose layers, or whose calls, are not alike. */
 typedef struct mismatch {
     const char *name;
@@ -3575,7 +3625,8 @@ int main(int argc, char **argv) {
                  {test_alone, "alone"},
                  {test_unlike, "unlike"},       {test_chunks, "chunks"},
                  {test_spoilt, "spoilt"},       {test_failing, "failing"},
-                 {test_lies, "lies"},           {test_routers, "routers"},
+                 {test_lies, "lies"},           {test_mixed, "mixed"},
+                 {test_routers, "routers"},
                  {test_presets, "presets"},     {test_local_routing, "local_routing"},
                  {test_capacity, "capacity"},   {test_rules, "rules"},
                  {test_random, "random"},       {test_experts, "experts"},
