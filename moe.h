@@ -7104,8 +7104,9 @@ static size_t moei_rows_size(const moe_net *net, const moe_module *m, const moei
     size_t inner = (size_t)m->d_in, most = 0, size, n, k;
     int place;
     if (m->kind == MOE_MODULE_ATTENTION) {
-        inner = moei_larger(inner, moei_heads_of(m).mixed);
-        inner = moei_larger(inner, (size_t)moei_larger((size_t)c->q_lora, (size_t)c->d_head));
+        inner = moei_larger(inner, (size_t)c->heads * moei_head_value(c));
+        inner = moei_larger(inner, moei_larger((size_t)c->kv_lora, (size_t)c->q_lora));
+        inner = moei_larger(inner, (size_t)c->d_head);
     }
     for (place = 0; place < MOE_MODULE_SLOTS && !moei_is_layer(m); place++) {
         const moe_external *w = moei_external_of(moei_weights_of(net, m), place);
@@ -7178,7 +7179,8 @@ static size_t moei_work_of(const moe_module *m, size_t n, size_t size, moei_shar
         routing -= n * (size_t)m->d_in * sizeof(moe_real); /* u, which nothing reads later */
         s->work += (routing + 2 * MOEI_ALIGN - 1) / MOEI_ALIGN * MOEI_ALIGN;
     }
-    s->works = moei_larger(s->works, at + size);
+    if (!moei_add(at, size, &size)) size = SIZE_MAX;
+    s->works = moei_larger(s->works, size);
     return at;
 }
 
