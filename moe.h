@@ -1025,9 +1025,10 @@ typedef struct moe_module {
        embedding's */
     moe_real *tensors[MOE_MODULE_SLOTS];
     moe_real *gradients[MOE_MODULE_SLOTS]; /* by index; NULL: not built trainable */
-    /* [MOE_MODULE_SLOTS] as layer.external (tied: the embedding's); without a type: the tensor has
-       it. NULL: none. For inference only. Of MLA, KEY without VALUE is [H][n + u rows of c]; with
-       VALUE, KEY is [H][c rows of n], K_h transposed, and VALUE [H][u rows of c] */
+    /* [MOE_MODULE_SLOTS] matrices as in layer.external (tied: the embedding's), but not taps,
+       positions and the `output` of an attention that a router reads; without a type: the tensor
+       has it. NULL: none. For inference only. Of MLA, KEY without VALUE is [H][n + u rows of c];
+       with VALUE, KEY is [H][c rows of n], K_h transposed, and VALUE [H][u rows of c] */
     const moe_external *external;
     size_t first_tensor; /* private: where its tensors begin in net.tensors */
 } moe_module;
@@ -8373,10 +8374,13 @@ static moe_status moei_module_is_set(const moe_net *net, size_t i, moe_error *er
     const moe_module *m = &net->modules[i];
     int place;
     for (place = 0; place < MOE_MODULE_SLOTS && !moei_is_layer(m); place++) {
-        const char *name = moei_module_tensor_of(m, place).name;
-        if (name != NULL && m->tensors[place] == NULL && moei_external_of(m, place) == NULL)
+        const moei_module_tensor t = moei_module_tensor_of(m, place);
+        const int in_file = moei_external_of(m, place) != NULL && t.columns > 0 && m->kind != MOE_MODULE_POSITIONS &&
+                            (m->kind != MOE_MODULE_CONVOLUTION || place != MOE_MODULE_TAPS) &&
+                            (place != MOE_MODULE_OUTPUT || !moei_is_read(net, i));
+        if (t.name != NULL && m->tensors[place] == NULL && !in_file)
             return moei_error(error, MOE_ERR_STATE, "module %z (%s): net.external = 1, but %s is not set", i,
-                              moei_module_names[m->kind], name);
+                              moei_module_names[m->kind], t.name);
     }
     return MOE_OK;
 }
