@@ -916,7 +916,7 @@ enum { MOE_QK_NORMS(MOEI_VALUE2) MOE_QK_NORM_COUNT };
     /* a_i (1 - r) / factor + a_i r, r = 1 - clamp((i - low) / max(0.001, high - low), 0, 1), \
        low = floor(c(beta_fast)) >= 0, high = ceil(c(beta_slow)) <= n - 1, \
        c(b) = n ln(rotary_length / (2 pi b)) / (2 ln base); no_truncation: without floor and ceil. \
-       Magnitude 1 + 0.1 ln factor (Peng et al. 2023, YaRN) */ \
+       Magnitude 1 + 0.1 ln factor, at least 1 (Peng et al. 2023, YaRN) */ \
     X(MOE_ROTARY_YARN, "yarn") \
     /* a_i ((1 - s) / factor + s), s = (rotary_length / l_i - low_factor) / (high_factor - \
        low_factor) clamped to 0..1, l_i the wavelength 2 pi base^(2 i / n) (Llama 3.1) */ \
@@ -1166,16 +1166,17 @@ MOE_API moe_status moe_net_work_size(const moe_net *net, size_t n_tokens, int tr
 /* Runs all modules on call->x [N,d_in], or with d_in = 0 on call->token_ids [N], each below the
    embedding's V; pass->y is the output, in work[work_size] (any alignment). Every MoE layer gets
    the other fields of call as they are: mask, sequences, rng, training, ...; attention and
-   positions read mask and sequences too. router_x, activations and batch must be NULL, n_past 0;
-   attention_* must be NULL too if every router that reads them has an attention before it. given
-   and teacher hold those of all MoE layers (soft ones have none) one after another. Padding gets y
-   = 0 from attention; modules other than MoE layers compute it like any row. Allocates nothing.
-   Errors: MOE_ERR_STATE before build, MOE_ERR_SPACE, MOE_ERR_ARGUMENT, else as moe_route; with a
-   transport, where it is collective, MOE_ERR_STATE also when training or call.rng differ between
-   ranks. On failure *pass is untouched. Thread-safe for different work (with a transport: one
-   thread at a time). Infinities and NaN in x: MoE layers and feed_forwards (these in padding too)
-   end the call with MOE_ERR_NONFINITE; in the other modules they stay in their token's row, and
-   attention and convolution spread them to the tokens that read it; all others keep every bit. */
+   convolution read mask and sequences too, positions read sequences. router_x, activations and
+   batch must be NULL, n_past 0; attention_* must be NULL too if every router that reads them has an
+   attention before it. given and teacher hold those of all MoE layers (soft ones have none) one
+   after another. Padding gets y = 0 from attention and convolution; all others but MoE layers
+   compute it like any row. Allocates nothing. Errors: MOE_ERR_STATE before build, MOE_ERR_SPACE,
+   MOE_ERR_ARGUMENT, else as moe_route; with a transport, where it is collective, MOE_ERR_STATE also
+   when training or call.rng differ between ranks. On failure *pass is untouched. Thread-safe for
+   different work (with a transport: one thread at a time). Infinities and NaN in x: MoE layers and
+   feed_forwards (these in padding too) end the call with MOE_ERR_NONFINITE; in the other modules
+   they stay in their token's row, and attention and convolution spread them to the tokens that read
+   it; all others keep every bit. */
 MOE_API moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size,
                                    moe_net_pass *pass);
 /* moe_layer_pack for the layers of a built network and for the matrices of linear, tied,
