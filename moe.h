@@ -916,7 +916,7 @@ enum { MOE_QK_NORMS(MOEI_VALUE2) MOE_QK_NORM_COUNT };
     /* a_i (1 - r) / factor + a_i r, r = 1 - clamp((i - low) / max(0.001, high - low), 0, 1), \
        low = floor(c(beta_fast)) >= 0, high = ceil(c(beta_slow)) <= n - 1, \
        c(b) = n ln(rotary_length / (2 pi b)) / (2 ln base); no_truncation: without floor and ceil. \
-       Magnitude 1 + 0.1 ln factor (Peng et al. 2023, YaRN) */ \
+       Magnitude 1 + 0.1 ln factor, at least 1 (Peng et al. 2023, YaRN) */ \
     X(MOE_ROTARY_YARN, "yarn") \
     /* a_i ((1 - s) / factor + s), s = (rotary_length / l_i - low_factor) / (high_factor - \
        low_factor) clamped to 0..1, l_i the wavelength 2 pi base^(2 i / n) (Llama 3.1) */ \
@@ -1025,9 +1025,10 @@ typedef struct moe_module {
        embedding's */
     moe_real *tensors[MOE_MODULE_SLOTS];
     moe_real *gradients[MOE_MODULE_SLOTS]; /* by index; NULL: not built trainable */
-    /* [MOE_MODULE_SLOTS] as layer.external (tied: the embedding's); without a type: the tensor has
-       it. NULL: none. For inference only. Of MLA, KEY without VALUE is [H][n + u rows of c]; with
-       VALUE, KEY is [H][c rows of n], K_h transposed, and VALUE [H][u rows of c] */
+    /* [MOE_MODULE_SLOTS] matrices as in layer.external (tied: the embedding's), but not taps,
+       positions and the `output` of an attention that a router reads; without a type: the tensor
+       has it. NULL: none. For inference only. Of MLA, KEY without VALUE is [H][n + u rows of c];
+       with VALUE, KEY is [H][c rows of n], K_h transposed, and VALUE [H][u rows of c] */
     const moe_external *external;
     size_t first_tensor; /* private: where its tensors begin in net.tensors */
 } moe_module;
@@ -1165,16 +1166,17 @@ MOE_API moe_status moe_net_work_size(const moe_net *net, size_t n_tokens, int tr
 /* Runs all modules on call->x [N,d_in], or with d_in = 0 on call->token_ids [N], each below the
    embedding's V; pass->y is the output, in work[work_size] (any alignment). Every MoE layer gets
    the other fields of call as they are: mask, sequences, rng, training, ...; attention and
-   positions read mask and sequences too. router_x, activations and batch must be NULL, n_past 0;
-   attention_* must be NULL too if every router that reads them has an attention before it. given
-   and teacher hold those of all MoE layers (soft ones have none) one after another. Padding gets y
-   = 0 from attention; modules other than MoE layers compute it like any row. Allocates nothing.
-   Errors: MOE_ERR_STATE before build, MOE_ERR_SPACE, MOE_ERR_ARGUMENT, else as moe_route; with a
-   transport, where it is collective, MOE_ERR_STATE also when training or call.rng differ between
-   ranks. On failure *pass is untouched. Thread-safe for different work (with a transport: one
-   thread at a time). Infinities and NaN in x: MoE layers and feed_forwards (these in padding too)
-   end the call with MOE_ERR_NONFINITE; in the other modules they stay in their token's row, and
-   attention and convolution spread them to the tokens that read it; all others keep every bit. */
+   convolution read mask and sequences too, positions read sequences. router_x, activations and
+   batch must be NULL, n_past 0; attention_* must be NULL too if every router that reads them has an
+   attention before it. given and teacher hold those of all MoE layers (soft ones have none) one
+   after another. Padding gets y = 0 from attention and convolution; all others but MoE layers
+   compute it like any row. Allocates nothing. Errors: MOE_ERR_STATE before build, MOE_ERR_SPACE,
+   MOE_ERR_ARGUMENT, else as moe_route; with a transport, where it is collective, MOE_ERR_STATE also
+   when training or call.rng differ between ranks. On failure *pass is untouched. Thread-safe for
+   different work (with a transport: one thread at a time). Infinities and NaN in x: MoE layers and
+   feed_forwards (these in padding too) end the call with MOE_ERR_NONFINITE; in the other modules
+   they stay in their token's row, and attention and convolution spread them to the tokens that read
+   it; all others keep every bit. */
 MOE_API moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size,
                                    moe_net_pass *pass);
 /* moe_layer_pack for the layers of a built network and for the matrices of linear, tied,
@@ -7104,8 +7106,9 @@ static size_t moei_rows_size(const moe_net *net, const moe_module *m, const moei
     size_t inner = (size_t)m->d_in, most = 0, size, n, k;
     int place;
     if (m->kind == MOE_MODULE_ATTENTION) {
-        inner = moei_larger(inner, moei_heads_of(m).mixed);
-        inner = moei_larger(inner, (size_t)moei_larger((size_t)c->q_lora, (size_t)c->d_head));
+        inner = moei_larger(inner, (size_t)c->heads * moei_head_value(c));
+        inner = moei_larger(inner, moei_larger((size_t)c->kv_lora, (size_t)c->q_lora));
+        inner = moei_larger(inner, (size_t)c->d_head);
     }
     for (place = 0; place < MOE_MODULE_SLOTS && !moei_is_layer(m); place++) {
         const moe_external *w = moei_external_of(moei_weights_of(net, m), place);
@@ -7178,7 +7181,8 @@ static size_t moei_work_of(const moe_module *m, size_t n, size_t size, moei_shar
         routing -= n * (size_t)m->d_in * sizeof(moe_real); /* u, which nothing reads later */
         s->work += (routing + 2 * MOEI_ALIGN - 1) / MOEI_ALIGN * MOEI_ALIGN;
     }
-    s->works = moei_larger(s->works, at + size);
+    if (!moei_add(at, size, &size)) size = SIZE_MAX;
+    s->works = moei_larger(s->works, size);
     return at;
 }
 
@@ -8371,10 +8375,13 @@ static moe_status moei_module_is_set(const moe_net *net, size_t i, moe_error *er
     const moe_module *m = &net->modules[i];
     int place;
     for (place = 0; place < MOE_MODULE_SLOTS && !moei_is_layer(m); place++) {
-        const char *name = moei_module_tensor_of(m, place).name;
-        if (name != NULL && m->tensors[place] == NULL && moei_external_of(m, place) == NULL)
+        const moei_module_tensor t = moei_module_tensor_of(m, place);
+        const int in_file = moei_external_of(m, place) != NULL && t.columns > 0 && m->kind != MOE_MODULE_POSITIONS &&
+                            (m->kind != MOE_MODULE_CONVOLUTION || place != MOE_MODULE_TAPS) &&
+                            (place != MOE_MODULE_OUTPUT || !moei_is_read(net, i));
+        if (t.name != NULL && m->tensors[place] == NULL && !in_file)
             return moei_error(error, MOE_ERR_STATE, "module %z (%s): net.external = 1, but %s is not set", i,
-                              moei_module_names[m->kind], name);
+                              moei_module_names[m->kind], t.name);
     }
     return MOE_OK;
 }

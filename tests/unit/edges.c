@@ -2268,6 +2268,29 @@ static void test_beyond_size(void) {
                 moe_layer_forward(&layer, &call, y, x, sizeof x, &pass));
     }
 }
+
+/* In decoding, layers lie one after another: their sum may be beyond size_t though each is not. */
+static void test_sum_beyond_size(void) {
+    moe_layer_config c = layer_config("n_experts=4096 d_ff=1048576");
+    size_t low = 0, high = INT32_MAX, middle, bytes;
+    moe_net net;
+    IS(MOE_OK, moe_net_init(&net, WIDTH, MOE_KERNELS_C, NULL));
+    net.external = 1;
+    IS(MOE_OK, moe_net_mixture(&net, &c));
+    c.router.score = MOE_SCORE_NORM;
+    c.router.norm_node = MOE_NODE_UP;
+    IS(MOE_OK, moe_net_mixture(&net, &c));
+    IS(MOE_OK, moe_net_build(&net, 0, 1, &error));
+    while (high - low > 1) {
+        middle = low + (high - low) / 2;
+        if (moe_layer_work_size(&net.modules[1].layer, middle, 0, &bytes) == MOE_OK) low = middle;
+        else high = middle;
+    }
+    bytes = 77;
+    REFUSED(MOE_ERR_OVERFLOW, "size_t", moe_net_decode_size(&net, low, low, NULL, &bytes, &error));
+    CHECK(bytes == 77);
+    moe_net_free(&net);
+}
 #endif
 
 /* A loss of the classical mixture reads the experts' own outputs: whatever else has a part in the
@@ -2677,6 +2700,7 @@ int main(void) {
     CASE(test_net_sizes());
 #if SIZE_MAX > 0xFFFFFFFF
     CASE(test_beyond_size());
+    CASE(test_sum_beyond_size());
 #endif
     CASE(test_model_memory());
     CASE(test_classical());

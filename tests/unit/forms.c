@@ -665,6 +665,61 @@ static void test_lent_words(void) {
     moe_net_free(&lent);
 }
 
+/* What is read as a tensor must be one: vectors, positions, taps, an output that a router reads. */
+static void test_lent_tensors(void) {
+    static const int kinds[][2] = {{MOE_MODULE_RMS_NORM, MOE_MODULE_WEIGHT},
+                                   {MOE_MODULE_POSITIONS, MOE_MODULE_WEIGHT},
+                                   {MOE_MODULE_CONVOLUTION, MOE_MODULE_TAPS},
+                                   {MOE_MODULE_ATTENTION, MOE_MODULE_OUTPUT}};
+    moe_external places[MOE_MODULE_SLOTS];
+    moe_real *x = normals_of(&rng, 5 * D, 1), *y, *again;
+    moe_layer_config mixture;
+    moe_net nets[2];
+    moe_net_pass pass;
+    moe_call call;
+    moe_error error;
+    size_t i, k, bytes = 0;
+    void *work;
+    memset(&call, 0, sizeof call);
+    memset(&mixture, 0, sizeof mixture);
+    mixture.router.refine = MOE_REFINE_ATTENTION;
+    call.n_tokens = 5;
+    call.x = x;
+    call.error = &error;
+    for (k = 0; k < sizeof kinds / sizeof kinds[0]; k++) {
+        moe_module m = module_of(kinds[k][0]);
+        m.n_rows = m.length = 6;
+        for (i = 0; i < 2; i++) {
+            moe_net_init(&nets[i], D, MOE_KERNELS_AUTO, NULL);
+            nets[i].external = (int)i;
+            moe_net_append(&nets[i], &m);
+            if (m.kind == MOE_MODULE_ATTENTION) moe_net_mixture(&nets[i], &mixture);
+            CHECK_STATUS(moe_net_build(&nets[i], 0, 3, &error), MOE_OK, error.message);
+            memcpy(nets[i].modules[0].tensors, nets[0].modules[0].tensors, sizeof nets[0].modules[0].tensors);
+            if (nets[i].n_modules > 1)
+                memcpy(nets[i].modules[1].layer.tensors, nets[0].modules[1].layer.tensors,
+                       sizeof nets[0].modules[1].layer.tensors);
+        }
+        y = run(&nets[0], &call);
+        memset(places, 0, sizeof places);
+        places[kinds[k][1]] = matrix_of(nets[0].modules[0].tensors[kinds[k][1]], D);
+        nets[1].modules[0].external = places;
+        again = run(&nets[1], &call);
+        CHECK(same_reals(y, again, 5 * D));
+        nets[1].modules[0].tensors[kinds[k][1]] = NULL;
+        CHECK_STATUS(moe_net_work_size(&nets[1], 5, 0, &bytes), MOE_OK);
+        work = grab(bytes, 1);
+        CHECK_STATUS(moe_net_forward(&nets[1], &call, work, bytes, &pass), MOE_ERR_STATE);
+        CHECK(strstr(error.message, "is not set") != NULL, error.message);
+        free(work);
+        free(y);
+        free(again);
+        moe_net_free(&nets[0]);
+        moe_net_free(&nets[1]);
+    }
+    free(x);
+}
+
 static int make_words(moe_net *net) {
     moe_module m = module_of(MOE_MODULE_TIED);
     moe_layer_config mixture;
@@ -1011,6 +1066,7 @@ int main(void) {
     for (i = 0; forms[i] != NULL; i++)
         for (way = 0; way < 3; way++) CASE(test_lent(forms[i], way));
     CASE(test_lent_words());
+    CASE(test_lent_tensors());
     CASE(test_last_only());
     CASE(test_refused());
     CASE(test_refused_modules());

@@ -1169,6 +1169,55 @@ static void test_layers_in_files(void) {
             }
 }
 
+/* An output of heads that are wider together than all else in an MLA: its rows have room. */
+static void test_wide_values_in_files(void) {
+    enum { N = 9, D = 64, WIDE = 512 };
+    moe_external places[MOE_MODULE_SLOTS];
+    moe_attention_config c;
+    moe_rng rng = {7};
+    moe_real *x = normals(&rng, N * D);
+    double square = 0, apart = 0;
+    moe_net_pass pass;
+    moe_net net;
+    moe_call call;
+    in_file f = make_in_file(moei_gguf_type_find(8), D, WIDE, 0, 1);
+    size_t bytes[2], i;
+    unsigned char *work[2];
+    const moe_real *y[2];
+    memset(places, 0, sizeof places);
+    memset(&c, 0, sizeof c);
+    memset(&call, 0, sizeof call);
+    c.heads = 4;
+    c.d_head = 8;
+    c.d_value = WIDE / 4;
+    c.rotary = 1;
+    c.rotary_dims = c.kv_lora = 4;
+    call.n_tokens = N;
+    call.x = x;
+    moe_net_init(&net, D, MOE_KERNELS_AUTO, NULL);
+    moe_net_attention(&net, &c);
+    if (!CHECK(moe_net_build(&net, 0, 5, NULL) == MOE_OK)) return;
+    memcpy(net.modules[0].tensors[MOE_MODULE_OUTPUT], f.values, D * WIDE * sizeof(moe_real));
+    for (i = 0; i < 2; i++) {
+        CHECK(moe_net_work_size(&net, N, 0, &bytes[i]) == MOE_OK);
+        work[i] = (unsigned char *)take(bytes[i]);
+        CHECK(moe_net_forward(&net, &call, work[i], bytes[i], &pass) == MOE_OK);
+        y[i] = pass.y;
+        places[MOE_MODULE_OUTPUT] = f.w;
+        net.modules[0].external = places;
+    }
+    for (i = 0; i < (int)N * D; i++) {
+        square += (double)y[0][i] * (double)y[0][i];
+        apart += ((double)y[1][i] - (double)y[0][i]) * ((double)y[1][i] - (double)y[0][i]);
+    }
+    CHECKF(apart < 2e-4 * 2e-4 * square, "%g of %g", sqrt(apart), sqrt(square));
+    free(work[0]);
+    free(work[1]);
+    give_back(x);
+    free_in_file(&f);
+    moe_net_free(&net);
+}
+
 /* ---- rows ---- */
 
 typedef struct row_view {
@@ -1718,6 +1767,7 @@ int main(int count, char **arguments) {
     CASE(test_long_rows_in_files());
     CASE(test_exact_in_files());
     CASE(test_layers_in_files());
+    CASE(test_wide_values_in_files());
     CASE(test_rows());
     CASE(test_products());
     CASE(test_exact());
