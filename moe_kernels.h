@@ -7780,7 +7780,7 @@ MOEI_TOOL void moei_kept_store(int type, size_t width, const moe_real *x, unsign
         for (j = 0; j < 32; j++) {
             code = i + j < width && scale > 0 ? x[i + j] / scale : 0;
             code = code > MOEI_R(127.0) ? MOEI_R(127.0) : code > MOEI_R(-127.0) ? code : MOEI_R(-127.0);
-            cell[2 + j] = (unsigned char)(int)(code + (code < 0 ? MOEI_R(255.5) : MOEI_R(0.5)));
+            cell[2 + j] = (unsigned char)(int)(code + (code < 0 ? MOEI_R(-0.5) : MOEI_R(0.5)));
         }
     }
 }
