@@ -4351,8 +4351,8 @@ static void moei_matmul_columns(const moei_expert_run *run, const moei_step *ste
     else
         moe_matmul(k, MOE_MATMUL_NT, MOE_TYPE_REAL, run->n, count, from, in, run->ld[step->from],
                    moei_block(run, step->weight, to * from) + j * from, from, out, ld, 0);
-    for (i = 0; bias != NULL && i < run->n; i++) MOEI_ADD(k, count, bias + j, out + i * ld);
     if (added != NULL) moei_external_add(k, added + run->expert, j, run->n, count, out, ld);
+    for (i = 0; added == NULL && bias != NULL && i < run->n; i++) MOEI_ADD(k, count, bias + j, out + i * ld);
 }
 
 /* A shaped gate as a plain one, silu(t) v: t = alpha min(g, L), v = factor (max(-L, min(u, L)) +
@@ -4673,8 +4673,7 @@ static void moei_layer_layout(const moe_layer *layer, const moei_expert_run *run
     }
 #ifndef MOE_NO_QUANT
     /* calls that keep rows never quantize for packed weights */
-    if ((!training && layer->is_packed) || run->in_file == 2 || (c->n_shared > 0 && shared.in_file == 2))
-        moei_take_quantized(layer, l, rows, n, p);
+    if (!training || moei_has_external(layer) == 2) moei_take_quantized(layer, l, rows, n, p);
 #endif
     if (!training) return;
     p->d_rows = moei_take_lines(layer, l, rows, stride);
@@ -5708,7 +5707,7 @@ static void moei_measured_rows(const moei_task *task, size_t e, int visited, moe
     const moe_assignment *entries = p->routing.plan.assignments + p->routing.plan.offsets[e];
     size_t d = run->width[MOEI_X], i, t;
     for (i = 0, t = 0; i < run->n; i++, t++) {
-        while (p->routing.plan.rows == 0 && !visited && t < p->call.n_tokens && !moei_is_real(&p->call, t)) t++;
+        while (!visited && t < p->call.n_tokens && !moei_is_real(&p->call, t)) t++;
         /* fewer real tokens than rows: the last one again */
         if (t >= p->call.n_tokens) t = p->call.n_tokens - 1;
         memcpy(p->rows + i * run->ld[MOEI_X], p->inputs + (visited ? (size_t)entries[i].token : t) * d,
