@@ -650,6 +650,25 @@ static void test_activation_edges(const moe_kernels *table) {
         }
 }
 
+/* An activation that does not exist acts as the identity. */
+static void test_no_activation(const moe_kernels *table) {
+    static const int acts[3] = {-1, MOE_ACT_COUNT, 1000};
+    static const moe_real x[3] = {-2, 1, 3}, dy[3] = {5, 6, 7};
+    static const moe_real times[3] = {2, 3, 4};
+    moe_real y[3], dx[3], d_times[3];
+    int i, j;
+    for (i = 0; i < 3; i++) {
+        moe_activate(table, acts[i], 3, x, y);
+        moe_activate_backward(table, acts[i], 3, x, dy, dx);
+        CHECK(memcmp(y, x, sizeof y) == 0 && memcmp(dx, dy, sizeof dx) == 0);
+        moe_gated(table, acts[i], 1, 3, x, 3, times, 3, y, 3);
+        moe_gated_backward(table, acts[i], 3, x, times, dy, dx, d_times);
+        for (j = 0; j < 3; j++)
+            CHECK(same_real(y[j], x[j] * times[j]) && same_real(dx[j], dy[j] * times[j]) &&
+                  same_real(d_times[j], dy[j] * x[j]));
+    }
+}
+
 /* m x n of act(x) times `times`: against the definition, and nothing beside the rows. in_place: 1 y
    is x, 2 y is times. */
 static void check_gated(const moe_kernels *table, int act, size_t m, size_t n, int with_times, int in_place) {
@@ -1460,6 +1479,7 @@ int main(int argc, char **argv) {
         CASE(test_axpy_rows(table));
         CASE(test_activations(table));
         CASE(test_activation_edges(table));
+        CASE(test_no_activation(table));
         CASE(test_gated(table));
         CASE(test_gated_backward(table));
         CASE(test_adamw(table));
