@@ -4309,7 +4309,7 @@ static int moei_code_of(int type, moe_real x, moe_real scale) {
     const moe_real value = quotient > limit ? limit : quotient < -limit ? -limit : quotient;
     int code;
     if (type == MOE_TYPE_Q4) {
-        code = (int)(value + MOEI_R(136.5)) - 136; /* positive before truncation */
+        code = (int)(value + MOEI_R(8.5)) - 8; /* truncation is floor above -8 */
         return code > 7 ? 7 : code < -8 ? -8 : code;
     }
     code = moei_round(value, 0);

@@ -443,12 +443,14 @@ static void check_largest_levels(unsigned char *packed, moe_real *w) {
     w[1] = -7;
     w[2] = MOEI_R(0.5);
     w[3] = MOEI_R(-0.5);
+    w[4] = MOEI_R(0.500003);
     w[32] = -8;
     w[33] = 8;
     CHECK(moe_pack(NULL, MOE_TYPE_Q4, 1, K, w, K, packed, 1) == MOE_OK);
     CHECK(level_in(MOE_TYPE_Q4, packed, 0, 0) == -8 && level_in(MOE_TYPE_Q4, packed, 1, 0) == 7);
     /* x / scale + 8.5 is cut off */
     CHECK(level_in(MOE_TYPE_Q4, packed, 2, 0) == 0 && level_in(MOE_TYPE_Q4, packed, 3, 0) == 1);
+    CHECK(level_in(MOE_TYPE_Q4, packed, 4, 0) == -1);
     CHECK(level_in(MOE_TYPE_Q4, packed, 32, 0) == -8 && level_in(MOE_TYPE_Q4, packed, 33, 0) == 7);
     w[0] = 127;
     w[1] = MOEI_R(-2.5);
