@@ -3763,7 +3763,8 @@ MOEI_INLINE __mmask16 moei_mask_512(size_t count) {
 }
 
 MOEI_AVX512 MOEI_INLINE void moei_add_to_512(float *c, __mmask16 mask, __m512 sum, int load) {
-    _mm512_mask_storeu_ps(c, mask, load ? _mm512_add_ps(_mm512_maskz_loadu_ps(mask, c), sum) : sum);
+    /* 0 is added too, as in AVX2: it makes a sum of -0, from an underflow, 0 */
+    _mm512_mask_storeu_ps(c, mask, _mm512_add_ps(load ? _mm512_maskz_loadu_ps(mask, c) : _mm512_setzero_ps(), sum));
 }
 
 #define MOEI_SUMS(row, at) __m512 s##row##_0 = zero, s##row##_1 = zero;
