@@ -1572,7 +1572,8 @@ MOEI_TOOL void moei_put_digits(moei_text *t, double value, int significant) {
         shifted += MOEI_POWER10_STEP;
     }
     while (exponent < MOEI_MAX_POWER10 && moei_pair_times_power10(exact, -exponent).hi >= 10.0) exponent++;
-    while (exponent > -MOEI_MAX_POWER10 && moei_pair_times_power10(exact, -exponent).hi < 1.0) exponent--;
+    while (value > 0.0 && exponent > -MOEI_MAX_POWER10 && moei_pair_times_power10(exact, -exponent).hi < 1.0)
+        exponent--;
     exact = moei_pair_times_power10(exact, significant - 1 - exponent);
     /* 17 digits exceed 53 bits: |lo| reaches 8; 9 digits exceed 24 bits: |lo| reaches 32 */
     whole = (uint64_t)exact.hi - MOEI_SLACK;
@@ -1609,10 +1610,6 @@ MOEI_TOOL void moei_put_real(moei_text *t, moe_real value) {
         if (value > 0) moei_put(t, "inf", 3);
         else if (value < 0) moei_put(t, "-inf", 4);
         else moei_put(t, "nan", 3);
-        return;
-    }
-    if (!(value > 0) && !(value < 0)) {
-        moei_put(t, "0", 1);
         return;
     }
     for (significant = 1; significant <= MOEI_DIGITS; significant++) {
