@@ -4528,7 +4528,7 @@ MOEI_INLINE void moei_sum_c(int q4, size_t count, const signed char *code, const
         const int high = q4 && p % 8 >= 4;
         const unsigned char *w = line + (q4 ? p / 8 * 4 + p % 4 : p) * MOEI_LINE;
         for (j = 0; j < MOEI_PANEL; j++, w += 4) {
-            if (!q4) sum[j] += code[0] * w[0] + code[1] * w[1] + code[2] * w[2] + code[3] * w[3];
+            if (!q4) sum[j] += (int32_t)code[0] * w[0] + code[1] * w[1] + code[2] * w[2] + code[3] * w[3];
             else if (high)
                 sum[j] +=
                     code[0] * (w[0] >> 4) + code[1] * (w[1] >> 4) + code[2] * (w[2] >> 4) + code[3] * (w[3] >> 4);
