@@ -2743,11 +2743,10 @@ static moe_status moei_tiles_strays(const moei_tiles *s, moei_json *j, const moe
     return MOE_OK;
 }
 
-/* For numbers beyond int64 too, which moei_error would show as negative. */
+/* Also for numbers beyond size_t, which moei_error cannot show. */
 static const char *moei_unsigned_text(uint64_t value, char out[24]) {
     moei_text t = moei_text_begin(out, 24);
-    if (value >= 10) moei_put_integer(&t, (int64_t)(value / 10));
-    moei_put_integer(&t, (int64_t)(value % 10));
+    moei_put_unsigned(&t, value);
     return out;
 }
 
@@ -3167,7 +3166,7 @@ static void moei_header_put_text(moei_header *h, const char *s) { moei_header_pu
 static void moei_header_put_size(moei_header *h, size_t value) {
     char digits[24];
     moei_text t = moei_text_begin(digits, sizeof digits);
-    moei_put_integer(&t, (int64_t)value);
+    moei_put_unsigned(&t, value);
     moei_header_put(h, digits, t.length);
 }
 

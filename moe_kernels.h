@@ -678,8 +678,8 @@ MOE_API void moe_gated_backward(const moe_kernels *k, int act, size_t n, const m
        v_i = beta2 v_i + (1 - beta2) g^2
        w_i -= lr (m_i correction1 / (sqrt(v_i correction2) + epsilon) + weight_decay w_i)
    The bits of a weight depend neither on n nor on its index. |g| above 1e19 (1e154 in the double
-   build) makes v infinite, and the weight then changes by its decay only; the trainer refuses such
-   gradients beforehand. */
+   build) can make v infinite, and the weight then changes by its decay only; the trainer refuses
+   such gradients beforehand. */
 MOE_API void moe_adamw(const moe_kernels *k, const moe_adamw_step *step, size_t n, const moe_real *gradient,
                        moe_real *m, moe_real *v, moe_real *w);
 #endif
@@ -808,8 +808,8 @@ struct moe_external {
     int exact;                     /* 1: activations are not quantized */
 };
 
-/* Bytes of work that moe_matmul_external takes for m rows of x; 0: none, or the size overflows
-   (m above 2^31 - 1). Thread-safe. */
+/* Bytes of work that moe_matmul_external takes for m rows of x; 0: none, or the size overflows.
+   Thread-safe. */
 MOE_API size_t moe_external_work_size(const moe_external *w, size_t m, size_t inner);
 /* C[m,n] = x W^T with rows first .. first + n - 1 of W; C is overwritten. work
    [moe_external_work_size(w, m, inner)] may be NULL where that is 0. With w->exact, and for types
@@ -2968,8 +2968,8 @@ MOEI_AVX2 static void moei_edge_avx2(size_t columns, size_t m, size_t k, const f
 }
 
 /* Few rows over several panels at once: enough sums to hide their latency, and the panels are
-   streamed side by side. rows x panels is 1 x 4, 2 x 2 or 3 x 2, or 1 x 1 or 2 x 1 for weights from
-   memory, constants after inlining; otherwise as the tile above. */
+   streamed side by side. rows x panels is 1 x 4, 1 x 2, 2 x 2 or 3 x 2, or 1 x 1 or 2 x 1 for
+   weights from memory, constants after inlining; otherwise as the tile above. */
 MOEI_AVX2 MOEI_INLINE void moei_wide_tile_avx2(int rows, int panels, size_t k, const float *a, size_t ra, size_t ca,
                                                const float *b, size_t panel, float *c, size_t ldc, int load) {
     const float *b1 = b + panel, *b2 = panels > 2 ? b1 + panel : b;
