@@ -699,8 +699,8 @@ typedef struct moe_layer {
     int packed_type; /* MOE_TYPE_ of packed */
     /* by index, set by the caller for matrices and biases of experts that lie in another program's
        file and are read there instead of the tensor: [E], one for each expert, else [1]; and for
-       router.weight. For inference without a transport. A layer that has any reads no packed
-       weights; ask for the size of the workspace again */
+       router.weight. For inference without a transport. With any but router.weight, packed weights
+       are not read; ask for the size of the workspace again */
     const moe_external *external[MOE_LAYER_PARAMETER_COUNT];
     int is_packed; /* 1: moe_layer_pack was called */
     moe_real *memory;         /* owned by the layer if made by create, else NULL */
