@@ -699,8 +699,8 @@ typedef struct moe_layer {
     int packed_type; /* MOE_TYPE_ of packed */
     /* by index, set by the caller for matrices and biases of experts that lie in another program's
        file and are read there instead of the tensor: [E], one for each expert, else [1]; and for
-       router.weight. For inference without a transport. A layer that has any reads no packed
-       weights; ask for the size of the workspace again */
+       router.weight. For inference without a transport. With any but router.weight, packed weights
+       are not read; ask for the size of the workspace again */
     const moe_external *external[MOE_LAYER_PARAMETER_COUNT];
     int is_packed; /* 1: moe_layer_pack was called */
     moe_real *memory;         /* owned by the layer if made by create, else NULL */
@@ -2745,11 +2745,10 @@ static moe_status moei_tiles_strays(const moei_tiles *s, moei_json *j, const moe
     return MOE_OK;
 }
 
-/* For numbers beyond int64 too, which moei_error would show as negative. */
+/* Also for numbers beyond size_t, which moei_error cannot show. */
 static const char *moei_unsigned_text(uint64_t value, char out[24]) {
     moei_text t = moei_text_begin(out, 24);
-    if (value >= 10) moei_put_integer(&t, (int64_t)(value / 10));
-    moei_put_integer(&t, (int64_t)(value % 10));
+    moei_put_unsigned(&t, value);
     return out;
 }
 
@@ -3169,7 +3168,7 @@ static void moei_header_put_text(moei_header *h, const char *s) { moei_header_pu
 static void moei_header_put_size(moei_header *h, size_t value) {
     char digits[24];
     moei_text t = moei_text_begin(digits, sizeof digits);
-    moei_put_integer(&t, (int64_t)value);
+    moei_put_unsigned(&t, value);
     moei_header_put(h, digits, t.length);
 }
 
@@ -4353,8 +4352,8 @@ static void moei_matmul_columns(const moei_expert_run *run, const moei_step *ste
     else
         moe_matmul(k, MOE_MATMUL_NT, MOE_TYPE_REAL, run->n, count, from, in, run->ld[step->from],
                    moei_block(run, step->weight, to * from) + j * from, from, out, ld, 0);
-    for (i = 0; bias != NULL && i < run->n; i++) MOEI_ADD(k, count, bias + j, out + i * ld);
     if (added != NULL) moei_external_add(k, added + run->expert, j, run->n, count, out, ld);
+    for (i = 0; added == NULL && bias != NULL && i < run->n; i++) MOEI_ADD(k, count, bias + j, out + i * ld);
 }
 
 /* A shaped gate as a plain one, silu(t) v: t = alpha min(g, L), v = factor (max(-L, min(u, L)) +
@@ -4675,8 +4674,7 @@ static void moei_layer_layout(const moe_layer *layer, const moei_expert_run *run
     }
 #ifndef MOE_NO_QUANT
     /* calls that keep rows never quantize for packed weights */
-    if ((!training && layer->is_packed) || run->in_file == 2 || (c->n_shared > 0 && shared.in_file == 2))
-        moei_take_quantized(layer, l, rows, n, p);
+    if (!training || moei_has_external(layer) == 2) moei_take_quantized(layer, l, rows, n, p);
 #endif
     if (!training) return;
     p->d_rows = moei_take_lines(layer, l, rows, stride);
@@ -5710,7 +5708,7 @@ static void moei_measured_rows(const moei_task *task, size_t e, int visited, moe
     const moe_assignment *entries = p->routing.plan.assignments + p->routing.plan.offsets[e];
     size_t d = run->width[MOEI_X], i, t;
     for (i = 0, t = 0; i < run->n; i++, t++) {
-        while (p->routing.plan.rows == 0 && !visited && t < p->call.n_tokens && !moei_is_real(&p->call, t)) t++;
+        while (!visited && t < p->call.n_tokens && !moei_is_real(&p->call, t)) t++;
         /* fewer real tokens than rows: the last one again */
         if (t >= p->call.n_tokens) t = p->call.n_tokens - 1;
         memcpy(p->rows + i * run->ld[MOEI_X], p->inputs + (visited ? (size_t)entries[i].token : t) * d,

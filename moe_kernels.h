@@ -678,8 +678,8 @@ MOE_API void moe_gated_backward(const moe_kernels *k, int act, size_t n, const m
        v_i = beta2 v_i + (1 - beta2) g^2
        w_i -= lr (m_i correction1 / (sqrt(v_i correction2) + epsilon) + weight_decay w_i)
    The bits of a weight depend neither on n nor on its index. |g| above 1e19 (1e154 in the double
-   build) makes v infinite, and the weight then changes by its decay only; the trainer refuses such
-   gradients beforehand. */
+   build) can make v infinite, and the weight then changes by its decay only; the trainer refuses
+   such gradients beforehand. */
 MOE_API void moe_adamw(const moe_kernels *k, const moe_adamw_step *step, size_t n, const moe_real *gradient,
                        moe_real *m, moe_real *v, moe_real *w);
 #endif
@@ -808,8 +808,8 @@ struct moe_external {
     int exact;                     /* 1: activations are not quantized */
 };
 
-/* Bytes of work that moe_matmul_external takes for m rows of x; 0: none, or the size overflows
-   (m above 2^31 - 1). Thread-safe. */
+/* Bytes of work that moe_matmul_external takes for m rows of x; 0: none, or the size overflows.
+   Thread-safe. */
 MOE_API size_t moe_external_work_size(const moe_external *w, size_t m, size_t inner);
 /* C[m,n] = x W^T with rows first .. first + n - 1 of W; C is overwritten. work
    [moe_external_work_size(w, m, inner)] may be NULL where that is 0. With w->exact, and for types
@@ -1572,7 +1572,8 @@ MOEI_TOOL void moei_put_digits(moei_text *t, double value, int significant) {
         shifted += MOEI_POWER10_STEP;
     }
     while (exponent < MOEI_MAX_POWER10 && moei_pair_times_power10(exact, -exponent).hi >= 10.0) exponent++;
-    while (exponent > -MOEI_MAX_POWER10 && moei_pair_times_power10(exact, -exponent).hi < 1.0) exponent--;
+    while (value > 0.0 && exponent > -MOEI_MAX_POWER10 && moei_pair_times_power10(exact, -exponent).hi < 1.0)
+        exponent--;
     exact = moei_pair_times_power10(exact, significant - 1 - exponent);
     /* 17 digits exceed 53 bits: |lo| reaches 8; 9 digits exceed 24 bits: |lo| reaches 32 */
     whole = (uint64_t)exact.hi - MOEI_SLACK;
@@ -1609,10 +1610,6 @@ MOEI_TOOL void moei_put_real(moei_text *t, moe_real value) {
         if (value > 0) moei_put(t, "inf", 3);
         else if (value < 0) moei_put(t, "-inf", 4);
         else moei_put(t, "nan", 3);
-        return;
-    }
-    if (!(value > 0) && !(value < 0)) {
-        moei_put(t, "0", 1);
         return;
     }
     for (significant = 1; significant <= MOEI_DIGITS; significant++) {
@@ -2971,8 +2968,8 @@ MOEI_AVX2 static void moei_edge_avx2(size_t columns, size_t m, size_t k, const f
 }
 
 /* Few rows over several panels at once: enough sums to hide their latency, and the panels are
-   streamed side by side. rows x panels is 1 x 4, 2 x 2 or 3 x 2, or 1 x 1 or 2 x 1 for weights from
-   memory, constants after inlining; otherwise as the tile above. */
+   streamed side by side. rows x panels is 1 x 4, 1 x 2, 2 x 2 or 3 x 2, or 1 x 1 or 2 x 1 for
+   weights from memory, constants after inlining; otherwise as the tile above. */
 MOEI_AVX2 MOEI_INLINE void moei_wide_tile_avx2(int rows, int panels, size_t k, const float *a, size_t ra, size_t ca,
                                                const float *b, size_t panel, float *c, size_t ldc, int load) {
     const float *b1 = b + panel, *b2 = panels > 2 ? b1 + panel : b;
@@ -3763,7 +3760,8 @@ MOEI_INLINE __mmask16 moei_mask_512(size_t count) {
 }
 
 MOEI_AVX512 MOEI_INLINE void moei_add_to_512(float *c, __mmask16 mask, __m512 sum, int load) {
-    _mm512_mask_storeu_ps(c, mask, load ? _mm512_add_ps(_mm512_maskz_loadu_ps(mask, c), sum) : sum);
+    /* 0 is added too, as in AVX2: it makes a sum of -0, from an underflow, 0 */
+    _mm512_mask_storeu_ps(c, mask, _mm512_add_ps(load ? _mm512_maskz_loadu_ps(mask, c) : _mm512_setzero_ps(), sum));
 }
 
 #define MOEI_SUMS(row, at) __m512 s##row##_0 = zero, s##row##_1 = zero;
@@ -4309,7 +4307,7 @@ static int moei_code_of(int type, moe_real x, moe_real scale) {
     const moe_real value = quotient > limit ? limit : quotient < -limit ? -limit : quotient;
     int code;
     if (type == MOE_TYPE_Q4) {
-        code = (int)(value + MOEI_R(136.5)) - 136; /* positive before truncation */
+        code = (int)(value + MOEI_R(8.5)) - 8; /* truncation is floor above -8 */
         return code > 7 ? 7 : code < -8 ? -8 : code;
     }
     code = moei_round(value, 0);
@@ -4530,7 +4528,7 @@ MOEI_INLINE void moei_sum_c(int q4, size_t count, const signed char *code, const
         const int high = q4 && p % 8 >= 4;
         const unsigned char *w = line + (q4 ? p / 8 * 4 + p % 4 : p) * MOEI_LINE;
         for (j = 0; j < MOEI_PANEL; j++, w += 4) {
-            if (!q4) sum[j] += code[0] * w[0] + code[1] * w[1] + code[2] * w[2] + code[3] * w[3];
+            if (!q4) sum[j] += (int32_t)code[0] * w[0] + code[1] * w[1] + code[2] * w[2] + code[3] * w[3];
             else if (high)
                 sum[j] +=
                     code[0] * (w[0] >> 4) + code[1] * (w[1] >> 4) + code[2] * (w[2] >> 4) + code[3] * (w[3] >> 4);
@@ -6623,6 +6621,9 @@ static const moe_kernels *moei_table(const moe_kernels *k) {
     return k != NULL ? k : &moei_kernels_c;
 }
 
+/* Tables expect valid activations. */
+static int moei_valid_act(int act) { return act >= 0 && act < MOE_ACT_COUNT ? act : (int)MOE_ACT_IDENTITY; }
+
 /* y_i = a_i b_i; y may be a or b. */
 MOEI_TOOL void moei_multiply(const moe_kernels *k, size_t n, const moe_real *a, const moe_real *b, moe_real *y) {
     moei_table(k)->multiply(n, a, b, y);
@@ -6919,7 +6920,7 @@ void moe_axpy(const moe_kernels *k, size_t n, moe_real alpha, const moe_real *x,
 }
 
 void moe_activate(const moe_kernels *k, int act, size_t n, const moe_real *x, moe_real *y) {
-    moei_table(k)->activate(act, n, x, y);
+    moei_table(k)->activate(moei_valid_act(act), n, x, y);
 }
 
 void moe_softmax(const moe_kernels *k, size_t n, const moe_real *x, moe_real temperature, moe_real *y) {
@@ -7009,13 +7010,13 @@ void moe_rms_norm_backward(size_t n, const moe_real *x, const moe_real *gain, mo
 
 void moe_gated(const moe_kernels *k, int act, size_t m, size_t n, const moe_real *x, size_t ldx, const moe_real *times,
                size_t ldt, moe_real *y, size_t ldy) {
-    moei_table(k)->gated(act, m, n, x, ldx, times, ldt, y, ldy);
+    moei_table(k)->gated(moei_valid_act(act), m, n, x, ldx, times, ldt, y, ldy);
 }
 
 #ifndef MOE_NO_TRAIN
 void moe_gated_backward(const moe_kernels *k, int act, size_t n, const moe_real *x, const moe_real *times,
                         const moe_real *dy, moe_real *dx, moe_real *d_times) {
-    moei_table(k)->gated_backward(act, n, x, times, dy, dx, d_times);
+    moei_table(k)->gated_backward(moei_valid_act(act), n, x, times, dy, dx, d_times);
 }
 
 void moe_adamw(const moe_kernels *k, const moe_adamw_step *step, size_t n, const moe_real *gradient, moe_real *m,
@@ -7055,7 +7056,7 @@ MOEI_TOOL moe_real moei_row_entropy(const moe_kernels *k, size_t n, const moe_re
 #ifndef MOE_NO_TRAIN
 void moe_activate_backward(const moe_kernels *k, int act, size_t n, const moe_real *x, const moe_real *dy,
                            moe_real *dx) {
-    moei_table(k)->activate_backward(act, n, x, dy, dx);
+    moei_table(k)->activate_backward(moei_valid_act(act), n, x, dy, dx);
 }
 #endif
 
@@ -7780,7 +7781,7 @@ MOEI_TOOL void moei_kept_store(int type, size_t width, const moe_real *x, unsign
         for (j = 0; j < 32; j++) {
             code = i + j < width && scale > 0 ? x[i + j] / scale : 0;
             code = code > MOEI_R(127.0) ? MOEI_R(127.0) : code > MOEI_R(-127.0) ? code : MOEI_R(-127.0);
-            cell[2 + j] = (unsigned char)(int)(code + (code < 0 ? MOEI_R(255.5) : MOEI_R(0.5)));
+            cell[2 + j] = (unsigned char)(int)(code + (code < 0 ? MOEI_R(-0.5) : MOEI_R(0.5)));
         }
     }
 }

@@ -265,14 +265,20 @@ static void lose_nothing(void) {
     moe_layer_free(&silent);
 }
 
-/* Experts in 8 bits: the report has every assignment, and an error that is small but not 0. */
-static void lose_little(void) {
-    moe_layer layer = make_layer("top_k=2", 0);
-    const moe_call call = call_of(TOKENS, 0);
+/* Experts in 8 bits: the report has every assignment, and an error that is small but not 0,
+   whatever padding holds. */
+static void lose_little(const char *settings, size_t rows_per_token, const unsigned char *mask) {
+    moe_layer layer = make_layer(settings, 0);
+    moe_real own[TOKENS * WIDTH];
+    moe_call call = call_of(TOKENS, 0);
     moe_quant_error errors[EXPERTS];
     size_t size, packed, rows = 0;
     void *work, *memory;
     int i;
+    memcpy(own, x, sizeof own);
+    if (mask != NULL) own[0] = real(HUGE_VAL);
+    call.x = own;
+    call.mask = mask;
     IS(MOE_OK, moe_layer_pack_size(&layer, MOE_TYPE_Q8, 0, &packed, NULL));
     IS(MOE_OK, moe_layer_pack_size(&layer, MOE_TYPE_Q8, TOKENS, NULL, &size));
     memory = grab(1, packed);
@@ -282,13 +288,14 @@ static void lose_little(void) {
         CHECK(errors[i].output > real(0) && errors[i].output < real(0.1));
         rows += errors[i].rows;
     }
-    CHECK(rows == 2 * TOKENS);
+    CHECK(rows == rows_per_token * TOKENS);
     free(memory);
     free(work);
     moe_layer_free(&layer);
 }
 
 static void test_layers(void) {
+    static const unsigned char padded[TOKENS] = {0, 1, 1, 1, 1, 1};
     moe_layer layer = make_layer("top_k=2", 1);
     moe_layer_config config = layer_config("top_k=2"), before = config;
     moe_tensor tensor;
@@ -330,7 +337,8 @@ static void test_layers(void) {
     moe_layer_free(&layer);
     refuse_packing();
     lose_nothing();
-    lose_little();
+    lose_little("top_k=2", 2, NULL);
+    lose_little("select=soft slots=2", EXPERTS, padded);
     refuse_passes();
 }
 

@@ -343,9 +343,27 @@ static void test_digits(void) {
         CHECK(t.length == strlen(text) && same_bits(&value, &back, sizeof back),
               text);
     }
-    t.length = 0;
-    moei_put_real(&t, 0);
-    CHECK(t.length == 1 && text[0] == '0', "zero");
+    for (e = 0; e < 2; e++) {
+        t.length = 0;
+        if (e == 0) moei_put_real(&t, 0);
+        else moei_put_digits(&t, 0, 9);
+        CHECK(t.length == 1 && text[0] == '0', "zero");
+    }
+}
+
+/* A key in 8 bits, of scale 1, is rounded to the nearest code, ties away from 0. */
+static void test_kept_codes(void) {
+    moe_real x[32] = {127}, back[32];
+    unsigned char cell[34];
+    int from, i;
+    for (from = -508; from < 478; from += 31) {
+        for (i = 1; i < 32; i++) x[i] = (moe_real)(from + i - 1) / 4;
+        moei_kept_store(MOE_TYPE_Q8_BLOCK, 32, x, cell);
+        moei_kept_load(NULL, MOE_TYPE_Q8_BLOCK, 32, 1, cell, back);
+        for (i = 0; i < 32; i++)
+            CHECK((double)back[i] == (x[i] < 0 ? ceil((double)x[i] - 0.5) : floor((double)x[i] + 0.5)),
+                  "the nearest code");
+    }
 }
 
 /* What is laid out in memory is aligned, wherever that begins. */
@@ -627,6 +645,7 @@ int main(void) {
     CASE(test_most_of_a_list());
     CASE(test_tensor_names());
     CASE(test_digits());
+    CASE(test_kept_codes());
     CASE(test_alignment());
     CASE(test_inverse_length());
     CASE(test_patterns());

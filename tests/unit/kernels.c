@@ -190,9 +190,10 @@ static void test_products(const moe_kernels *table) {
     for (m = 190; m < 400; m += quick ? 71 : 19) check_size(table, m, 7 + m % 12, 5 + m % 9);
 }
 
-/* A row of C has the same bits whatever rows are computed with it. */
+/* A row of C has the same bits whatever rows are computed with it, where products underflow too. */
 static void test_row_independence(const moe_kernels *table) {
     static const size_t widths[] = {1, 5, 8, 10, 24, 37, 64}, depths[] = {3, 64, 259, 513};
+    const moe_real tiny = (moe_real)(MOE_REAL_IS_DOUBLE ? 1e-300 : 1e-30);
     enum { ROWS = 40 };
     size_t w, d, i, r;
     int op;
@@ -207,6 +208,8 @@ static void test_row_independence(const moe_kernels *table) {
                 moe_real *b = make_matrix(&rng, op == MOE_MATMUL_NT ? n : k, ldb, ldb, 0);
                 const size_t next = op == MOE_MATMUL_TN ? 1 : lda;
                 moe_real *all = borrow(ROWS * n), *parts = borrow(ROWS * n);
+                for (i = 0; d == 0 && i < ROWS * k; i++) a[i] *= tiny;
+                for (i = 0; d == 0 && i < n * k; i++) b[i] *= tiny;
                 moe_matmul(table, op, MOE_TYPE_REAL, ROWS, n, k, a, lda, b, ldb, all, n, 0);
                 for (r = 1; r <= 15; r += quick ? 3 : 1) {
                     for (i = 0; i + r <= ROWS; i += r)
@@ -648,6 +651,25 @@ static void test_activation_edges(const moe_kernels *table) {
             NEAR(y[lane], act == MOE_ACT_SIGMOID ? 0.5 : 0.0, 0);
             if (act == MOE_ACT_RELU || act == MOE_ACT_RELU2) NEAR(dx[lane], 0, 0);
         }
+}
+
+/* An activation that does not exist acts as the identity. */
+static void test_no_activation(const moe_kernels *table) {
+    static const int acts[3] = {-1, MOE_ACT_COUNT, 1000};
+    static const moe_real x[3] = {-2, 1, 3}, dy[3] = {5, 6, 7};
+    static const moe_real times[3] = {2, 3, 4};
+    moe_real y[3], dx[3], d_times[3];
+    int i, j;
+    for (i = 0; i < 3; i++) {
+        moe_activate(table, acts[i], 3, x, y);
+        moe_activate_backward(table, acts[i], 3, x, dy, dx);
+        CHECK(memcmp(y, x, sizeof y) == 0 && memcmp(dx, dy, sizeof dx) == 0);
+        moe_gated(table, acts[i], 1, 3, x, 3, times, 3, y, 3);
+        moe_gated_backward(table, acts[i], 3, x, times, dy, dx, d_times);
+        for (j = 0; j < 3; j++)
+            CHECK(same_real(y[j], x[j] * times[j]) && same_real(dx[j], dy[j] * times[j]) &&
+                  same_real(d_times[j], dy[j] * x[j]));
+    }
 }
 
 /* m x n of act(x) times `times`: against the definition, and nothing beside the rows. in_place: 1 y
@@ -1460,6 +1482,7 @@ int main(int argc, char **argv) {
         CASE(test_axpy_rows(table));
         CASE(test_activations(table));
         CASE(test_activation_edges(table));
+        CASE(test_no_activation(table));
         CASE(test_gated(table));
         CASE(test_gated_backward(table));
         CASE(test_adamw(table));

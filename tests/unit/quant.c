@@ -443,12 +443,14 @@ static void check_largest_levels(unsigned char *packed, moe_real *w) {
     w[1] = -7;
     w[2] = MOEI_R(0.5);
     w[3] = MOEI_R(-0.5);
+    w[4] = MOEI_R(0.500003);
     w[32] = -8;
     w[33] = 8;
     CHECK(moe_pack(NULL, MOE_TYPE_Q4, 1, K, w, K, packed, 1) == MOE_OK);
     CHECK(level_in(MOE_TYPE_Q4, packed, 0, 0) == -8 && level_in(MOE_TYPE_Q4, packed, 1, 0) == 7);
     /* x / scale + 8.5 is cut off */
     CHECK(level_in(MOE_TYPE_Q4, packed, 2, 0) == 0 && level_in(MOE_TYPE_Q4, packed, 3, 0) == 1);
+    CHECK(level_in(MOE_TYPE_Q4, packed, 4, 0) == -1);
     CHECK(level_in(MOE_TYPE_Q4, packed, 32, 0) == -8 && level_in(MOE_TYPE_Q4, packed, 33, 0) == 7);
     w[0] = 127;
     w[1] = MOEI_R(-2.5);
@@ -956,7 +958,7 @@ static void run_in_turn(void *ctx, void (*task)(void *work, int index), void *wo
 }
 
 /* Biases that lie in a file, of more numbers than are unpacked at once: the bits of tensors, in one
-   task or several. */
+   task or several. They are read instead of a tensor that is set. */
 static void test_biases_in_files(void) {
     enum { N = 5, D = 8, F = 300 };
     const int slots[2] = {MOE_EXPERTS_FC1_BIAS, MOE_EXPERTS_FC2_BIAS};
@@ -991,7 +993,7 @@ static void test_biases_in_files(void) {
     CHECK(moe_layer_forward(&layer, &call, want, work, bytes, NULL) == MOE_OK);
     for (i = 0; i < 2; i++) {
         layer.external[slots[i]] = &external[i];
-        layer.tensors[slots[i]] = NULL;
+        if (i > 0) layer.tensors[slots[i]] = NULL;
     }
     for (i = 1; i < 4; i++) {
         team.threads = (int)i;
@@ -1053,10 +1055,12 @@ static void test_exact_in_files(void) {
 
 enum { LAYER_TOKENS = 37, LAYER_EXPERTS = 5 };
 
-/* The matrices of a layer in files of these types, in turn; its tensors get their values. */
-static void put_in_files(moe_layer *layer, const int *codes, moe_external *matrices, in_file *files, size_t *n_files) {
+/* The matrices of a layer from parameter `first` on in files of these types, in turn; its tensors
+   get their values. */
+static void put_in_files(moe_layer *layer, size_t first, const int *codes, moe_external *matrices, in_file *files,
+                         size_t *n_files) {
     size_t i, e, at = 0;
-    for (i = MOE_EXPERTS_GATE; i < MOE_LAYER_PARAMETER_COUNT; i++) {
+    for (i = first; i < MOE_LAYER_PARAMETER_COUNT; i++) {
         moe_parameter slot;
         size_t blocks, n, k;
         if (moe_layer_parameter(&layer->config, (int)i, &slot) != MOE_OK || slot.n_dims < 2 ||
@@ -1093,7 +1097,7 @@ static void check_other_calls(const moe_layer *layer, moe_call *call, const moe_
     free(work);
 }
 
-static void check_layer_in_files(const moe_layer_config *config, const int *codes, int exact) {
+static void check_layer_in_files(const moe_layer_config *config, size_t first, const int *codes, int exact) {
     static moe_external matrices[64];
     static in_file files[64];
     const size_t d = (size_t)config->router.d_model;
@@ -1107,7 +1111,7 @@ static void check_layer_in_files(const moe_layer_config *config, const int *code
     double square = 0, apart = 0;
     moe_call call;
     if (!CHECK(moe_layer_create(&layer, config, 0, 5, NULL, &error) == MOE_OK)) return;
-    put_in_files(&layer, codes, matrices, files, &n_files);
+    put_in_files(&layer, first, codes, matrices, files, &n_files);
     for (i = 0; i < n_files; i++) matrices[i].exact = exact;
     memset(&call, 0, sizeof call);
     call.n_tokens = LAYER_TOKENS;
@@ -1165,7 +1169,10 @@ static void test_layers_in_files(void) {
                 config.d_ff = 256;
                 if (config.n_shared > 0) config.d_shared = 256;
                 if (quick && (i + j) % 2 != 0) continue;
-                check_layer_in_files(&config, codes[j], exact_ones);
+                check_layer_in_files(&config, MOE_EXPERTS_GATE, codes[j], exact_ones);
+                if (i > 0 || j > 0) continue;
+                config.d_latent = 128; /* only its matrices */
+                check_layer_in_files(&config, MOE_LATENT_IN, codes[j], exact_ones);
             }
 }
 
