@@ -1756,9 +1756,9 @@ typedef struct moe_choice {
 
 /* The experts chosen in MoE layer number `mixture` (from 0) in the last call with this scratch
    memory: up to room choices in order of choice, and their number in *count; in zeroed memory 0.
-   After a failed call they are those of an earlier one or none, in memory that was zeroed at first.
-   A weight beyond int32 is +-INT32_MAX. MOE_ERR_NOT_FOUND: no such MoE layer; MOE_ERR_ARGUMENT:
-   NULL; MOE_ERR_UNSUPPORTED: a model of another version. */
+   After a failed call they are its own, those of an earlier one or none, in memory that was zeroed
+   at first. A weight beyond int32 is +-INT32_MAX. MOE_ERR_NOT_FOUND: no such MoE layer;
+   MOE_ERR_ARGUMENT: NULL; MOE_ERR_UNSUPPORTED: a model of another version. */
 MOE_API moe_status moe_infer_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices,
                                      size_t room, size_t *count);
 
@@ -12071,7 +12071,7 @@ MOEI_INT_PRODUCT(int4, MOEI_INT4_IN)
 /* Products of 16-bit inputs, with as many digits as the inputs of this call have: with M the
    bitwise or of all |x_p| and e <= 14 the largest power with 2^e M <= 32639 (else 0), x_p 2^e =
    256 upper_p + lower_p, both clamped to +-127. Constants: those of an int8 product, whose biases
-   are 0, then bias int32 [n rounded up to 2]. With t of that product (moe_kernels.h), for a
+   only round, then bias int32 [n rounded up to 2]. With t of that product (moe_kernels.h), for a
    weight w
      u_j = 1 + ((t_j(upper) w) >> 16) + ((t_j(lower) ((w + 128) >> 8)) >> 16)
      v_j = u_j 2^(6 - e), halves rounded up, + ((bias_j w) >> 16)
@@ -12284,7 +12284,7 @@ typedef struct moei_int_head {
     unsigned n, width, d_head, bits;
 } moei_int_head;
 
-/* Weights from scores, at most 32767 >> less; returns their sum. */
+/* Weights from scores, as moei_int_op_attention says; returns their sum. */
 static uint32_t moei_int_weigh(const moei_int_head *h, unsigned less) {
     const signed char *key = h->keys;
     int32_t most = INT32_MIN, *score = h->scores;
@@ -12786,7 +12786,7 @@ static void moei_float_choose(const moei_int_op *op, moei_int_run *run, const fl
             experts[at] = experts[at - 1];
         experts[at] = (int16_t)i;
     }
-    v.choices[0] = (int16_t)count;
+    v.choices[0] = run->status == MOE_OK ? (int16_t)count : 0;
 }
 
 void moei_float_op_choose(const moei_int_op *op, moei_int_run *run) { moei_float_choose(op, run, NULL, op->shape.k); }

@@ -1124,7 +1124,7 @@ static moe_status moei_check_settings(const moei_check *c, const moe_net *net, s
     MOEI_CHECK_NEED(!m->layer.is_packed, "is_packed", "must be 0 in a model");
     if (m->kind == MOE_MODULE_ATTENTION) return moei_check_attention(c, m);
     if (!moei_is_layer(m)) return moei_module_take(&scratch, m, c->error);
-    return moei_is_layer(m) ? moei_check_moe_layer(c, &view, m) : MOE_OK;
+    return moei_check_moe_layer(c, &view, m);
 }
 
 /* Checks that every parameter is present and finite. */

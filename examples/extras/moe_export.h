@@ -1244,14 +1244,17 @@ static double moei_product_unit(const moei_maker *m, uint32_t in) {
     return ldexp(65536.0 / (double)MOEI_INT_UPPER, -MOEI_INT_GUARD);
 }
 
-/* The largest magnitude of a matrix times a narrow vector. */
+/* The largest magnitude of a matrix times a narrow vector, or 4 times that of a bias if this is
+   more: moei_int_op_int16 stores a bias in half units, below 2^29. */
 static double moei_matrix_bound(const moei_matrix *x, double in_scale) {
     double most = 0;
     size_t i, p;
     for (i = 0; i < x->count * x->n; i++) {
-        double sum = fabs(moei_matrix_bias(x, i));
+        const double bias = fabs(moei_matrix_bias(x, i));
+        double sum = bias;
         for (p = 0; p < x->k; p++) sum += 127.0 * in_scale * fabs((double)x->w[i * x->k + p]);
         if (sum > most) most = sum;
+        if (4 * bias > most) most = 4 * bias;
     }
     return most;
 }
@@ -1523,8 +1526,7 @@ static uint32_t moei_shaped_product(moei_maker *m, const moei_expert_run *run, i
 /* The limit of an activation's codes. Score attentive compares one of them with an 8-bit key; with
    int8 weights LOW is wide, since three more products follow it. */
 static int moei_node_limit(const moei_maker *m, const moei_expert_run *run, int node, const moei_range *range) {
-    const moe_layer_config *c = &run->layer->config;
-    if (c->router.score == MOE_SCORE_ATTENTIVE && moei_scored_activation(c) == node) return MOEI_NARROW;
+    if (run->layer->config.router.score == MOE_SCORE_ATTENTIVE && run->scored == node) return MOEI_NARROW;
     if (node == MOE_NODE_LOW && m->config->weights == MOE_WEIGHTS_INT8) return MOEI_WIDE;
     return moei_limit_for(m, &range[node]);
 }
@@ -2915,7 +2917,7 @@ static uint32_t moei_constant_shares(moei_maker *m, const moei_scoring *s, size_
     const moe_real *gate = s->layer->tensors[MOE_EXPERTS_CONSTANT_GATE] + 2 * i * d;
     moe_real *w = moei_router_matrix(m, NULL, NULL, 2, d);
     const moei_matrix ahead = moei_matrix_of(w, NULL, 1, 2, d);
-    moei_int_op op = moei_op(moei_int_op_apply_weight, 2, 0, 0, MOEI_WIDE, 15);
+    moei_int_op op = moei_op(moei_int_op_apply_weight, 2, 0, -MOEI_WIDE, MOEI_WIDE, 15);
     double range = 0;
     uint32_t shares, out;
     size_t q;
@@ -2998,6 +3000,8 @@ static void moei_mixture_logits(moei_maker *m, moei_scoring *s, moei_int_mixture
     mixture->score = moei_ops_count(m);
     mixture->z = moei_score_maker_of(s->now.score)->make(m, s);
     mixture->n_score = moei_ops_count(m) - mixture->score - s->n_list;
+    if (m->status == MOE_OK && s->n_list > 0) /* the next layer may read z, and experts run before that */
+        m->vectors[mixture->z].first_use = s->begun;
 }
 
 /* The width of the sum of the experts. */

@@ -1126,6 +1126,12 @@ static int moei_tick_decimals(const moei_plot *q, double most) {
     return decimals;
 }
 
+/* Those of the reference among curves: one more. */
+static int moei_finer_decimals(const moei_plot *q) {
+    const int decimals = moei_tick_decimals(q, 5.0);
+    return decimals < 0 ? decimals - 1 : decimals + 1;
+}
+
 static void moei_measure_x(moei_plot *q) {
     size_t c;
     q->has_value = 0;
@@ -1251,7 +1257,7 @@ static void moei_draw_axes(moei_plot *q, const moei_plot *x) {
 static void moei_draw_line_reference(moei_plot *q, double y) {
     char buffer[MOEI_LABEL_SIZE];
     double at = moei_pixel_y(q, q->f->reference);
-    int decimals = moei_tick_decimals(q, 5.0) + 1;
+    int decimals = moei_finer_decimals(q);
     moei_line_at(q, q->left, at, q->left + q->cell_w, at, "a d1");
     moei_line_at(q, q->left, y + 7.5, q->left + 32.0, y + 7.5, "a d1");
     moei_begin_text(q, q->left + 40.0, y + 12.0, "m");
@@ -1833,7 +1839,7 @@ static void moei_text_lines(moei_plot *q, size_t columns) {
         moei_pen_put(q->p, &moei_curve_marks[r % (sizeof moei_curve_marks - 1)], 1);
         moei_pen_print(q->p, " %t\n", moei_row_name(q, r, buffer));
     }
-    if (moei_has_reference(q)) moei_text_reference(q, moei_tick_decimals(q, 5.0) + 1, ": ");
+    if (moei_has_reference(q)) moei_text_reference(q, moei_finer_decimals(q), ": ");
 }
 
 static size_t moei_token_columns(const moei_plot *q, size_t i) {

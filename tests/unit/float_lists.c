@@ -546,8 +546,9 @@ static void test_errors(void) {
     moe_error error;
     moe_real y[4];
     int32_t id = VOCABULARY;
+    moe_choice choices[8];
     unsigned char scratch[4096];
-    size_t i;
+    size_t i, count;
     memset(&c, 0, sizeof c);
     memset(&config, 0, sizeof config);
     memset(scratch, 0, sizeof scratch);
@@ -591,6 +592,7 @@ static void test_errors(void) {
     CHECK(moe_infer(&built.model, NULL, y, y, scratch, built.model.scratch_size) == MOE_OK);
     y[2] = MOEI_INFINITY;
     CHECK(moe_infer(&built.model, NULL, y, y, scratch, built.model.scratch_size) == MOE_ERR_NONFINITE);
+    CHECK(moe_infer_choices(&built.model, 0, scratch, choices, 8, &count) == MOE_OK && count == 0); /* no weights */
     moe_model_free(&built);
     moe_net_free(&net);
 }

@@ -605,6 +605,32 @@ static void test_without(int wanted) {
     }
 }
 
+/* Logits that the next layer reads although experts ran in between; weights below 0; a shared
+   expert whose weights are larger than those of the experts that an attentive score reads. */
+static void test_settings(void) {
+    static const char *const settings[][2] = {
+        {"score=norm norm_node=gate d_ff=16", "router_residual=1 d_ff=16"},
+        {"n_constant=4 top_k=4 scale=-1 expert=mlp d_ff=16", NULL},
+        {"score=attentive d_ff=64 n_shared=1 d_shared=1", NULL}};
+    size_t i;
+    for (i = 0; i < sizeof settings / sizeof *settings; i++) {
+        trial t;
+        bounds b;
+        outcome o;
+        moe_error error;
+        memset(&t, 0, sizeof t);
+        strcpy(t.name, settings[i][0]);
+        t.d = 16;
+        t.weights = MOE_WEIGHTS_INT8;
+        while (t.layers < 2 && settings[i][t.layers] != NULL) {
+            moe_layer_config *c = &t.layer[t.layers];
+            CHECK(moe_fields_apply(moe_layer_fields(), c, settings[i][t.layers++], &error) == MOE_OK, error.message);
+        }
+        b = bounds_of(&t);
+        CHECK(try_one(&t, &b, &o), t.name);
+    }
+}
+
 /* ---- short tokens: a direction does not depend on the length ---- */
 
 static void test_short(void) {
@@ -1413,5 +1439,7 @@ int main(int argc, char **argv) {
     CASE(test_blocks_failing());
     moe_rng_seed(&rng, 9);
     CASE(test_latent());
+    moe_rng_seed(&rng, 3);
+    CASE(test_settings());
     return test_end();
 }

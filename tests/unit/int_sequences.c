@@ -1101,6 +1101,36 @@ static void tiny_bias(void) {
     moe_net_free(&net);
 }
 
+/* Biases of a product of 16-bit inputs, far above what its weights add to them. */
+static void large_bias(void) {
+    moe_net net;
+    moe_built_model built;
+    moe_error error;
+    moe_real x[12 * 12];
+    int8_t levels[12];
+    int16_t output[2];
+    size_t i;
+    for (i = 0; i < 12 * 12; i++) x[i] = (moe_real)(i == 0 ? 1 : 0.01); /* a peak: 8 bits lose the rest */
+    moe_net_init(&net, 12, MOE_KERNELS_AUTO, NULL);
+    moe_net_linear(&net, 12);
+    moe_net_linear(&net, 2);
+    if (!CHECK_OF(moe_net_build(&net, 0, 8, &error) == MOE_OK, 0)) return;
+    for (i = 0; i < 12 * 12; i++) net.tensors[0].data[i] = i % 13 == 0;
+    for (i = 0; i < 2 * 12; i++) net.tensors[2].data[i] = (moe_real)1e-6;
+    for (i = 0; i < 2; i++) net.tensors[3].data[i] = (moe_real)(1 - 2 * (double)i);
+    if (model_begin(&built, &net, MOE_WEIGHTS_INT8, NULL, x, 12, 0)) {
+        void *scratch = grab(built.model.scratch_size, 1);
+        moe_infer_levels(&built.model, x, levels);
+        CHECK_OF(built.ops[built.model.n_ops - 1].run == moei_int_op_int16, 0);
+        CHECK_OF(moe_infer(&built.model, NULL, levels, output, scratch, built.model.scratch_size) == MOE_OK, 0);
+        for (i = 0; i < 2; i++)
+            CHECK_OF(fabs(output[i] * (double)built.model.output_scale - (1 - 2 * (double)i)) < 1e-3, output[i]);
+        free(scratch);
+        moe_model_free(&built);
+    }
+    moe_net_free(&net);
+}
+
 /* A tied module reads the embedding's bytes: a model has them once. */
 static void tied_once(void) {
     const shape *s = &shapes[0];
@@ -1381,6 +1411,7 @@ static void nets(uint32_t seeds) {
     tied_bias(0, 0.7);
     tied_bias(0.01, 7000);
     tiny_bias();
+    large_bias();
     multiplications();
     said();
     for (i = 0; i < SHAPES; i++) sequences(&shapes[i]);

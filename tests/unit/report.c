@@ -822,7 +822,7 @@ static void test_messages(void) {
     static const char *const nameless[] = {"", "b", "c", "d"};
     static const double table[] = {3, 1, 4, 1, 5, 9}, curve[] = {9, 7, 3, 4};
     static const int32_t chosen[] = {2, 2, 0, -1};
-    static const double heights[] = {5.0, 5.004};
+    static const double heights[] = {5.0, 5.004}, large[] = {1.0e7, 1.05e7};
     static const char *const words[] = {"a", "b\n", " ", "d"}, *const rows[] = {"first", "second"};
     moe_figure f = figure(MOE_FIGURE_HEAT, 2, 3);
     f.values = table;
@@ -869,6 +869,9 @@ static void test_messages(void) {
     f.values = table;
     f.reference = 40;
     CHECK(write_as(&f, TEXT) == MOE_OK && holds("40 |"));
+    f.values = large; /* it has a digit more than the ticks */
+    f.reference = 1.025e7;
+    CHECK(write_as(&f, TEXT) == MOE_OK && holds("reference: 10250000\n"));
     f = figure(MOE_FIGURE_TOKENS, 1, MOST);
     f.column_names = names;
     CHECK(write_as(&f, HTML) == MOE_OK && holds("The first 3000 of 100000 tokens.") &&
