@@ -4674,7 +4674,7 @@ static void moei_layer_layout(const moe_layer *layer, const moei_expert_run *run
     }
 #ifndef MOE_NO_QUANT
     /* calls that keep rows never quantize for packed weights */
-    if (!training || moei_has_external(layer) == 2) moei_take_quantized(layer, l, rows, n, p);
+    if ((!training && layer->is_packed) || moei_has_external(layer) == 2) moei_take_quantized(layer, l, rows, n, p);
 #endif
     if (!training) return;
     p->d_rows = moei_take_lines(layer, l, rows, stride);

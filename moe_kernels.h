@@ -6622,7 +6622,7 @@ static const moe_kernels *moei_table(const moe_kernels *k) {
 }
 
 /* Tables expect valid activations. */
-static int moei_valid_act(int act) { return act >= 0 && act < MOE_ACT_COUNT ? act : (int)MOE_ACT_IDENTITY; }
+#define MOEI_VALID_ACT(act) ((act) >= 0 && (act) < MOE_ACT_COUNT ? (act) : (int)MOE_ACT_IDENTITY)
 
 /* y_i = a_i b_i; y may be a or b. */
 MOEI_TOOL void moei_multiply(const moe_kernels *k, size_t n, const moe_real *a, const moe_real *b, moe_real *y) {
@@ -6920,7 +6920,7 @@ void moe_axpy(const moe_kernels *k, size_t n, moe_real alpha, const moe_real *x,
 }
 
 void moe_activate(const moe_kernels *k, int act, size_t n, const moe_real *x, moe_real *y) {
-    moei_table(k)->activate(moei_valid_act(act), n, x, y);
+    moei_table(k)->activate(MOEI_VALID_ACT(act), n, x, y);
 }
 
 void moe_softmax(const moe_kernels *k, size_t n, const moe_real *x, moe_real temperature, moe_real *y) {
@@ -7010,13 +7010,13 @@ void moe_rms_norm_backward(size_t n, const moe_real *x, const moe_real *gain, mo
 
 void moe_gated(const moe_kernels *k, int act, size_t m, size_t n, const moe_real *x, size_t ldx, const moe_real *times,
                size_t ldt, moe_real *y, size_t ldy) {
-    moei_table(k)->gated(moei_valid_act(act), m, n, x, ldx, times, ldt, y, ldy);
+    moei_table(k)->gated(MOEI_VALID_ACT(act), m, n, x, ldx, times, ldt, y, ldy);
 }
 
 #ifndef MOE_NO_TRAIN
 void moe_gated_backward(const moe_kernels *k, int act, size_t n, const moe_real *x, const moe_real *times,
                         const moe_real *dy, moe_real *dx, moe_real *d_times) {
-    moei_table(k)->gated_backward(moei_valid_act(act), n, x, times, dy, dx, d_times);
+    moei_table(k)->gated_backward(MOEI_VALID_ACT(act), n, x, times, dy, dx, d_times);
 }
 
 void moe_adamw(const moe_kernels *k, const moe_adamw_step *step, size_t n, const moe_real *gradient, moe_real *m,
@@ -7056,7 +7056,7 @@ MOEI_TOOL moe_real moei_row_entropy(const moe_kernels *k, size_t n, const moe_re
 #ifndef MOE_NO_TRAIN
 void moe_activate_backward(const moe_kernels *k, int act, size_t n, const moe_real *x, const moe_real *dy,
                            moe_real *dx) {
-    moei_table(k)->activate_backward(moei_valid_act(act), n, x, dy, dx);
+    moei_table(k)->activate_backward(MOEI_VALID_ACT(act), n, x, dy, dx);
 }
 #endif
 
