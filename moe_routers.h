@@ -1142,8 +1142,8 @@ typedef struct moe_call {
        outputs of all experts (layers draw; moe_route leaves it to its caller) */
     const moe_real *activations;
     size_t activation_width;
-    /* causal refine outside training: earlier tokens of the one sequence, which the caller keeps;
-       the workspace is then that of n_past + n_tokens */
+    /* causal refine outside training, not with attention_heads = min_entropy: earlier tokens of the
+       one sequence, which the caller keeps; the workspace is then that of n_past + n_tokens */
     size_t n_past;
     const moe_real *past_u;     /* [n_past,d] their routing.u */
     const moe_real *past_gate;  /* [n_past,E] their routing.gate */
@@ -2642,6 +2642,11 @@ static int moei_shares_draws(const moe_router_config *c) {
     return c->sample_at == MOE_SAMPLE_ALWAYS && c->sample_scope == MOE_SAMPLE_SEQUENCE;
 }
 
+/* Whether the head that refines depends on all tokens of the sequence. */
+static int moei_compares_heads(const moe_router_config *c) {
+    return c->refine == MOE_REFINE_ATTENTION && c->attention_heads == MOE_HEADS_MIN_ENTROPY;
+}
+
 unsigned moe_router_traits(const moe_router_config *c) {
     unsigned traits = 0;
     int later; /* whether later tokens matter */
@@ -2663,7 +2668,7 @@ unsigned moe_router_traits(const moe_router_config *c) {
     }
     if (c->refine != MOE_REFINE_NONE) {
         traits |= MOE_TRAIT_NEEDS_BATCH;
-        if (!c->causal || (c->refine == MOE_REFINE_ATTENTION && c->attention_heads == MOE_HEADS_MIN_ENTROPY)) later = 1;
+        if (!c->causal || moei_compares_heads(c)) later = 1;
     }
     if (c->refine == MOE_REFINE_ATTENTION) traits |= MOE_TRAIT_NEEDS_ATTENTION;
     if (c->noise != MOE_NOISE_NONE || c->sparsemixer_sample || c->expert_dropout > 0 ||
@@ -2734,7 +2739,7 @@ static moei_obstacle moei_decoding_obstacle(const moe_router_config *c) {
     if (c->custom_batch)
         return moei_blocks("custom_batch", "a custom stage that reads only its own token (custom_batch = 0)");
     if (moei_clusters_call(c)) return moei_blocks("ac_mode", "ac_mode = running");
-    if (c->refine == MOE_REFINE_ATTENTION && c->attention_heads == MOE_HEADS_MIN_ENTROPY)
+    if (moei_compares_heads(c))
         return moei_blocks("attention_heads", "attention_heads = fixed with causal = 1");
     if (c->refine != MOE_REFINE_NONE && !c->causal) return moei_blocks("refine", "causal = 1");
     if (!moei_may_drop(c, c->top_k) && c->k_end > 0 && moei_may_drop(c, c->k_end))
@@ -3948,11 +3953,11 @@ static moe_status moei_sequences_check(const moe_router_config *c, const moe_cal
             return MOEI_REFUSE(call->error, "call.sequences must end with n_tokens = %z", call->n_tokens);
     }
     if (call->n_past == 0) return MOE_OK;
-    if (c->refine == MOE_REFINE_NONE || !c->causal || call->training || call->batch != NULL ||
-        moei_sequence_count(call) != 1)
+    if (c->refine == MOE_REFINE_NONE || !c->causal || moei_compares_heads(c) || call->training ||
+        call->batch != NULL || moei_sequence_count(call) != 1)
         return MOEI_REFUSE(call->error,
-                           "call.n_past = %z: only a causal refine stage outside training, with one sequence and no "
-                           "batch, reads the past",
+                           "call.n_past = %z: only a causal refine stage (not attention_heads = min_entropy) outside "
+                           "training, with one sequence and no batch, reads the past",
                            call->n_past);
     if (call->past_u == NULL) return moei_missing(call, "past_u", "n_past");
     if (call->past_gate == NULL) return moei_missing(call, "past_gate", "n_past");
