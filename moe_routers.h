@@ -6244,17 +6244,22 @@ static void moei_weight_raw(const moei_token *k, moe_real *w) {
     for (i = 0; i < k->n; i++) w[i] = k->p[k->choice[i]];
 }
 
-/* (sum p^P)^(1/P); P = 1, as always in the weight sum, is the plain sum, so that gates with
-   negative values keep their signs. */
+/* (sum p^P)^(1/P), divided by the largest |p| before the powers, so that none leaves the range. P =
+   1, as always in the weight sum, is the plain sum, so that gates with negative values keep their
+   signs. */
 static moe_real moei_p_norm(const moei_token *k) {
-    moe_real sum = 0, power = k->c->weight_p;
+    moe_real sum = 0, largest = 0;
+    const moe_real power = k->c->weight_p;
     const int plain = !MOEI_KEPT(WEIGHTS, MOE_WEIGHT_P_NORM) || (!(power < MOEI_R(1.0)) && !(power > MOEI_R(1.0)));
     size_t i;
     for (i = 0; i < k->n; i++) {
-        const moe_real p = k->p[k->choice[i]];
-        sum += plain ? p : MOEI_F(pow)(MOEI_F(fabs)(p), power);
+        const moe_real p = k->p[k->choice[i]], size = MOEI_F(fabs)(p);
+        sum += p;
+        if (size > largest) largest = size;
     }
-    return plain ? sum : MOEI_F(pow)(sum, MOEI_R(1.0) / power);
+    if (plain || !(largest > 0)) return sum;
+    for (sum = 0, i = 0; i < k->n; i++) sum += MOEI_F(pow)(MOEI_F(fabs)(k->p[k->choice[i]]) / largest, power);
+    return largest * MOEI_F(pow)(sum, MOEI_R(1.0) / power);
 }
 
 static void moei_weight_p_norm(const moei_token *k, moe_real *w) {

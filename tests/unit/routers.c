@@ -3744,7 +3744,7 @@ static void test_soft_scale_of_zero(void) {
 
 /* Forced choices of sparsemixer may lie so far below the best that exp of the distance is infinite:
    weights and gradients are finite. */
-static void test_sparsemixer_far_below(void) {
+static void sparsemixer_far_below(void) {
     moe_router_config c = config_of("weight=sparsemixer top_k=1");
     moe_real *d_tensors[MOE_ROUTER_PARAMETER_COUNT] = {NULL}, *d_w, *dx;
     size_t i, e, q;
@@ -3769,6 +3769,28 @@ static void test_sparsemixer_far_below(void) {
     free(d_w);
     free(dx);
     bench_end(&b);
+}
+
+/* Powers of p that leave the range of a float, below and above: of two equal ones w is 2^(-1/P). */
+static void far_powers(void) {
+    static const char *const settings[] = {"n_experts=64 weight=p_norm weight_p=64",
+                                           "n_experts=64 weight=p_norm weight_p=64 gate=identity router_bias=1"};
+    size_t i, e;
+    for (i = 0; i < 2; i++) {
+        moe_router_config c = config_of(settings[i]);
+        bench b;
+        if (!CHECK(bench_start(&b, &c, NULL, 1, 0.0), settings[i])) continue;
+        for (e = 0; e < 64 && i > 0; e++) b.tensors[MOE_ROUTER_BIAS][e] = (moe_real)1e4;
+        bench_route(&b);
+        CHECKF(fabs((double)b.routing.choice_weights[0] - pow(2.0, -1.0 / 64)) < 1e-6, "%s: w = %g", settings[i],
+               (double)b.routing.choice_weights[0]);
+        bench_end(&b);
+    }
+}
+
+static void test_far_weights(void) {
+    sparsemixer_far_below();
+    far_powers();
 }
 
 /* The previous layer's weights may all be negative, as with its scale below 0: they are divided by
@@ -3904,7 +3926,7 @@ int main(int argc, char **argv) {
     CASE(test_attention_backward_tiny());
     CASE(test_custom_select());
     CASE(test_sparsemixer());
-    CASE(test_sparsemixer_far_below());
+    CASE(test_far_weights());
     CASE(test_short_vectors());
     CASE(test_bad_supplies());
     CASE(test_refusals_name_the_cause());
