@@ -3834,12 +3834,13 @@ static moe_status moei_custom_missing(const moe_call *call, const char *function
                        function, needed_by);
 }
 
-/* Whether indices[n] are in [least, end). */
+/* Whether indices[n], so many per token (0: of no tokens), are in [least, end). Padding may hold
+   anything. */
 static moe_status moei_check_indices(const moe_call *call, const char *array, const int32_t *indices, size_t n,
-                                     int32_t least, int end) {
+                                     size_t per_token, int32_t least, int end) {
     size_t i;
     for (i = 0; i < n && indices != NULL; i++)
-        if (indices[i] < least || indices[i] >= end)
+        if ((indices[i] < least || indices[i] >= end) && (per_token == 0 || moei_is_real(call, i / per_token)))
             return MOEI_REFUSE(call->error, "call.%s[%z] = %d: must be %d to %d", array, i, (int)indices[i], (int)least,
                                end - 1);
     return MOE_OK;
@@ -3853,8 +3854,8 @@ static moe_status moei_clustering_check(const moe_router_config *c, const moe_ca
     if (call->n_previous == 0) return MOEI_REFUSE(call->error, "call.n_previous = 0: %s needs at least 1", needed_by);
     if (c->ac_mode == MOE_AC_PAPER && call->previous_input == NULL)
         return moei_missing(call, "previous_input", "ac_mode = paper");
-    return moei_check_indices(call, "previous_experts", call->previous_experts, call->n_tokens * call->n_previous, -1,
-                              c->n_experts);
+    return moei_check_indices(call, "previous_experts", call->previous_experts, call->n_tokens * call->n_previous,
+                              call->n_previous, -1, c->n_experts);
 }
 
 /* The state of rules and schedules, which only training needs. */
@@ -4011,9 +4012,9 @@ static moe_status moei_call_check(const moe_router *router, const moe_call *call
         return MOEI_REFUSE(call->error, "select = soft takes no call.given and at most soft_sequences = %d sequences",
                            c->soft_sequences);
     if (c->loss_locality > 0)
-        status = moei_check_indices(call, "token_machine", call->token_machine, call->n_tokens, 0, c->nodes);
+        status = moei_check_indices(call, "token_machine", call->token_machine, call->n_tokens, 1, 0, c->nodes);
     if (c->loss_locality > 0 && status == MOE_OK)
-        status = moei_check_indices(call, "expert_machine", call->expert_machine, (size_t)c->n_experts, 0, c->nodes);
+        status = moei_check_indices(call, "expert_machine", call->expert_machine, (size_t)c->n_experts, 0, 0, c->nodes);
     if (status != MOE_OK || call->n_tokens == 0) return status;
     return moei_supplies_check(router, call, moei_select_now(router, call->training));
 }

@@ -2314,6 +2314,10 @@ static void test_last_ones_are_checked(void) {
     b.call.previous_experts = experts;
     b.call.previous_weights = weights;
     expect_call_says(&b, MOE_ERR_ARGUMENT, "call.previous_experts[11] = 4");
+    mask[5] = 0;
+    b.call.mask = mask;
+    bench_route(&b);
+    CHECK_STATUS(b.status, MOE_OK, "the expert of padding is not read");
     bench_end(&b);
     c = config_of("select=hash table_size=5");
     if (!CHECK(bench_start(&b, &c, NULL, 6, 1.0), "hashes")) return;
@@ -2336,6 +2340,14 @@ static void test_machines(void) {
     b.call.expert_machine = NULL;
     bench_route(&b);
     CHECK(with > 0 && same_reals(&with, &b.routing.loss[MOE_LOSS_LOCALITY], 1), "the machines of four experts");
+    mask_some(&b);
+    b.mask[0] = 1;
+    b.mask[8] = 0;
+    b.home[8] = -1;
+    bench_route(&b);
+    CHECK_STATUS(b.status, MOE_OK, "padding has no machine");
+    b.home[0] = 3;
+    expect_call_says(&b, MOE_ERR_ARGUMENT, "call.token_machine[0] = 3: must be 0 to 2");
     bench_end(&b);
 }
 
