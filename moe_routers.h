@@ -2544,9 +2544,9 @@ static const char *moei_left_out(const moe_router_config *c) {
     if (moei_switches(c) && !MOEI_KEPT(SELECTS, c->switch_from)) return "switch_from";
     if (c->student && !MOEI_KEPT(SELECTS, MOE_SELECT_TOP_K)) return "student";
     if (c->compete_rate > 0 && MOEI_KEPT(EXTRAS, MOE_EXTRA_TRAINING) &&
-        !(MOEI_KEPT(SCORES, MOE_SCORE_COMPETITION) && MOEI_KEPT(SCORES, MOE_SCORE_NORM) &&
-          MOEI_KEPT(GATES, MOE_GATE_SOFTMAX) && MOEI_KEPT(WEIGHTS, MOE_WEIGHT_SUM) &&
-          MOEI_KEPT(WEIGHTS, MOE_WEIGHT_SOFTMAX)))
+        !(MOEI_KEPT(EXTRAS, MOE_EXTRA_SCHEDULE) && MOEI_KEPT(SCORES, MOE_SCORE_COMPETITION) &&
+          MOEI_KEPT(SCORES, MOE_SCORE_NORM) && MOEI_KEPT(GATES, MOE_GATE_SOFTMAX) &&
+          MOEI_KEPT(WEIGHTS, MOE_WEIGHT_SUM) && MOEI_KEPT(WEIGHTS, MOE_WEIGHT_SOFTMAX)))
         return "compete_rate";
     if (!MOEI_KEPT(WEIGHTS, c->weight)) return "weight";
     if ((c->score == MOE_SCORE_MLP || c->score == MOE_SCORE_ATTENTIVE) && !MOEI_KEPT(ACTS, c->router_act))
@@ -3187,8 +3187,7 @@ moe_status moe_router_parameter(const moe_router_config *c, int index, moe_param
    calls skip the rest. */
 enum {
     MOEI_PART_MEMORY = 1,    /* arrays beyond those of every call */
-    /* schedules, state or a capacity bound change the configuration from call to call */
-    MOEI_PART_MOVES = 2,
+    MOEI_PART_MOVES = 2,     /* schedules, state or competition change the configuration from call to call */
     MOEI_PART_SUPPLIES = 4,  /* the call must supply more than x */
     MOEI_PART_NO_DECODING = 8,
     MOEI_PART_BATCH = 16     /* tokens of different sequences are routed together */
@@ -3413,8 +3412,7 @@ static unsigned moei_router_parts(const moe_router_config *c) {
     moei_scratch m;
     moei_arrays_layout(c, 1, 1, 0, 0, &l, &r, &m);
     if (l.used > none || l.overflow) parts |= MOEI_PART_MEMORY;
-    if (moei_has_schedule(c) || c->switch_at > 0 || c->freeze_at > 0 || c->l1_controller ||
-        c->capacity_bound != MOE_BOUND_NONE || c->compete_rate > 0)
+    if (moei_has_schedule(c) || c->switch_at > 0 || c->freeze_at > 0 || c->l1_controller || c->compete_rate > 0)
         parts |= MOEI_PART_MOVES;
     if ((moe_router_traits(c) & supplied) || moei_is_soft(c) || c->loss_locality > 0 ||
         c->score == MOE_SCORE_CUSTOM || c->compete_rate > 0)
@@ -3568,6 +3566,7 @@ typedef struct moei_pass {
     const moe_call *call;
     moe_routing *r;
     size_t n, experts, d;
+    size_t least;      /* capacity_min or C_min, the larger one */
     moe_status status; /* of a custom stage */
     int frozen;        /* past freeze_at */
     int competes;      /* the experts compete in this call */
@@ -5735,11 +5734,11 @@ static moe_real moei_affinity_rule(const moei_pass *s) {
 static size_t moei_affinity_keep(const moei_pass *s, size_t found) {
     const moe_real fixed = s->r->affinity_now > 0 ? s->r->affinity_now : s->c->affinity_sum;
     moe_real total = 0, sum = 0, wanted;
-    size_t keep = 0, least = (size_t)s->c->capacity_min;
+    size_t keep = 0;
     for (keep = 0; keep < found; keep++) total += moei_affinity(s, keep);
     wanted = fixed > 0 ? fixed : s->c->affinity_mass * total;
     for (keep = 0; keep < found && sum < wanted; keep++) sum += moei_affinity(s, keep);
-    if (keep < least) keep = least;
+    if (keep < s->least) keep = s->least;
     if (s->c->capacity > 0 && keep > (size_t)s->c->capacity) keep = (size_t)s->c->capacity;
     return keep < found ? keep : found;
 }
@@ -6557,7 +6556,7 @@ static moe_real moei_bound_of(moei_pass *s, moe_real delta) {
     return MOEI_F(exp)(s->r->capacity_bound);
 }
 
-/* Raises capacity_min to C_min. What is averaged is limited to [1, N] first, so that one call
+/* Raises the least capacity to C_min. What is averaged is limited to [1, N] first, so that one call
    cannot hold later ones at N. */
 static void moei_route_bound(moei_pass *s, moe_real delta) {
     const moe_real most = (moe_real)s->r->n_real, rho = s->c->capacity_rho;
@@ -6575,14 +6574,13 @@ static void moei_route_bound(moei_pass *s, moe_real delta) {
     }
     s->r->capacity_clamped = now > most;
     least = bound > most ? s->r->n_real : (size_t)MOEI_F(ceil)(bound);
-    if (least > (size_t)s->effective.capacity_min)
-        s->effective.capacity_min = least < MOE_MAX_WIDTH ? (int)least : (int)MOE_MAX_WIDTH;
+    if (least > s->least) s->least = least;
 }
 
 /* C, the most assignments per expert, a real one or one without matrices; 0: no limit. */
 static size_t moei_capacity(const moei_pass *s, moe_real factor, int real) {
     moe_real even;
-    size_t capacity = (size_t)s->c->drop_capacity, least = (size_t)s->c->capacity_min;
+    size_t capacity = (size_t)s->c->drop_capacity;
     size_t most = s->r->n_real;
     if (capacity == 0) {
         if (s->c->select == MOE_SELECT_EXPERT_CHOICE) return 0;
@@ -6593,7 +6591,7 @@ static size_t moei_capacity(const moei_pass *s, moe_real factor, int real) {
         if (even < MOEI_R(1e6)) even -= even * (MOE_REAL_IS_DOUBLE ? MOEI_R(4.5e-16) : MOEI_R(2e-7));
         even = MOEI_F(ceil)(even);
         capacity = even >= (moe_real)most ? most : (size_t)even;
-        if (capacity < least) capacity = least;
+        if (capacity < s->least) capacity = s->least;
     }
     if (capacity > most) capacity = most;
     return capacity > 0 ? capacity : 1;
@@ -7448,6 +7446,7 @@ static void moei_pass_begin(moei_pass *s, const moe_router *router, const moe_ca
     s->n = call->n_tokens;
     s->experts = (size_t)router->config.n_experts;
     s->d = (size_t)router->config.d_model;
+    s->least = (size_t)router->config.capacity_min;
     s->noisy = call->training && router->config.noise != MOE_NOISE_NONE;
     if (MOEI_KEPT(EXTRAS, MOE_EXTRA_SCHEDULE) && (router->parts & MOEI_PART_MOVES)) moei_schedule(s);
 }
