@@ -1297,8 +1297,9 @@ MOE_API moe_status moe_route_batch_size(const moe_router *router, size_t n_token
    MOE_ERR_ARGUMENT: a missing tensor or array, bad offsets, bad given indices; MOE_ERR_SPACE;
    MOE_ERR_NONFINITE: a logit of a real token, a refined p or a weight of the plan;
    MOE_ERR_UNSUPPORTED: the router cannot decode, or a mask has left out what the call needs;
-   MOE_ERR_SHAPE: activation_width. call->error says which. On failure *routing is untouched, the
-   workspace is unspecified, and rng may have advanced. Thread-safe for different workspaces. */
+   MOE_ERR_SHAPE: activation_width; MOE_ERR_OVERFLOW: n_tokens. call->error says which. On failure
+   *routing is untouched, the workspace is unspecified, and rng may have advanced. Thread-safe for
+   different workspaces. */
 MOE_API moe_status moe_route(const moe_router *router, const moe_call *call, void *workspace, size_t size,
                              moe_routing *routing);
 
@@ -1452,10 +1453,10 @@ MOE_API moe_status moe_metrics_init(moe_metrics *metrics, size_t n_experts, size
 /* Adds one routed call. mask: the call's. classes: [N] class of each token, 0 .. n_classes-1, or
    -1: none; those of padding are not read; NULL: none. Of a batch with global routing
    (moe_batch) it adds the call's own tokens; mask and classes are theirs. Reads routing's sizes,
-   real_experts, logits, probabilities (soft: weights as p), choices, n_choices, kept, n_real,
-   n_dropped and plan. MOE_ERR_ARGUMENT: NULL, a class or choice out of range, or a mask that does
-   not fit the routing (n_real; padding has no choices); MOE_ERR_SHAPE: not as many experts as at
-   the start. */
+   real_experts, logits, probabilities (soft: weights as p), predicted, choices, n_choices, kept,
+   n_real, n_dropped and plan. MOE_ERR_ARGUMENT: NULL, a class or choice out of range, or a mask
+   that does not fit the routing (n_real; padding has no choices); MOE_ERR_SHAPE: not as many
+   experts as at the start. */
 MOE_API moe_status moe_metrics_add(moe_metrics *metrics, const moe_routing *routing, const unsigned char *mask,
                                    const int32_t *classes);
 
@@ -1852,15 +1853,16 @@ moe_status moe_fields_apply(const moe_field *fields, void *config, const char *s
         char name[MOEI_NAME_ROOM];
         const moe_field *field;
         const char *value;
-        size_t n = 0;
+        size_t n = 0, length;
         moe_status status;
         while (*p == ' ') p++;
         if (*p == '\0') break;
         while (p[n] != '\0' && p[n] != '=' && p[n] != ' ') n++;
-        if (p[n] != '=' || n >= sizeof name)
-            return moei_error(error, MOE_ERR_CONFIG, "settings: expected name=value at \"%s\"", p);
-        memcpy(name, p, n);
-        name[n] = '\0';
+        if (p[n] != '=') return moei_error(error, MOE_ERR_CONFIG, "settings: expected name=value at \"%s\"", p);
+        /* one that does not fit is cut and still no field's name */
+        length = moei_smaller(n, sizeof name - 1);
+        memcpy(name, p, length);
+        name[length] = '\0';
         field = moe_field_find(fields, name);
         if (field == NULL) return moei_unknown_field(fields, name, error);
         value = p + n + 1;
@@ -2260,7 +2262,8 @@ static moe_status moei_zero_clashes(const moe_router_config *c, moe_error *error
     return moei_rules_check(c, rules, sizeof rules / sizeof rules[0], error);
 }
 
-/* The value that the preset of a configuration gives to a field, or 0 if it comes from none. */
+/* Whether a field has the value of the preset that the configuration began as; 1 if that is a
+   file. */
 static int moei_is_of_preset(const moe_router_config *c, const moe_field *field) {
     moe_router_config made;
     const moe_preset *preset = c->preset > 0 ? &moe_presets()[c->preset - 1] : NULL;

@@ -3896,6 +3896,9 @@ static void test_refusals_name_the_cause(void) {
     expect_call_says(&b, MOE_ERR_ARGUMENT, "call.batch: ");
     b.call.batch = NULL;
     bench_end(&b);
+    CHECK(moe_fields_apply(moe_router_fields(), &c, "a_name_that_is_too_long_for_any_field=1", &error) ==
+              MOE_ERR_NOT_FOUND &&
+          strstr(error.message, ": unknown field") != NULL);
     CHECK(moe_field_set(moe_router_fields(), NULL, "top_k", "1", &error) == MOE_ERR_ARGUMENT &&
           strcmp(error.message, "config and value must not be NULL") == 0);
     CHECK(moe_field_set(moe_router_fields(), &c, "top_k", NULL, &error) == MOE_ERR_ARGUMENT &&
