@@ -1142,8 +1142,8 @@ typedef struct moe_call {
        outputs of all experts (layers draw; moe_route leaves it to its caller) */
     const moe_real *activations;
     size_t activation_width;
-    /* causal refine outside training: earlier tokens of the one sequence, which the caller keeps;
-       the workspace is then that of n_past + n_tokens */
+    /* causal refine outside training, not with attention_heads = min_entropy: earlier tokens of the
+       one sequence, which the caller keeps; the workspace is then that of n_past + n_tokens */
     size_t n_past;
     const moe_real *past_u;     /* [n_past,d] their routing.u */
     const moe_real *past_gate;  /* [n_past,E] their routing.gate */
@@ -1297,8 +1297,9 @@ MOE_API moe_status moe_route_batch_size(const moe_router *router, size_t n_token
    MOE_ERR_ARGUMENT: a missing tensor or array, bad offsets, bad given indices; MOE_ERR_SPACE;
    MOE_ERR_NONFINITE: a logit of a real token, a refined p or a weight of the plan;
    MOE_ERR_UNSUPPORTED: the router cannot decode, or a mask has left out what the call needs;
-   MOE_ERR_SHAPE: activation_width. call->error says which. On failure *routing is untouched, the
-   workspace is unspecified, and rng may have advanced. Thread-safe for different workspaces. */
+   MOE_ERR_SHAPE: activation_width; MOE_ERR_OVERFLOW: n_tokens. call->error says which. On failure
+   *routing is untouched, the workspace is unspecified, and rng may have advanced. Thread-safe for
+   different workspaces. */
 MOE_API moe_status moe_route(const moe_router *router, const moe_call *call, void *workspace, size_t size,
                              moe_routing *routing);
 
@@ -1452,10 +1453,10 @@ MOE_API moe_status moe_metrics_init(moe_metrics *metrics, size_t n_experts, size
 /* Adds one routed call. mask: the call's. classes: [N] class of each token, 0 .. n_classes-1, or
    -1: none; those of padding are not read; NULL: none. Of a batch with global routing
    (moe_batch) it adds the call's own tokens; mask and classes are theirs. Reads routing's sizes,
-   real_experts, logits, probabilities (soft: weights as p), choices, n_choices, kept, n_real,
-   n_dropped and plan. MOE_ERR_ARGUMENT: NULL, a class or choice out of range, or a mask that does
-   not fit the routing (n_real; padding has no choices); MOE_ERR_SHAPE: not as many experts as at
-   the start. */
+   real_experts, logits, probabilities (soft: weights as p), predicted, choices, n_choices, kept,
+   n_real, n_dropped and plan. MOE_ERR_ARGUMENT: NULL, a class or choice out of range, or a mask
+   that does not fit the routing (n_real; padding has no choices); MOE_ERR_SHAPE: not as many
+   experts as at the start. */
 MOE_API moe_status moe_metrics_add(moe_metrics *metrics, const moe_routing *routing, const unsigned char *mask,
                                    const int32_t *classes);
 
@@ -1852,15 +1853,16 @@ moe_status moe_fields_apply(const moe_field *fields, void *config, const char *s
         char name[MOEI_NAME_ROOM];
         const moe_field *field;
         const char *value;
-        size_t n = 0;
+        size_t n = 0, length;
         moe_status status;
         while (*p == ' ') p++;
         if (*p == '\0') break;
         while (p[n] != '\0' && p[n] != '=' && p[n] != ' ') n++;
-        if (p[n] != '=' || n >= sizeof name)
-            return moei_error(error, MOE_ERR_CONFIG, "settings: expected name=value at \"%s\"", p);
-        memcpy(name, p, n);
-        name[n] = '\0';
+        if (p[n] != '=') return moei_error(error, MOE_ERR_CONFIG, "settings: expected name=value at \"%s\"", p);
+        /* one that does not fit is cut and still no field's name */
+        length = moei_smaller(n, sizeof name - 1);
+        memcpy(name, p, length);
+        name[length] = '\0';
         field = moe_field_find(fields, name);
         if (field == NULL) return moei_unknown_field(fields, name, error);
         value = p + n + 1;
@@ -2260,7 +2262,8 @@ static moe_status moei_zero_clashes(const moe_router_config *c, moe_error *error
     return moei_rules_check(c, rules, sizeof rules / sizeof rules[0], error);
 }
 
-/* The value that the preset of a configuration gives to a field, or 0 if it comes from none. */
+/* Whether a field has the value of the preset that the configuration began as; 1 if that is a
+   file. */
 static int moei_is_of_preset(const moe_router_config *c, const moe_field *field) {
     moe_router_config made;
     const moe_preset *preset = c->preset > 0 ? &moe_presets()[c->preset - 1] : NULL;
@@ -2544,9 +2547,9 @@ static const char *moei_left_out(const moe_router_config *c) {
     if (moei_switches(c) && !MOEI_KEPT(SELECTS, c->switch_from)) return "switch_from";
     if (c->student && !MOEI_KEPT(SELECTS, MOE_SELECT_TOP_K)) return "student";
     if (c->compete_rate > 0 && MOEI_KEPT(EXTRAS, MOE_EXTRA_TRAINING) &&
-        !(MOEI_KEPT(SCORES, MOE_SCORE_COMPETITION) && MOEI_KEPT(SCORES, MOE_SCORE_NORM) &&
-          MOEI_KEPT(GATES, MOE_GATE_SOFTMAX) && MOEI_KEPT(WEIGHTS, MOE_WEIGHT_SUM) &&
-          MOEI_KEPT(WEIGHTS, MOE_WEIGHT_SOFTMAX)))
+        !(MOEI_KEPT(EXTRAS, MOE_EXTRA_SCHEDULE) && MOEI_KEPT(SCORES, MOE_SCORE_COMPETITION) &&
+          MOEI_KEPT(SCORES, MOE_SCORE_NORM) && MOEI_KEPT(GATES, MOE_GATE_SOFTMAX) &&
+          MOEI_KEPT(WEIGHTS, MOE_WEIGHT_SUM) && MOEI_KEPT(WEIGHTS, MOE_WEIGHT_SOFTMAX)))
         return "compete_rate";
     if (!MOEI_KEPT(WEIGHTS, c->weight)) return "weight";
     if ((c->score == MOE_SCORE_MLP || c->score == MOE_SCORE_ATTENTIVE) && !MOEI_KEPT(ACTS, c->router_act))
@@ -2642,6 +2645,11 @@ static int moei_shares_draws(const moe_router_config *c) {
     return c->sample_at == MOE_SAMPLE_ALWAYS && c->sample_scope == MOE_SAMPLE_SEQUENCE;
 }
 
+/* Whether the head that refines depends on all tokens of the sequence. */
+static int moei_compares_heads(const moe_router_config *c) {
+    return c->refine == MOE_REFINE_ATTENTION && c->attention_heads == MOE_HEADS_MIN_ENTROPY;
+}
+
 unsigned moe_router_traits(const moe_router_config *c) {
     unsigned traits = 0;
     int later; /* whether later tokens matter */
@@ -2663,7 +2671,7 @@ unsigned moe_router_traits(const moe_router_config *c) {
     }
     if (c->refine != MOE_REFINE_NONE) {
         traits |= MOE_TRAIT_NEEDS_BATCH;
-        if (!c->causal || (c->refine == MOE_REFINE_ATTENTION && c->attention_heads == MOE_HEADS_MIN_ENTROPY)) later = 1;
+        if (!c->causal || moei_compares_heads(c)) later = 1;
     }
     if (c->refine == MOE_REFINE_ATTENTION) traits |= MOE_TRAIT_NEEDS_ATTENTION;
     if (c->noise != MOE_NOISE_NONE || c->sparsemixer_sample || c->expert_dropout > 0 ||
@@ -2734,7 +2742,7 @@ static moei_obstacle moei_decoding_obstacle(const moe_router_config *c) {
     if (c->custom_batch)
         return moei_blocks("custom_batch", "a custom stage that reads only its own token (custom_batch = 0)");
     if (moei_clusters_call(c)) return moei_blocks("ac_mode", "ac_mode = running");
-    if (c->refine == MOE_REFINE_ATTENTION && c->attention_heads == MOE_HEADS_MIN_ENTROPY)
+    if (moei_compares_heads(c))
         return moei_blocks("attention_heads", "attention_heads = fixed with causal = 1");
     if (c->refine != MOE_REFINE_NONE && !c->causal) return moei_blocks("refine", "causal = 1");
     if (!moei_may_drop(c, c->top_k) && c->k_end > 0 && moei_may_drop(c, c->k_end))
@@ -3182,8 +3190,7 @@ moe_status moe_router_parameter(const moe_router_config *c, int index, moe_param
    calls skip the rest. */
 enum {
     MOEI_PART_MEMORY = 1,    /* arrays beyond those of every call */
-    /* schedules, state or a capacity bound change the configuration from call to call */
-    MOEI_PART_MOVES = 2,
+    MOEI_PART_MOVES = 2,     /* schedules, state or competition change the configuration from call to call */
     MOEI_PART_SUPPLIES = 4,  /* the call must supply more than x */
     MOEI_PART_NO_DECODING = 8,
     MOEI_PART_BATCH = 16     /* tokens of different sequences are routed together */
@@ -3408,8 +3415,7 @@ static unsigned moei_router_parts(const moe_router_config *c) {
     moei_scratch m;
     moei_arrays_layout(c, 1, 1, 0, 0, &l, &r, &m);
     if (l.used > none || l.overflow) parts |= MOEI_PART_MEMORY;
-    if (moei_has_schedule(c) || c->switch_at > 0 || c->freeze_at > 0 || c->l1_controller ||
-        c->capacity_bound != MOE_BOUND_NONE || c->compete_rate > 0)
+    if (moei_has_schedule(c) || c->switch_at > 0 || c->freeze_at > 0 || c->l1_controller || c->compete_rate > 0)
         parts |= MOEI_PART_MOVES;
     if ((moe_router_traits(c) & supplied) || moei_is_soft(c) || c->loss_locality > 0 ||
         c->score == MOE_SCORE_CUSTOM || c->compete_rate > 0)
@@ -3563,6 +3569,7 @@ typedef struct moei_pass {
     const moe_call *call;
     moe_routing *r;
     size_t n, experts, d;
+    size_t least;      /* capacity_min or C_min, the larger one */
     moe_status status; /* of a custom stage */
     int frozen;        /* past freeze_at */
     int competes;      /* the experts compete in this call */
@@ -3829,12 +3836,13 @@ static moe_status moei_custom_missing(const moe_call *call, const char *function
                        function, needed_by);
 }
 
-/* Whether indices[n] are in [least, end). */
+/* Whether indices[n], so many per token (0: of no tokens), are in [least, end). Padding may hold
+   anything. */
 static moe_status moei_check_indices(const moe_call *call, const char *array, const int32_t *indices, size_t n,
-                                     int32_t least, int end) {
+                                     size_t per_token, int32_t least, int end) {
     size_t i;
     for (i = 0; i < n && indices != NULL; i++)
-        if (indices[i] < least || indices[i] >= end)
+        if ((indices[i] < least || indices[i] >= end) && (per_token == 0 || moei_is_real(call, i / per_token)))
             return MOEI_REFUSE(call->error, "call.%s[%z] = %d: must be %d to %d", array, i, (int)indices[i], (int)least,
                                end - 1);
     return MOE_OK;
@@ -3848,8 +3856,8 @@ static moe_status moei_clustering_check(const moe_router_config *c, const moe_ca
     if (call->n_previous == 0) return MOEI_REFUSE(call->error, "call.n_previous = 0: %s needs at least 1", needed_by);
     if (c->ac_mode == MOE_AC_PAPER && call->previous_input == NULL)
         return moei_missing(call, "previous_input", "ac_mode = paper");
-    return moei_check_indices(call, "previous_experts", call->previous_experts, call->n_tokens * call->n_previous, -1,
-                              c->n_experts);
+    return moei_check_indices(call, "previous_experts", call->previous_experts, call->n_tokens * call->n_previous,
+                              call->n_previous, -1, c->n_experts);
 }
 
 /* The state of rules and schedules, which only training needs. */
@@ -3948,11 +3956,11 @@ static moe_status moei_sequences_check(const moe_router_config *c, const moe_cal
             return MOEI_REFUSE(call->error, "call.sequences must end with n_tokens = %z", call->n_tokens);
     }
     if (call->n_past == 0) return MOE_OK;
-    if (c->refine == MOE_REFINE_NONE || !c->causal || call->training || call->batch != NULL ||
-        moei_sequence_count(call) != 1)
+    if (c->refine == MOE_REFINE_NONE || !c->causal || moei_compares_heads(c) || call->training ||
+        call->batch != NULL || moei_sequence_count(call) != 1)
         return MOEI_REFUSE(call->error,
-                           "call.n_past = %z: only a causal refine stage outside training, with one sequence and no "
-                           "batch, reads the past",
+                           "call.n_past = %z: only a causal refine stage (not attention_heads = min_entropy) outside "
+                           "training, with one sequence and no batch, reads the past",
                            call->n_past);
     if (call->past_u == NULL) return moei_missing(call, "past_u", "n_past");
     if (call->past_gate == NULL) return moei_missing(call, "past_gate", "n_past");
@@ -4006,9 +4014,9 @@ static moe_status moei_call_check(const moe_router *router, const moe_call *call
         return MOEI_REFUSE(call->error, "select = soft takes no call.given and at most soft_sequences = %d sequences",
                            c->soft_sequences);
     if (c->loss_locality > 0)
-        status = moei_check_indices(call, "token_machine", call->token_machine, call->n_tokens, 0, c->nodes);
+        status = moei_check_indices(call, "token_machine", call->token_machine, call->n_tokens, 1, 0, c->nodes);
     if (c->loss_locality > 0 && status == MOE_OK)
-        status = moei_check_indices(call, "expert_machine", call->expert_machine, (size_t)c->n_experts, 0, c->nodes);
+        status = moei_check_indices(call, "expert_machine", call->expert_machine, (size_t)c->n_experts, 0, 0, c->nodes);
     if (status != MOE_OK || call->n_tokens == 0) return status;
     return moei_supplies_check(router, call, moei_select_now(router, call->training));
 }
@@ -5729,11 +5737,11 @@ static moe_real moei_affinity_rule(const moei_pass *s) {
 static size_t moei_affinity_keep(const moei_pass *s, size_t found) {
     const moe_real fixed = s->r->affinity_now > 0 ? s->r->affinity_now : s->c->affinity_sum;
     moe_real total = 0, sum = 0, wanted;
-    size_t keep = 0, least = (size_t)s->c->capacity_min;
+    size_t keep = 0;
     for (keep = 0; keep < found; keep++) total += moei_affinity(s, keep);
     wanted = fixed > 0 ? fixed : s->c->affinity_mass * total;
     for (keep = 0; keep < found && sum < wanted; keep++) sum += moei_affinity(s, keep);
-    if (keep < least) keep = least;
+    if (keep < s->least) keep = s->least;
     if (s->c->capacity > 0 && keep > (size_t)s->c->capacity) keep = (size_t)s->c->capacity;
     return keep < found ? keep : found;
 }
@@ -6239,17 +6247,22 @@ static void moei_weight_raw(const moei_token *k, moe_real *w) {
     for (i = 0; i < k->n; i++) w[i] = k->p[k->choice[i]];
 }
 
-/* (sum p^P)^(1/P); P = 1, as always in the weight sum, is the plain sum, so that gates with
-   negative values keep their signs. */
+/* (sum p^P)^(1/P), divided by the largest |p| before the powers, so that none leaves the range. P =
+   1, as always in the weight sum, is the plain sum, so that gates with negative values keep their
+   signs. */
 static moe_real moei_p_norm(const moei_token *k) {
-    moe_real sum = 0, power = k->c->weight_p;
+    moe_real sum = 0, largest = 0;
+    const moe_real power = k->c->weight_p;
     const int plain = !MOEI_KEPT(WEIGHTS, MOE_WEIGHT_P_NORM) || (!(power < MOEI_R(1.0)) && !(power > MOEI_R(1.0)));
     size_t i;
     for (i = 0; i < k->n; i++) {
-        const moe_real p = k->p[k->choice[i]];
-        sum += plain ? p : MOEI_F(pow)(MOEI_F(fabs)(p), power);
+        const moe_real p = k->p[k->choice[i]], size = MOEI_F(fabs)(p);
+        sum += p;
+        if (size > largest) largest = size;
     }
-    return plain ? sum : MOEI_F(pow)(sum, MOEI_R(1.0) / power);
+    if (plain || !(largest > 0)) return sum;
+    for (sum = 0, i = 0; i < k->n; i++) sum += MOEI_F(pow)(MOEI_F(fabs)(k->p[k->choice[i]]) / largest, power);
+    return largest * MOEI_F(pow)(sum, MOEI_R(1.0) / power);
 }
 
 static void moei_weight_p_norm(const moei_token *k, moe_real *w) {
@@ -6546,7 +6559,7 @@ static moe_real moei_bound_of(moei_pass *s, moe_real delta) {
     return MOEI_F(exp)(s->r->capacity_bound);
 }
 
-/* Raises capacity_min to C_min. What is averaged is limited to [1, N] first, so that one call
+/* Raises the least capacity to C_min. What is averaged is limited to [1, N] first, so that one call
    cannot hold later ones at N. */
 static void moei_route_bound(moei_pass *s, moe_real delta) {
     const moe_real most = (moe_real)s->r->n_real, rho = s->c->capacity_rho;
@@ -6564,14 +6577,13 @@ static void moei_route_bound(moei_pass *s, moe_real delta) {
     }
     s->r->capacity_clamped = now > most;
     least = bound > most ? s->r->n_real : (size_t)MOEI_F(ceil)(bound);
-    if (least > (size_t)s->effective.capacity_min)
-        s->effective.capacity_min = least < MOE_MAX_WIDTH ? (int)least : (int)MOE_MAX_WIDTH;
+    if (least > s->least) s->least = least;
 }
 
 /* C, the most assignments per expert, a real one or one without matrices; 0: no limit. */
 static size_t moei_capacity(const moei_pass *s, moe_real factor, int real) {
     moe_real even;
-    size_t capacity = (size_t)s->c->drop_capacity, least = (size_t)s->c->capacity_min;
+    size_t capacity = (size_t)s->c->drop_capacity;
     size_t most = s->r->n_real;
     if (capacity == 0) {
         if (s->c->select == MOE_SELECT_EXPERT_CHOICE) return 0;
@@ -6582,7 +6594,7 @@ static size_t moei_capacity(const moei_pass *s, moe_real factor, int real) {
         if (even < MOEI_R(1e6)) even -= even * (MOE_REAL_IS_DOUBLE ? MOEI_R(4.5e-16) : MOEI_R(2e-7));
         even = MOEI_F(ceil)(even);
         capacity = even >= (moe_real)most ? most : (size_t)even;
-        if (capacity < least) capacity = least;
+        if (capacity < s->least) capacity = s->least;
     }
     if (capacity > most) capacity = most;
     return capacity > 0 ? capacity : 1;
@@ -7437,6 +7449,7 @@ static void moei_pass_begin(moei_pass *s, const moe_router *router, const moe_ca
     s->n = call->n_tokens;
     s->experts = (size_t)router->config.n_experts;
     s->d = (size_t)router->config.d_model;
+    s->least = (size_t)router->config.capacity_min;
     s->noisy = call->training && router->config.noise != MOE_NOISE_NONE;
     if (MOEI_KEPT(EXTRAS, MOE_EXTRA_SCHEDULE) && (router->parts & MOEI_PART_MOVES)) moei_schedule(s);
 }

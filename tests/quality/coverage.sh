@@ -64,6 +64,7 @@ inside float tokenizers -DMOE_NO_SIMD
 inside float files -DMOE_NO_SIMD
 inside double files -DMOE_NO_SIMD
 inside float left_out -
+inside float kept -
 inside float internals -
 printed
 linked float edges

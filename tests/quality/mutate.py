@@ -77,6 +77,7 @@ ROWS = '''
 internals     float   -             0.01  kernels routers moe
 saved_by_0_1  float   -             0.01  kernels routers moe
 left_out      float   -             0.01  kernels routers moe import
+kept          float   -             0.01  routers
 baseline      float   -             0.04  kernels routers moe export
 metrics       float   -             0.05  kernels routers
 inference     float   write         0.1   kernels moe export

@@ -2314,6 +2314,10 @@ static void test_last_ones_are_checked(void) {
     b.call.previous_experts = experts;
     b.call.previous_weights = weights;
     expect_call_says(&b, MOE_ERR_ARGUMENT, "call.previous_experts[11] = 4");
+    mask[5] = 0;
+    b.call.mask = mask;
+    bench_route(&b);
+    CHECK_STATUS(b.status, MOE_OK, "the expert of padding is not read");
     bench_end(&b);
     c = config_of("select=hash table_size=5");
     if (!CHECK(bench_start(&b, &c, NULL, 6, 1.0), "hashes")) return;
@@ -2336,6 +2340,14 @@ static void test_machines(void) {
     b.call.expert_machine = NULL;
     bench_route(&b);
     CHECK(with > 0 && same_reals(&with, &b.routing.loss[MOE_LOSS_LOCALITY], 1), "the machines of four experts");
+    mask_some(&b);
+    b.mask[0] = 1;
+    b.mask[8] = 0;
+    b.home[8] = -1;
+    bench_route(&b);
+    CHECK_STATUS(b.status, MOE_OK, "padding has no machine");
+    b.home[0] = 3;
+    expect_call_says(&b, MOE_ERR_ARGUMENT, "call.token_machine[0] = 3: must be 0 to 2");
     bench_end(&b);
 }
 
@@ -3744,7 +3756,7 @@ static void test_soft_scale_of_zero(void) {
 
 /* Forced choices of sparsemixer may lie so far below the best that exp of the distance is infinite:
    weights and gradients are finite. */
-static void test_sparsemixer_far_below(void) {
+static void sparsemixer_far_below(void) {
     moe_router_config c = config_of("weight=sparsemixer top_k=1");
     moe_real *d_tensors[MOE_ROUTER_PARAMETER_COUNT] = {NULL}, *d_w, *dx;
     size_t i, e, q;
@@ -3769,6 +3781,28 @@ static void test_sparsemixer_far_below(void) {
     free(d_w);
     free(dx);
     bench_end(&b);
+}
+
+/* Powers of p that leave the range of a float, below and above: of two equal ones w is 2^(-1/P). */
+static void far_powers(void) {
+    static const char *const settings[] = {"n_experts=64 weight=p_norm weight_p=64",
+                                           "n_experts=64 weight=p_norm weight_p=64 gate=identity router_bias=1"};
+    size_t i, e;
+    for (i = 0; i < 2; i++) {
+        moe_router_config c = config_of(settings[i]);
+        bench b;
+        if (!CHECK(bench_start(&b, &c, NULL, 1, 0.0), settings[i])) continue;
+        for (e = 0; e < 64 && i > 0; e++) b.tensors[MOE_ROUTER_BIAS][e] = (moe_real)1e4;
+        bench_route(&b);
+        CHECKF(fabs((double)b.routing.choice_weights[0] - pow(2.0, -1.0 / 64)) < 1e-6, "%s: w = %g", settings[i],
+               (double)b.routing.choice_weights[0]);
+        bench_end(&b);
+    }
+}
+
+static void test_far_weights(void) {
+    sparsemixer_far_below();
+    far_powers();
 }
 
 /* The previous layer's weights may all be negative, as with its scale below 0: they are divided by
@@ -3862,6 +3896,9 @@ static void test_refusals_name_the_cause(void) {
     expect_call_says(&b, MOE_ERR_ARGUMENT, "call.batch: ");
     b.call.batch = NULL;
     bench_end(&b);
+    CHECK(moe_fields_apply(moe_router_fields(), &c, "a_name_that_is_too_long_for_any_field=1", &error) ==
+              MOE_ERR_NOT_FOUND &&
+          strstr(error.message, ": unknown field") != NULL);
     CHECK(moe_field_set(moe_router_fields(), NULL, "top_k", "1", &error) == MOE_ERR_ARGUMENT &&
           strcmp(error.message, "config and value must not be NULL") == 0);
     CHECK(moe_field_set(moe_router_fields(), &c, "top_k", NULL, &error) == MOE_ERR_ARGUMENT &&
@@ -3904,7 +3941,7 @@ int main(int argc, char **argv) {
     CASE(test_attention_backward_tiny());
     CASE(test_custom_select());
     CASE(test_sparsemixer());
-    CASE(test_sparsemixer_far_below());
+    CASE(test_far_weights());
     CASE(test_short_vectors());
     CASE(test_bad_supplies());
     CASE(test_refusals_name_the_cause());
