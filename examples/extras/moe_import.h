@@ -955,7 +955,7 @@ typedef struct moei_import_tensor {
     const moei_import_shard *shard;
     uint64_t at;            /* offset of its data in the file */
     size_t count, bytes;
-    const moei_block_type *type; /* in GGUF; NULL: unknown */
+    const moei_block_type *type; /* in GGUF, and of FP8 and MXFP4; NULL: unknown */
     int dtype, n_dims;      /* dtype MOE_DTYPE_COUNT: blocks, or not supported */
     int code;               /* type number in GGUF */
     size_t shape[MOE_FILE_MAX_DIMS];
@@ -2825,6 +2825,17 @@ static void moei_import_walk_begin(moei_import_walk *w, const moei_importer *r, 
     (void)moei_json_take(&w->json, '{');
 }
 
+/* Whether a header says F8_E4M3 of a tensor, a type that moe.h does not know. */
+static int moei_import_is_e4m3(const moei_import_shard *shard, const moe_file_tensor *t) {
+    const unsigned char *end = (const unsigned char *)t->name + t->name_length + 1; /* of the quoted name */
+    moei_json j = moei_import_json_at(&shard->bytes, (size_t)(end - shard->bytes.data), NULL);
+    moei_span s;
+    (void)moei_json_take(&j, ':');
+    (void)moei_json_peek(&j);
+    j.at = moei_import_json_member(&shard->bytes, j.at, "dtype");
+    return moei_json_string(&j, &s) == MOE_OK && moei_span_is(s, "F8_E4M3");
+}
+
 static moe_status moei_import_walk_file(moei_import_walk *w, const moei_import_shard *shard,
                                         char name[MOEI_IMPORT_NAME], moei_import_tensor *f) {
     moe_file_tensor t;
@@ -2840,6 +2851,7 @@ static moe_status moei_import_walk_file(moei_import_walk *w, const moei_import_s
     f->dtype = t.dtype;
     f->n_dims = t.n_dims;
     for (i = 0; i < t.n_dims; i++) f->shape[i] = t.shape[i];
+    if (t.dtype == MOE_DTYPE_COUNT && moei_import_is_e4m3(shard, &t)) f->type = moei_gguf_type_find(MOEI_TYPE_E4M3);
     f->shard = shard;
     return MOE_OK;
 }
@@ -3139,7 +3151,7 @@ static moe_status moei_import_join_fp8(const moei_importer *r, moei_import_tenso
     const size_t height = moei_import_scale_block(r, 0), width = moei_import_scale_block(r, 1);
     const int n = f->n_dims;
     char shown[112];
-    int i, good = n >= 2 && of->n_dims == n && of->dtype == MOE_DTYPE_F32 && f->bytes == f->count;
+    int i, good = n >= 2 && of->n_dims == n && of->dtype == MOE_DTYPE_F32 && f->type != NULL && f->bytes == f->count;
     for (i = 0; i < n && good; i++) {
         const size_t block = i == n - 1 ? width : i == n - 2 ? height : 1;
         good = of->shape[i] == f->shape[i] / block + (f->shape[i] % block != 0);
@@ -3147,8 +3159,6 @@ static moe_status moei_import_join_fp8(const moei_importer *r, moei_import_tenso
     if (!good)
         return moei_error(r->error, MOE_ERR_SHAPE, "tensor '%s': not F8_E4M3 with one F32 scale per block of "
                           "quantization_config.weight_block_size", moei_import_full_name(r, f->suffix, shown));
-    f->type = moei_gguf_type_find(MOEI_TYPE_E4M3);
-    f->dtype = MOE_DTYPE_COUNT;
     f->scales.width = of->shape[n - 1];
     f->scales.rows = height;
     f->scales.columns = width;
@@ -3840,7 +3850,7 @@ static moe_status moei_import_missing(const moei_importer *r, const moe_layer *l
 static moe_status moei_import_complete(moei_importer *r, const moe_layer *layer, uint64_t *seen) {
     char shown[112];
     size_t i, e, expert, experts = r->sizes[MOEI_SIZE_E];
-    int param;
+    int param, is_fp8;
     for (i = 0; i < moei_import_tensor_count(&r->found); i++) {
         const moei_import_tensor *f = moei_import_tensor_at(&r->found, i);
         if (!moei_import_mark(seen, experts, f->row, f->expert))
@@ -3850,6 +3860,8 @@ static moe_status moei_import_complete(moei_importer *r, const moe_layer *layer,
     for (i = 0; i < moei_import_tensor_count(&r->listed); i++) {
         const moei_import_tensor *f = moei_import_tensor_at(&r->listed, i);
         const moei_tensor_name *row = moei_tensor_name_find(moei_sets_of_family(r, r->family), f->suffix, &expert);
+        const moei_import_tensor *scaled = moei_import_scaled(&r->found, f, &is_fp8);
+        if (scaled != NULL && scaled->scales.shard != NULL) continue;
         if (row == NULL || expert >= experts || !(seen[expert] >> row->param & 1u))
             return moei_error(r->error, MOE_ERR_NOT_FOUND,
                               "tensor '%s': the index lists it in '%s', which does not have it",

@@ -1658,8 +1658,12 @@ static void test_fp8(void) {
         {"\"F32\", \"shape\": [2, 2, 1, 1]", 16, "[2, 8]", MOE_ERR_SHAPE, "one F32 scale per"},
         {"\"F32\", \"shape\": [4, 1]", 16, "[2, 8]", MOE_ERR_SHAPE, "one F32 scale per"},
         {"\"I32\", \"shape\": [2, 2, 1]", 16, "[2, 8]", MOE_ERR_SHAPE, "one F32 scale per"}};
-    size_t i;
-    for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+    enum { ROWS = (int)(sizeof rows / sizeof rows[0]) };
+    size_t k;
+    for (k = 0; k < 2 * ROWS; k++) { /* then the same in another FP8 type */
+        const int other = k >= ROWS;
+        const size_t i = k % ROWS;
+        const moe_status wanted = other ? MOE_ERR_SHAPE : rows[i].status;
         char text[600], config[2000];
         moe_imported model;
         moe_error error;
@@ -1670,11 +1674,11 @@ static void test_fp8(void) {
         b.p = s.all.p + ((const unsigned char *)s.sources[0].ctx - s.all.p);
         b.n = (size_t)s.sources[0].size;
         sprintf(text,
-                "input_linear.weight\": {\"dtype\": \"F8_E4M3\", \"shape\": [2, 4, 8], \"data_offsets\": [576, 640]}, "
+                "input_linear.weight\": {\"dtype\": \"%s\", \"shape\": [2, 4, 8], \"data_offsets\": [576, 640]}, "
                 "\"model.layers.0.block_sparse_moe.input_linear.weight_scale_inv\": {\"dtype\": %s, \"data_offsets\": "
                 "[640, %d]}, \"model.layers.0.self_attn.rotary_emb.inv_freq\": {\"dtype\": \"U8\", \"shape\": [%d], "
-                "\"data_offsets\": [%d, 704]}", rows[i].scales, 640 + rows[i].bytes, 64 - rows[i].bytes,
-                640 + rows[i].bytes);
+                "\"data_offsets\": [%d, 704]}", other ? "F8_E5M2" : "F8_E4M3", rows[i].scales, 640 + rows[i].bytes,
+                64 - rows[i].bytes, 640 + rows[i].bytes);
         changed = with_header(b, place, text);
         sprintf(config, "%.*s, \"quantization_config\": {\"quant_method\": \"fp8\", \"fmt\": \"e4m3\", "
                         "\"weight_block_size\": %s}}", (int)s.sources[1].size - 2, (const char *)s.sources[1].ctx,
@@ -1683,8 +1687,8 @@ static void test_fp8(void) {
         s.sources[1] = moe_import_memory("config.json", config, strlen(config));
         error.message[0] = '\0';
         status = moe_import_read_model(&model, s.sources, 2, NULL, NULL, &error);
-        CHECKF(status == rows[i].status && strstr(error.message, rows[i].says) != NULL, "%s, %s: %s: %s",
-               rows[i].scales, rows[i].block, moe_status_text(status), error.message);
+        CHECKF(status == wanted && strstr(error.message, other ? "not F8_E4M3 with one F32" : rows[i].says) != NULL,
+               "%s, %s: %s: %s", rows[i].scales, rows[i].block, moe_status_text(status), error.message);
         moe_import_free(&model);
         free(changed.p);
         free(s.all.p);
@@ -1731,7 +1735,8 @@ static void test_scales_twice(void) {
         f.shape[0] = f.shape[1] = 1;
         f.count = 1;
         f.bytes = i == 0 ? 1 : 4;
-        f.dtype = i == 0 ? MOE_DTYPE_U8 : MOE_DTYPE_F32;
+        f.type = i == 0 ? moei_gguf_type_find(MOEI_TYPE_E4M3) : NULL;
+        f.dtype = i == 0 ? MOE_DTYPE_COUNT : MOE_DTYPE_F32;
         CHECK_STATUS(moei_import_tensor_add(&r, &list, &f, i == 0 ? "w" : "w_scale_inv"), MOE_OK);
     }
     CHECK_STATUS(moei_import_join(&r, &list), MOE_OK);
@@ -1846,6 +1851,37 @@ static void test_packed_layer(void) {
     moe_layer_free(&layer);
 }
 
+/* An index lists scales as tensors of their own. */
+static void test_listed_scales(void) {
+    static const char *const names[] = {"router.weight", "router.bias", "experts.gate_up_proj_blocks",
+                                        "experts.gate_up_proj_scales", "experts.gate_up_proj_bias",
+                                        "experts.down_proj_blocks", "experts.down_proj_scales",
+                                        "experts.down_proj_bias", "experts.up_proj_scales"};
+    const bytes b = read_file(FOLDER "gpt_oss-mxfp4/model.safetensors");
+    const bytes config = read_file(FOLDER "gpt_oss-mxfp4/config.json");
+    size_t n;
+    for (n = 8; n <= 9; n++) { /* the last one is not in the file */
+        char index[1000] = "{\"weight_map\": {";
+        moe_import_source sources[3];
+        moe_layer layer;
+        moe_error error;
+        moe_status status;
+        size_t i;
+        for (i = 0; i < n; i++)
+            sprintf(index + strlen(index), "%s\"model.layers.0.mlp.%s\": \"model.safetensors\"", i > 0 ? ", " : "",
+                    names[i]);
+        strcat(index, "}}");
+        sources[0] = moe_import_memory("model.safetensors.index.json", index, strlen(index));
+        sources[1] = moe_import_memory("model.safetensors", b.p, b.n);
+        sources[2] = moe_import_memory("config.json", config.p, config.n);
+        status = moe_import_read(&layer, sources, 3, "model.layers.0", NULL, NULL, &error);
+        CHECKF(status == (n == 8 ? MOE_OK : MOE_ERR_NOT_FOUND), "%s", error.message);
+        if (status == MOE_OK) moe_layer_free(&layer);
+    }
+    free(b.p);
+    free(config.p);
+}
+
 /* Whatever a digit, a letter or a byte of the header or of config.json is. */
 static void test_seed_bytes(const seed *s, const char *name) {
     moe_rng rng;
@@ -1921,6 +1957,7 @@ int main(void) {
     CASE(test_one_bias());
     CASE(test_fp8());
     CASE(test_uneven_scales());
+    CASE(test_listed_scales());
     CASE(test_scales_twice());
     CASE(test_bytes(gguf, 1, 0, 2500, 8));
     CASE(test_bytes(gguf_oss, 1, 0, 3500, 12));
