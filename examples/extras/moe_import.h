@@ -4124,15 +4124,15 @@ static const moei_place_name moei_place_names[] = {
     {MOEI_PLACE_KV_B, "attn_kv_b.weight", "self_attn.kv_b_proj.weight", "NC", MOEI_ARCH_WHOLE_B, MOEI_ARCH_WHOLE_B},
     {MOEI_PLACE_KEY_B, "attn_k_b.weight", NULL, "hCn", MOEI_ARCH_HALVES_B, MOEI_ARCH_HALVES_B},
     {MOEI_PLACE_VALUE_B, "attn_v_b.weight", NULL, "hvC", MOEI_ARCH_HALVES_B, MOEI_ARCH_HALVES_B},
-    {MOEI_PLACE_CONVOLUTION, "shortconv.conv.weight", NULL, "HL", MOEI_ARCH_CONVOLUTION, 0},
-    {MOEI_PLACE_CONVOLUTION, NULL, "conv.conv.weight", "H1L", MOEI_ARCH_CONVOLUTION, 0},
+    {MOEI_PLACE_CONVOLUTION, "shortconv.conv.weight", NULL, "HL", MOEI_ARCH_CONVOLUTION, MOEI_ARCH_CONVOLUTION},
+    {MOEI_PLACE_CONVOLUTION, NULL, "conv.conv.weight", "H1L", MOEI_ARCH_CONVOLUTION, MOEI_ARCH_CONVOLUTION},
     {MOEI_PLACE_CONVOLUTION_IN, "shortconv.in_proj.weight", "conv.in_proj.weight", "3H", MOEI_ARCH_CONVOLUTION,
      MOEI_ARCH_CONVOLUTION},
     {MOEI_PLACE_CONVOLUTION_OUT, "shortconv.out_proj.weight", "conv.out_proj.weight", "HH", MOEI_ARCH_CONVOLUTION,
      MOEI_ARCH_CONVOLUTION},
     {MOEI_PLACE_POST_FIRST, "attn_output_norm.weight", NULL, "H", MOEI_ARCH_POST_NORM, MOEI_ARCH_POST_NORM},
     {MOEI_PLACE_POST_SECOND, "layer_output_norm.weight", NULL, "H", MOEI_ARCH_POST_NORM, 0},
-    {MOEI_PLACE_POST_SECOND, "post_ffw_norm.weight", NULL, "H", MOEI_ARCH_POST_NORM, 0},
+    {MOEI_PLACE_POST_SECOND, "post_ffw_norm.weight", NULL, "H", MOEI_ARCH_POST_NORM, MOEI_ARCH_POST_NORM},
     {MOEI_PLACE_GATE, NULL, "feed_forward.w1.weight", "FH", MOEI_ARCH_DENSE, 0},
     {MOEI_PLACE_GATE, NULL, "feed_forward.gate_proj.weight", "FH", MOEI_ARCH_DENSE, 0},
     {MOEI_PLACE_GATE, "ffn_gate.weight", "mlp.gate_proj.weight", "FH", MOEI_ARCH_DENSE, MOEI_ARCH_DENSE},
@@ -4471,7 +4471,8 @@ static moe_status moei_model_windows(const moei_importer *r, const moei_model *m
                       "with rope.scaling.factor = %g", (double)m->factor);
 }
 
-/* Reads the settings that apply to block `block`; keeps what the tensors determined. */
+/* Reads the settings that apply to block `block`; keeps what the tensors determined. Only numbers
+   of heads may be lists: the other settings are also those of modules outside the blocks. */
 static moe_status moei_model_read(moei_importer *r, moei_model *m, size_t block) {
     const moei_model before = *m;
     const moei_model_key *row;
@@ -4483,8 +4484,13 @@ static moe_status moei_model_read(moei_importer *r, moei_model *m, size_t block)
     m->is_long = before.is_long;
     m->heads = m->kv_heads = m->window = m->chunk = -1;
     r->block = block;
+    r->by_block = 0;
     status = moei_model_arch(r, m);
-    for (row = moei_model_keys; row->gguf != NULL && status == MOE_OK; row++) status = moei_model_key_read(r, row, m);
+    for (row = moei_model_keys; row->gguf != NULL && status == MOE_OK; row++) {
+        r->by_block = row->offset == offsetof(moei_model, heads) || row->offset == offsetof(moei_model, kv_heads);
+        status = moei_model_key_read(r, row, m);
+    }
+    r->by_block = 1;
     if (status != MOE_OK) return status;
     status = moei_model_required(r, m);
     if (status != MOE_OK) return status;
@@ -4911,7 +4917,8 @@ static moe_status moei_model_block_read(moei_importer *r, moei_model *m, int blo
                           moei_import_full_name(r, moei_import_tensor_at(&r->found, 0)->suffix, shown),
                           moei_model_is_folder(r) ? m->arch->types : m->arch->archs);
     }
-    return MOE_OK;
+    if ((b->traits & MOEI_ARCH_DENSE) != 0) return MOE_OK;
+    return moei_error(r->error, MOE_ERR_NOT_FOUND, "block %d: its experts are missing in the file", block);
 }
 
 /* GGUF: other architectures than llama4 scale queries from position temperature_length on, which an
@@ -4932,7 +4939,7 @@ static moe_status moei_model_open(moei_importer *r, const char *name, int contex
     char shown[112];
     moe_status status;
     memset(m, 0, sizeof *m);
-    r->is_model = r->by_block = 1;
+    r->is_model = 1;
     status = moei_import_open(r, name);
     if (status == MOE_OK) status = moei_model_read(r, m, 0);
     if (status == MOE_OK) status = moei_model_collect(r);
@@ -5315,6 +5322,7 @@ static moe_status moei_build_factors(moei_build *b, moe_module *module) {
                                                                                        : "rope_scaling.short_factor");
     const size_t at = old > 0 ? old : moei_import_config_at(b->r, is_long ? "rope_parameters.long_factor"
                                                                           : "rope_parameters.short_factor");
+    const moei_import_tensor *f = b->m.factors;
     void *memory;
     moe_real *values;
     size_t i;
@@ -5322,9 +5330,10 @@ static moe_status moei_build_factors(moei_build *b, moe_module *module) {
     if (status != MOE_OK) return status;
     values = (moe_real *)memory;
     module->tensors[MOE_MODULE_ROTARY_FACTORS] = values;
-    if (b->m.factors != NULL) {
+    if (f != NULL) {
         moe_real *of = NULL;
-        status = moei_build_reals(b, b->m.factors, &of);
+        status = moei_place_check(b->r, &b->m, moei_place_find(b->r, b->m.traits, -1, f->suffix), f);
+        if (status == MOE_OK) status = moei_build_reals(b, f, &of);
         for (i = 0; i < n && status == MOE_OK; i++) values[i] = of[i] * b->m.factor;
         return status;
     }
@@ -8361,7 +8370,7 @@ static size_t moei_decode_token(const moe_decoder *d, int32_t id, unsigned char 
     size_t n = 0, size;
     if (kind == MOEI_TOKEN_UNUSED) return 0;
     if ((kind == MOEI_TOKEN_CONTROL || kind == MOEI_TOKEN_UNKNOWN) && (d->flags & MOE_TOKENIZER_SPECIAL) == 0) return 0;
-    if (kind == MOEI_TOKEN_BYTE && s->size == 6) {
+    if (kind == MOEI_TOKEN_BYTE && s->size == 6 && moei_hex_digit(text[3]) >= 0 && moei_hex_digit(text[4]) >= 0) {
         if (out != NULL) out[0] = (unsigned char)(moei_hex_digit(text[3]) << 4 | moei_hex_digit(text[4]));
         return 1;
     }

@@ -731,9 +731,11 @@ static void test_seed_settings(void) {
                 {"lfm2moe", "\"tie_word_embeddings\": false", MOE_ERR_NOT_FOUND, "lm_head.weight': missing"},
                 {"llama", "\"hidden_size\": 8.5", MOE_ERR_CONFIG, "must be an integer"},
                 {"llama", "\"hidden_size\": -8.5", MOE_ERR_CONFIG, "must be an integer"},
-                {"llama", "\"rms_norm_eps\": []", MOE_ERR_CONFIG, "rms_norm_eps = a list: expected a number"},
-                {"llama", "\"rms_norm_eps\": [1e-5, \"x\"]", MOE_OK, ""}, /* it has one block */
-                {"llama", "\"rms_norm_eps\": [\"x\"]", MOE_ERR_CONFIG, "rms_norm_eps = x: expected a number"},
+                {"llama", "\"num_attention_heads\": []", MOE_ERR_CONFIG, "heads = a list: expected a number"},
+                {"llama", "\"num_attention_heads\": [1, \"x\"]", MOE_OK, ""}, /* it has one block */
+                {"llama", "\"num_attention_heads\": [\"x\"]", MOE_ERR_CONFIG, "heads = x: expected a number"},
+                {"granitemoe", "\"embedding_multiplier\": [1, 12]", MOE_ERR_CONFIG, "r = a list: expected a number"},
+                {"granitemoe", "\"model_type\": [\"granitemoe\", \"olmoe\"]", MOE_ERR_UNSUPPORTED, "model_type = ''"},
                 {"llama", "\"time_step_limit\": [0.0, Infinity], \"a\": NaN, \"b\": -Infinity", MOE_OK, ""},
                 {"llama", "\"a\": nan", MOE_ERR_FORMAT, "a value is expected"},
                 {"llama", "\"rms_norm_eps\": NaN", MOE_ERR_CONFIG, "rms_norm_eps = NaN: expected a number"},
@@ -1319,6 +1321,42 @@ static void test_narrow(void) {
     }
 }
 
+/* Tensors of block 0 that are missing: block 1, which has them, is of multi-token prediction and is
+   not read. */
+static void test_missing(void) {
+    static const uint64_t ne[] = {1, 0};
+    static const struct {
+        const char *arch, *name, *but, *says;
+    } rows[] = {
+        {"llama", "blk.0.ffn_", "norm", "block 0: its experts are missing in the file"},
+        {"grok", "blk.0.layer_output_norm", "none", "tensor 'blk.0.post_ffw_norm.weight': missing in the file"}};
+    size_t i, at;
+    for (i = 0; i < 2; i++) {
+        moe_import_source source;
+        moe_imported model;
+        moe_error error;
+        bytes b, more;
+        seed s;
+        char key[40];
+        read_seed(&s, "grok", 0);
+        b.p = s.all.p + ((const unsigned char *)s.sources[0].ctx - s.all.p);
+        b.n = (size_t)s.sources[0].size;
+        if (i == 0) b = narrow(ne, 0, 352, 360);
+        sprintf(key, "%s.nextn_predict_layers", rows[i].arch);
+        more = with_key(b, key, 4, "\1\0\0\0", 4);
+        more.p[find(more, "block_count", 0) + 15] = 2;
+        for (at = 0; (at = find(more, rows[i].name, at + 1)) < more.n;)
+            if (memcmp(more.p + at + strlen(rows[i].name), rows[i].but, 4) != 0) more.p[at + 4] = '1';
+        source = moe_import_memory(NULL, more.p, more.n);
+        CHECK_STATUS(moe_import_read_model(&model, &source, 1, NULL, NULL, &error), MOE_ERR_NOT_FOUND);
+        CHECK(strcmp(error.message, rows[i].says) == 0, error.message);
+        moe_import_free(&model);
+        if (i == 0) free(b.p);
+        free(more.p);
+        free(s.all.p);
+    }
+}
+
 /* A tensor whose end exceeds 64 bits does not let those behind it share bytes: the layer would be
    larger than the file. */
 static void test_shared_bytes(void) {
@@ -1462,6 +1500,34 @@ static void test_unscaled(void) {
     }
 }
 
+/* Blocks may have other numbers of heads, but not more rotary pairs than rope_freqs has. */
+static void test_unequal_heads(void) {
+    static const char list[] = "\4\0\0\0\2\0\0\0\0\0\0\0\1\0\0\0\3\0\0\0";
+    static const char *const keys[] = {"attention.head_count", "attention.head_count_kv", "rope.dimension_count"};
+    moe_imported model;
+    moe_import_source source;
+    moe_error error;
+    seed s;
+    bytes b, changed;
+    char name[40];
+    size_t i;
+    read_seed(&s, "llama4", 0);
+    b.p = s.all.p + ((const unsigned char *)s.sources[0].ctx - s.all.p);
+    b.n = (size_t)s.sources[0].size;
+    for (i = 0; i < 3; i++) b.p[find(b, keys[i], 0) + strlen(keys[i]) - 1] = 'z';
+    for (i = 0; i < 2; i++, b = changed) {
+        sprintf(name, "llama4.%s", keys[i]);
+        changed = with_key(b, name, 9, list, 20);
+        if (i == 1) free(b.p);
+    }
+    source = moe_import_memory(NULL, b.p, b.n);
+    CHECK_STATUS(moe_import_read_model(&model, &source, 1, NULL, NULL, &error), MOE_ERR_SHAPE);
+    CHECK(strcmp(error.message, "tensor 'rope_freqs.weight': the shape must be [1], it is [3]") == 0, error.message);
+    moe_import_free(&model);
+    free(b.p);
+    free(s.all.p);
+}
+
 /* Queries that grow with the position, beyond llama4: only up to where they begin to. */
 static void test_tuning(void) {
     moe_imported model;
@@ -1589,6 +1655,8 @@ static void test_parts(void) {
          "layers.1.self_attn.k_norm.weight': missing"},
         {"glm4moe", "layers.1.self_attn.q_norm.weight", "layers.1.self_attn.rotary_emb.inv_freq", MOE_ERR_NOT_FOUND,
          "layers.1.self_attn.q_norm.weight': missing"},
+        {"lfm2moe", "conv.conv.weight", "self_attn.rotary_emb.inv_freq", MOE_ERR_NOT_FOUND,
+         "conv.conv.weight': missing"},
         {"granitemoe", "self_attn.q_proj.bias", "self_attn.rotary_emb.inv_freq", MOE_ERR_NOT_FOUND,
          "self_attn.q_proj.bias': missing"},
         {"granitemoe", "self_attn.k_proj.bias", "self_attn.rotary_emb.inv_freq", MOE_ERR_NOT_FOUND,
@@ -1943,7 +2011,9 @@ int main(void) {
     CASE(test_gguf_attention());
     CASE(test_folder_keys());
     CASE(test_unscaled());
+    CASE(test_unequal_heads());
     CASE(test_narrow());
+    CASE(test_missing());
     CASE(test_shared_bytes());
     CASE(test_split_tensors());
     CASE(test_index());
