@@ -2558,16 +2558,18 @@ static void moei_gguf_part_end(uint32_t no, uint32_t count, char end[21]) {
         for (place = 5 + 9 * k; no > 0; place--, no /= 10) end[place] = (char)('0' + no % 10);
 }
 
-/* Opens a part of a split file and checks that it is that part. */
+/* Opens a part of a split file, unless it is the one that is open already, and checks that it is
+   that part. */
 static moe_status moei_gguf_open_part(moei_importer *r, uint32_t no, moei_import_shard **part) {
     const size_t stem = moei_strlen(r->first->name) - 20;
     const uint32_t count = r->first->split_count;
     char name[MOEI_IMPORT_NAME];
     unsigned char begin[4];
-    moe_status status;
+    moe_status status = MOE_OK;
     memcpy(name, r->first->name, stem);
     moei_gguf_part_end(no + 1, count, name + stem);
-    status = moei_import_shard_open(r, name, part);
+    for (*part = r->shards; *part != NULL && moei_strcmp((*part)->name, name) != 0;) *part = (*part)->next;
+    if (*part == NULL) status = moei_import_shard_open(r, name, part);
     if (status == MOE_ERR_NOT_FOUND)
         return moei_error(r->error, status,
                           "%s: part %d of %d of this split file is missing; it must lie beside the others",
@@ -4476,6 +4478,7 @@ static moe_status moei_model_windows(const moei_importer *r, const moei_model *m
 static moe_status moei_model_read(moei_importer *r, moei_model *m, size_t block) {
     const moei_model before = *m;
     const moei_model_key *row;
+    char type[MOEI_IMPORT_VALUE];
     moe_status status;
     memset(m, 0, sizeof *m);
     memcpy(m->places, before.places, sizeof m->places);
@@ -4503,7 +4506,11 @@ static moe_status moei_model_read(moei_importer *r, moei_model *m, size_t block)
     moei_default_real(&m->base, MOEI_R(10000.0));
     moei_default_real(&m->factor, MOEI_R(1.0));
     if (m->original == 0) m->original = m->context;
-    return moei_model_windows(r, m);
+    status = moei_model_windows(r, m);
+    if (!moei_model_is_folder(r) && moei_import_value(r, "rope.scaling.type", type) == MOEI_VALUE_TEXT &&
+        moei_strcmp(type, "none") == 0)
+        m->factor = MOEI_R(1.0); /* nor do factors per pair scale with it */
+    return status;
 }
 
 /* ---- >>model_blocks ---- */
@@ -4741,9 +4748,7 @@ static moe_status moei_gguf_rotary(const moei_importer *r, const moei_model *m, 
     char type[MOEI_IMPORT_VALUE];
     const int kind = moei_import_value(r, "rope.scaling.type", type);
     const int yarn = kind == MOEI_VALUE_TEXT && moei_strcmp(type, "yarn") == 0;
-    const int none = kind == MOEI_VALUE_TEXT && moei_strcmp(type, "none") == 0;
-    if (kind != MOEI_VALUE_NONE && !yarn && !none && moei_strcmp(type, "linear") != 0 &&
-        moei_strcmp(type, "longrope") != 0)
+    if (kind != MOEI_VALUE_NONE && !yarn && !moei_is_word_of(type, "none linear longrope"))
         return moei_error(r->error, MOE_ERR_UNSUPPORTED, "metadata: rope.scaling.type = %s is not supported",
                           kind == MOEI_VALUE_OTHER ? "a list" : type);
     c->rotary_magnitude = m->attention_factor;
@@ -4763,11 +4768,11 @@ static moe_status moei_gguf_rotary(const moei_importer *r, const moei_model *m, 
         }
         if (c->kv_lora == 0 || moei_is_zero(m->log_multiplier))
             c->rotary_magnitude *= moei_yarn_magnitude(m->factor, MOEI_R(1.0));
-    } else if (!none && (m->factor < MOEI_R(1.0) || m->factor > MOEI_R(1.0)))
+    } else if (m->factor < MOEI_R(1.0) || m->factor > MOEI_R(1.0))
         c->rotary_scaling = MOE_ROTARY_LINEAR;
     /* deepseek2: the magnitude also multiplies the scores, with linear scaling too */
     if (c->kv_lora > 0) {
-        const moe_real more = none ? 0 : moei_ln(m->factor);
+        const moe_real more = moei_ln(m->factor);
         moe_real s = c->rotary_magnitude;
         moei_default_real(&s, MOEI_R(1.0));
         if (!yarn) s *= MOEI_R(1.0) + MOEI_R(0.1) * more;
@@ -5612,7 +5617,6 @@ static moe_status moei_model_run(moe_imported *model, const moei_import_folder *
     moe_status status;
     memset(&r, 0, sizeof r);
     memset(&b, 0, sizeof b);
-    memset(model, 0, sizeof *model);
     b.r = &r;
     b.options = options != NULL ? options : &none;
     b.out = model;
@@ -5733,6 +5737,7 @@ moe_status moe_import_read_model(moe_imported *model, const moe_import_source *s
                                  const moe_import_options *options, const moe_allocator *allocator, moe_error *error) {
     moei_import_sources s;
     moei_import_folder folder = moei_import_sources_folder(&s);
+    if (model != NULL) memset(model, 0, sizeof *model);
     if (model == NULL || sources == NULL || n_sources == 0)
         return moei_error(error, MOE_ERR_ARGUMENT, "model or sources is NULL, or there are no sources");
     s.sources = sources;
@@ -6874,19 +6879,6 @@ static const moei_vocab_pre_row moei_vocab_pres[] = {
     {"falcon", 0, {MOEI_PASS_FALCON, MOEI_PASS_GPT2, MOEI_PASS_THREE}},
     {"default", 0, {MOEI_PASS_DEFAULT, MOEI_PASS_GPT2, MOEI_PASS_DIGITS, MOEI_PASS_THREE}}};
 
-/* Whether a list separated by spaces contains a word. */
-static int moei_list_has(const char *list, const char *word) {
-    const size_t n = moei_strlen(word);
-    const char *p = list;
-    while (n > 0 && *p != '\0') {
-        size_t k = 0;
-        while (p[k] != '\0' && p[k] != ' ') k++;
-        if (k == n && moei_memcmp(p, word, n) == 0) return 1;
-        p += p[k] == ' ' ? k + 1 : k;
-    }
-    return 0;
-}
-
 /* ---- the vocabulary: texts, their ids, merges ---- */
 
 enum {
@@ -7418,7 +7410,7 @@ static void moei_vocab_merges(moei_vocab_gguf *f) {
 static int moei_vocab_cut(moe_tokenizer *t, const char *pre) {
     const size_t n = sizeof moei_vocab_pres / sizeof *moei_vocab_pres;
     size_t i = 0;
-    while (i < n && !moei_list_has(moei_vocab_pres[i].names, pre)) i++;
+    while (i < n && !moei_is_word_of(pre, moei_vocab_pres[i].names)) i++;
     if (i == n) return 0;
     t->whole = moei_vocab_pres[i].whole;
     for (t->n_passes = 0; t->n_passes < 6 && moei_vocab_pres[i].passes[t->n_passes] != MOEI_PASS_NONE; t->n_passes++)
@@ -8579,7 +8571,7 @@ const moe_chat *moe_chat_find(const moe_tokenizer *t) {
     int i;
     for (i = 0; i < MOEI_CHATS && t != NULL; i++) {
         const moe_chat *c = moei_chats + i;
-        if (t->chat_template == NULL ? moei_list_has(c->architectures, t->architecture)
+        if (t->chat_template == NULL ? moei_is_word_of(t->architecture, c->architectures)
                                      : moei_contains(t->chat_template, c->marks[0]) &&
                                            (c->marks[1] == NULL || moei_contains(t->chat_template, c->marks[1])))
             return c;

@@ -188,7 +188,9 @@ static void test_options(void) {
     CHECK(moe_import_model(&model, GGUF, &options, NULL, &error) != MOE_OK);
     CHECK_STATUS(moe_import_model(NULL, GGUF, NULL, NULL, &error), MOE_ERR_ARGUMENT);
     CHECK_STATUS(moe_import_model(&model, NULL, NULL, NULL, &error), MOE_ERR_ARGUMENT);
+    memset(&model, 1, sizeof model);
     CHECK_STATUS(moe_import_read_model(&model, NULL, 1, NULL, NULL, NULL), MOE_ERR_ARGUMENT);
+    CHECK(model.owned == NULL && model.net.modules == NULL);
     CHECK_STATUS(moe_import_read_model(&model, &nothing, 0, NULL, NULL, NULL), MOE_ERR_ARGUMENT);
     CHECK_STATUS(moe_import_read_model(NULL, &nothing, 1, NULL, NULL, NULL), MOE_ERR_ARGUMENT);
     CHECK(moe_import_model(&model, FOLDER "nothing.gguf", NULL, NULL, &error) != MOE_OK);
@@ -1433,6 +1435,7 @@ static void test_split_tensors(void) {
         status = moe_import_read_model(&model, sources, 2, NULL, NULL, &error);
         CHECKF(status == rows[row].status && strstr(error.message, says) != NULL, "row %d: %s: %s", row,
                moe_status_text(status), error.message);
+        CHECK(status != MOE_OK || model.file_bytes == part.n + rest.n); /* each part once */
         moe_import_free(&model);
         free(rest.p);
         free(part.p);
@@ -1466,7 +1469,8 @@ static void test_index(void) {
     }
 }
 
-/* llama4 with rope.scaling.type = none and a factor, unless that is 1 or there are no windows. */
+/* llama4 with rope.scaling.type = none and a factor, unless that is 1 or there are no windows. Then
+   nothing is scaled, not even angles with factors of their own. */
 static void test_unscaled(void) {
     static const struct {
         const char *window, *factor;
@@ -1474,7 +1478,7 @@ static void test_unscaled(void) {
     } rows[] = {{"sliding_windoz", "\0\0\0\x41", MOE_ERR_UNSUPPORTED},
                 {"sliding_windoz", "\0\0\x80\x3f", MOE_OK},
                 {"sliding_window", "\0\0\0\x41", MOE_OK}};
-    size_t i;
+    size_t i, module;
     for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
         moe_imported model;
         moe_import_source source;
@@ -1492,6 +1496,10 @@ static void test_unscaled(void) {
         CHECK_STATUS(moe_import_read_model(&model, &source, 1, NULL, NULL, &error), rows[i].status);
         CHECK(rows[i].status == MOE_OK || strstr(error.message, "none is not supported together with "
                                                  "rope.scaling.factor = 8") != NULL, error.message);
+        for (module = 0; module < model.net.n_modules; module++) {
+            const moe_real *factors = model.net.modules[module].tensors[MOE_MODULE_ROTARY_FACTORS];
+            if (factors != NULL) CHECK_NEAR(factors[0], 4.75415, 1e-5);
+        }
         moe_import_free(&model);
         free(window.p);
         free(factor.p);
