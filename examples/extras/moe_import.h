@@ -955,7 +955,7 @@ typedef struct moei_import_tensor {
     const moei_import_shard *shard;
     uint64_t at;            /* offset of its data in the file */
     size_t count, bytes;
-    const moei_block_type *type; /* in GGUF; NULL: unknown */
+    const moei_block_type *type; /* in GGUF, and of FP8 and MXFP4; NULL: unknown */
     int dtype, n_dims;      /* dtype MOE_DTYPE_COUNT: blocks, or not supported */
     int code;               /* type number in GGUF */
     size_t shape[MOE_FILE_MAX_DIMS];
@@ -2558,16 +2558,18 @@ static void moei_gguf_part_end(uint32_t no, uint32_t count, char end[21]) {
         for (place = 5 + 9 * k; no > 0; place--, no /= 10) end[place] = (char)('0' + no % 10);
 }
 
-/* Opens a part of a split file and checks that it is that part. */
+/* Opens a part of a split file, unless it is the one that is open already, and checks that it is
+   that part. */
 static moe_status moei_gguf_open_part(moei_importer *r, uint32_t no, moei_import_shard **part) {
     const size_t stem = moei_strlen(r->first->name) - 20;
     const uint32_t count = r->first->split_count;
     char name[MOEI_IMPORT_NAME];
     unsigned char begin[4];
-    moe_status status;
+    moe_status status = MOE_OK;
     memcpy(name, r->first->name, stem);
     moei_gguf_part_end(no + 1, count, name + stem);
-    status = moei_import_shard_open(r, name, part);
+    for (*part = r->shards; *part != NULL && moei_strcmp((*part)->name, name) != 0;) *part = (*part)->next;
+    if (*part == NULL) status = moei_import_shard_open(r, name, part);
     if (status == MOE_ERR_NOT_FOUND)
         return moei_error(r->error, status,
                           "%s: part %d of %d of this split file is missing; it must lie beside the others",
@@ -2825,6 +2827,17 @@ static void moei_import_walk_begin(moei_import_walk *w, const moei_importer *r, 
     (void)moei_json_take(&w->json, '{');
 }
 
+/* Whether a header says F8_E4M3 of a tensor, a type that moe.h does not know. */
+static int moei_import_is_e4m3(const moei_import_shard *shard, const moe_file_tensor *t) {
+    const unsigned char *end = (const unsigned char *)t->name + t->name_length + 1; /* of the quoted name */
+    moei_json j = moei_import_json_at(&shard->bytes, (size_t)(end - shard->bytes.data), NULL);
+    moei_span s;
+    (void)moei_json_take(&j, ':');
+    (void)moei_json_peek(&j);
+    j.at = moei_import_json_member(&shard->bytes, j.at, "dtype");
+    return moei_json_string(&j, &s) == MOE_OK && moei_span_is(s, "F8_E4M3");
+}
+
 static moe_status moei_import_walk_file(moei_import_walk *w, const moei_import_shard *shard,
                                         char name[MOEI_IMPORT_NAME], moei_import_tensor *f) {
     moe_file_tensor t;
@@ -2840,6 +2853,7 @@ static moe_status moei_import_walk_file(moei_import_walk *w, const moei_import_s
     f->dtype = t.dtype;
     f->n_dims = t.n_dims;
     for (i = 0; i < t.n_dims; i++) f->shape[i] = t.shape[i];
+    if (t.dtype == MOE_DTYPE_COUNT && moei_import_is_e4m3(shard, &t)) f->type = moei_gguf_type_find(MOEI_TYPE_E4M3);
     f->shard = shard;
     return MOE_OK;
 }
@@ -3139,7 +3153,7 @@ static moe_status moei_import_join_fp8(const moei_importer *r, moei_import_tenso
     const size_t height = moei_import_scale_block(r, 0), width = moei_import_scale_block(r, 1);
     const int n = f->n_dims;
     char shown[112];
-    int i, good = n >= 2 && of->n_dims == n && of->dtype == MOE_DTYPE_F32 && f->bytes == f->count;
+    int i, good = n >= 2 && of->n_dims == n && of->dtype == MOE_DTYPE_F32 && f->type != NULL && f->bytes == f->count;
     for (i = 0; i < n && good; i++) {
         const size_t block = i == n - 1 ? width : i == n - 2 ? height : 1;
         good = of->shape[i] == f->shape[i] / block + (f->shape[i] % block != 0);
@@ -3147,8 +3161,6 @@ static moe_status moei_import_join_fp8(const moei_importer *r, moei_import_tenso
     if (!good)
         return moei_error(r->error, MOE_ERR_SHAPE, "tensor '%s': not F8_E4M3 with one F32 scale per block of "
                           "quantization_config.weight_block_size", moei_import_full_name(r, f->suffix, shown));
-    f->type = moei_gguf_type_find(MOEI_TYPE_E4M3);
-    f->dtype = MOE_DTYPE_COUNT;
     f->scales.width = of->shape[n - 1];
     f->scales.rows = height;
     f->scales.columns = width;
@@ -3840,7 +3852,7 @@ static moe_status moei_import_missing(const moei_importer *r, const moe_layer *l
 static moe_status moei_import_complete(moei_importer *r, const moe_layer *layer, uint64_t *seen) {
     char shown[112];
     size_t i, e, expert, experts = r->sizes[MOEI_SIZE_E];
-    int param;
+    int param, is_fp8;
     for (i = 0; i < moei_import_tensor_count(&r->found); i++) {
         const moei_import_tensor *f = moei_import_tensor_at(&r->found, i);
         if (!moei_import_mark(seen, experts, f->row, f->expert))
@@ -3850,6 +3862,8 @@ static moe_status moei_import_complete(moei_importer *r, const moe_layer *layer,
     for (i = 0; i < moei_import_tensor_count(&r->listed); i++) {
         const moei_import_tensor *f = moei_import_tensor_at(&r->listed, i);
         const moei_tensor_name *row = moei_tensor_name_find(moei_sets_of_family(r, r->family), f->suffix, &expert);
+        const moei_import_tensor *scaled = moei_import_scaled(&r->found, f, &is_fp8);
+        if (scaled != NULL && scaled->scales.shard != NULL) continue;
         if (row == NULL || expert >= experts || !(seen[expert] >> row->param & 1u))
             return moei_error(r->error, MOE_ERR_NOT_FOUND,
                               "tensor '%s': the index lists it in '%s', which does not have it",
@@ -4112,15 +4126,15 @@ static const moei_place_name moei_place_names[] = {
     {MOEI_PLACE_KV_B, "attn_kv_b.weight", "self_attn.kv_b_proj.weight", "NC", MOEI_ARCH_WHOLE_B, MOEI_ARCH_WHOLE_B},
     {MOEI_PLACE_KEY_B, "attn_k_b.weight", NULL, "hCn", MOEI_ARCH_HALVES_B, MOEI_ARCH_HALVES_B},
     {MOEI_PLACE_VALUE_B, "attn_v_b.weight", NULL, "hvC", MOEI_ARCH_HALVES_B, MOEI_ARCH_HALVES_B},
-    {MOEI_PLACE_CONVOLUTION, "shortconv.conv.weight", NULL, "HL", MOEI_ARCH_CONVOLUTION, 0},
-    {MOEI_PLACE_CONVOLUTION, NULL, "conv.conv.weight", "H1L", MOEI_ARCH_CONVOLUTION, 0},
+    {MOEI_PLACE_CONVOLUTION, "shortconv.conv.weight", NULL, "HL", MOEI_ARCH_CONVOLUTION, MOEI_ARCH_CONVOLUTION},
+    {MOEI_PLACE_CONVOLUTION, NULL, "conv.conv.weight", "H1L", MOEI_ARCH_CONVOLUTION, MOEI_ARCH_CONVOLUTION},
     {MOEI_PLACE_CONVOLUTION_IN, "shortconv.in_proj.weight", "conv.in_proj.weight", "3H", MOEI_ARCH_CONVOLUTION,
      MOEI_ARCH_CONVOLUTION},
     {MOEI_PLACE_CONVOLUTION_OUT, "shortconv.out_proj.weight", "conv.out_proj.weight", "HH", MOEI_ARCH_CONVOLUTION,
      MOEI_ARCH_CONVOLUTION},
     {MOEI_PLACE_POST_FIRST, "attn_output_norm.weight", NULL, "H", MOEI_ARCH_POST_NORM, MOEI_ARCH_POST_NORM},
     {MOEI_PLACE_POST_SECOND, "layer_output_norm.weight", NULL, "H", MOEI_ARCH_POST_NORM, 0},
-    {MOEI_PLACE_POST_SECOND, "post_ffw_norm.weight", NULL, "H", MOEI_ARCH_POST_NORM, 0},
+    {MOEI_PLACE_POST_SECOND, "post_ffw_norm.weight", NULL, "H", MOEI_ARCH_POST_NORM, MOEI_ARCH_POST_NORM},
     {MOEI_PLACE_GATE, NULL, "feed_forward.w1.weight", "FH", MOEI_ARCH_DENSE, 0},
     {MOEI_PLACE_GATE, NULL, "feed_forward.gate_proj.weight", "FH", MOEI_ARCH_DENSE, 0},
     {MOEI_PLACE_GATE, "ffn_gate.weight", "mlp.gate_proj.weight", "FH", MOEI_ARCH_DENSE, MOEI_ARCH_DENSE},
@@ -4459,10 +4473,12 @@ static moe_status moei_model_windows(const moei_importer *r, const moei_model *m
                       "with rope.scaling.factor = %g", (double)m->factor);
 }
 
-/* Reads the settings that apply to block `block`; keeps what the tensors determined. */
+/* Reads the settings that apply to block `block`; keeps what the tensors determined. Only numbers
+   of heads may be lists: the other settings are also those of modules outside the blocks. */
 static moe_status moei_model_read(moei_importer *r, moei_model *m, size_t block) {
     const moei_model before = *m;
     const moei_model_key *row;
+    char type[MOEI_IMPORT_VALUE];
     moe_status status;
     memset(m, 0, sizeof *m);
     memcpy(m->places, before.places, sizeof m->places);
@@ -4471,8 +4487,13 @@ static moe_status moei_model_read(moei_importer *r, moei_model *m, size_t block)
     m->is_long = before.is_long;
     m->heads = m->kv_heads = m->window = m->chunk = -1;
     r->block = block;
+    r->by_block = 0;
     status = moei_model_arch(r, m);
-    for (row = moei_model_keys; row->gguf != NULL && status == MOE_OK; row++) status = moei_model_key_read(r, row, m);
+    for (row = moei_model_keys; row->gguf != NULL && status == MOE_OK; row++) {
+        r->by_block = row->offset == offsetof(moei_model, heads) || row->offset == offsetof(moei_model, kv_heads);
+        status = moei_model_key_read(r, row, m);
+    }
+    r->by_block = 1;
     if (status != MOE_OK) return status;
     status = moei_model_required(r, m);
     if (status != MOE_OK) return status;
@@ -4485,7 +4506,11 @@ static moe_status moei_model_read(moei_importer *r, moei_model *m, size_t block)
     moei_default_real(&m->base, MOEI_R(10000.0));
     moei_default_real(&m->factor, MOEI_R(1.0));
     if (m->original == 0) m->original = m->context;
-    return moei_model_windows(r, m);
+    status = moei_model_windows(r, m);
+    if (!moei_model_is_folder(r) && moei_import_value(r, "rope.scaling.type", type) == MOEI_VALUE_TEXT &&
+        moei_strcmp(type, "none") == 0)
+        m->factor = MOEI_R(1.0); /* nor do factors per pair scale with it */
+    return status;
 }
 
 /* ---- >>model_blocks ---- */
@@ -4723,9 +4748,7 @@ static moe_status moei_gguf_rotary(const moei_importer *r, const moei_model *m, 
     char type[MOEI_IMPORT_VALUE];
     const int kind = moei_import_value(r, "rope.scaling.type", type);
     const int yarn = kind == MOEI_VALUE_TEXT && moei_strcmp(type, "yarn") == 0;
-    const int none = kind == MOEI_VALUE_TEXT && moei_strcmp(type, "none") == 0;
-    if (kind != MOEI_VALUE_NONE && !yarn && !none && moei_strcmp(type, "linear") != 0 &&
-        moei_strcmp(type, "longrope") != 0)
+    if (kind != MOEI_VALUE_NONE && !yarn && !moei_is_word_of(type, "none linear longrope"))
         return moei_error(r->error, MOE_ERR_UNSUPPORTED, "metadata: rope.scaling.type = %s is not supported",
                           kind == MOEI_VALUE_OTHER ? "a list" : type);
     c->rotary_magnitude = m->attention_factor;
@@ -4745,11 +4768,11 @@ static moe_status moei_gguf_rotary(const moei_importer *r, const moei_model *m, 
         }
         if (c->kv_lora == 0 || moei_is_zero(m->log_multiplier))
             c->rotary_magnitude *= moei_yarn_magnitude(m->factor, MOEI_R(1.0));
-    } else if (!none && (m->factor < MOEI_R(1.0) || m->factor > MOEI_R(1.0)))
+    } else if (m->factor < MOEI_R(1.0) || m->factor > MOEI_R(1.0))
         c->rotary_scaling = MOE_ROTARY_LINEAR;
     /* deepseek2: the magnitude also multiplies the scores, with linear scaling too */
     if (c->kv_lora > 0) {
-        const moe_real more = none ? 0 : moei_ln(m->factor);
+        const moe_real more = moei_ln(m->factor);
         moe_real s = c->rotary_magnitude;
         moei_default_real(&s, MOEI_R(1.0));
         if (!yarn) s *= MOEI_R(1.0) + MOEI_R(0.1) * more;
@@ -4899,7 +4922,8 @@ static moe_status moei_model_block_read(moei_importer *r, moei_model *m, int blo
                           moei_import_full_name(r, moei_import_tensor_at(&r->found, 0)->suffix, shown),
                           moei_model_is_folder(r) ? m->arch->types : m->arch->archs);
     }
-    return MOE_OK;
+    if ((b->traits & MOEI_ARCH_DENSE) != 0) return MOE_OK;
+    return moei_error(r->error, MOE_ERR_NOT_FOUND, "block %d: its experts are missing in the file", block);
 }
 
 /* GGUF: other architectures than llama4 scale queries from position temperature_length on, which an
@@ -4920,7 +4944,7 @@ static moe_status moei_model_open(moei_importer *r, const char *name, int contex
     char shown[112];
     moe_status status;
     memset(m, 0, sizeof *m);
-    r->is_model = r->by_block = 1;
+    r->is_model = 1;
     status = moei_import_open(r, name);
     if (status == MOE_OK) status = moei_model_read(r, m, 0);
     if (status == MOE_OK) status = moei_model_collect(r);
@@ -5303,6 +5327,7 @@ static moe_status moei_build_factors(moei_build *b, moe_module *module) {
                                                                                        : "rope_scaling.short_factor");
     const size_t at = old > 0 ? old : moei_import_config_at(b->r, is_long ? "rope_parameters.long_factor"
                                                                           : "rope_parameters.short_factor");
+    const moei_import_tensor *f = b->m.factors;
     void *memory;
     moe_real *values;
     size_t i;
@@ -5310,9 +5335,10 @@ static moe_status moei_build_factors(moei_build *b, moe_module *module) {
     if (status != MOE_OK) return status;
     values = (moe_real *)memory;
     module->tensors[MOE_MODULE_ROTARY_FACTORS] = values;
-    if (b->m.factors != NULL) {
+    if (f != NULL) {
         moe_real *of = NULL;
-        status = moei_build_reals(b, b->m.factors, &of);
+        status = moei_place_check(b->r, &b->m, moei_place_find(b->r, b->m.traits, -1, f->suffix), f);
+        if (status == MOE_OK) status = moei_build_reals(b, f, &of);
         for (i = 0; i < n && status == MOE_OK; i++) values[i] = of[i] * b->m.factor;
         return status;
     }
@@ -5591,7 +5617,6 @@ static moe_status moei_model_run(moe_imported *model, const moei_import_folder *
     moe_status status;
     memset(&r, 0, sizeof r);
     memset(&b, 0, sizeof b);
-    memset(model, 0, sizeof *model);
     b.r = &r;
     b.options = options != NULL ? options : &none;
     b.out = model;
@@ -5712,6 +5737,7 @@ moe_status moe_import_read_model(moe_imported *model, const moe_import_source *s
                                  const moe_import_options *options, const moe_allocator *allocator, moe_error *error) {
     moei_import_sources s;
     moei_import_folder folder = moei_import_sources_folder(&s);
+    if (model != NULL) memset(model, 0, sizeof *model);
     if (model == NULL || sources == NULL || n_sources == 0)
         return moei_error(error, MOE_ERR_ARGUMENT, "model or sources is NULL, or there are no sources");
     s.sources = sources;
@@ -6853,19 +6879,6 @@ static const moei_vocab_pre_row moei_vocab_pres[] = {
     {"falcon", 0, {MOEI_PASS_FALCON, MOEI_PASS_GPT2, MOEI_PASS_THREE}},
     {"default", 0, {MOEI_PASS_DEFAULT, MOEI_PASS_GPT2, MOEI_PASS_DIGITS, MOEI_PASS_THREE}}};
 
-/* Whether a list separated by spaces contains a word. */
-static int moei_list_has(const char *list, const char *word) {
-    const size_t n = moei_strlen(word);
-    const char *p = list;
-    while (n > 0 && *p != '\0') {
-        size_t k = 0;
-        while (p[k] != '\0' && p[k] != ' ') k++;
-        if (k == n && moei_memcmp(p, word, n) == 0) return 1;
-        p += p[k] == ' ' ? k + 1 : k;
-    }
-    return 0;
-}
-
 /* ---- the vocabulary: texts, their ids, merges ---- */
 
 enum {
@@ -7397,7 +7410,7 @@ static void moei_vocab_merges(moei_vocab_gguf *f) {
 static int moei_vocab_cut(moe_tokenizer *t, const char *pre) {
     const size_t n = sizeof moei_vocab_pres / sizeof *moei_vocab_pres;
     size_t i = 0;
-    while (i < n && !moei_list_has(moei_vocab_pres[i].names, pre)) i++;
+    while (i < n && !moei_is_word_of(pre, moei_vocab_pres[i].names)) i++;
     if (i == n) return 0;
     t->whole = moei_vocab_pres[i].whole;
     for (t->n_passes = 0; t->n_passes < 6 && moei_vocab_pres[i].passes[t->n_passes] != MOEI_PASS_NONE; t->n_passes++)
@@ -8349,7 +8362,7 @@ static size_t moei_decode_token(const moe_decoder *d, int32_t id, unsigned char 
     size_t n = 0, size;
     if (kind == MOEI_TOKEN_UNUSED) return 0;
     if ((kind == MOEI_TOKEN_CONTROL || kind == MOEI_TOKEN_UNKNOWN) && (d->flags & MOE_TOKENIZER_SPECIAL) == 0) return 0;
-    if (kind == MOEI_TOKEN_BYTE && s->size == 6) {
+    if (kind == MOEI_TOKEN_BYTE && s->size == 6 && moei_hex_digit(text[3]) >= 0 && moei_hex_digit(text[4]) >= 0) {
         if (out != NULL) out[0] = (unsigned char)(moei_hex_digit(text[3]) << 4 | moei_hex_digit(text[4]));
         return 1;
     }
@@ -8558,7 +8571,7 @@ const moe_chat *moe_chat_find(const moe_tokenizer *t) {
     int i;
     for (i = 0; i < MOEI_CHATS && t != NULL; i++) {
         const moe_chat *c = moei_chats + i;
-        if (t->chat_template == NULL ? moei_list_has(c->architectures, t->architecture)
+        if (t->chat_template == NULL ? moei_is_word_of(t->architecture, c->architectures)
                                      : moei_contains(t->chat_template, c->marks[0]) &&
                                            (c->marks[1] == NULL || moei_contains(t->chat_template, c->marks[1])))
             return c;

@@ -188,7 +188,9 @@ static void test_options(void) {
     CHECK(moe_import_model(&model, GGUF, &options, NULL, &error) != MOE_OK);
     CHECK_STATUS(moe_import_model(NULL, GGUF, NULL, NULL, &error), MOE_ERR_ARGUMENT);
     CHECK_STATUS(moe_import_model(&model, NULL, NULL, NULL, &error), MOE_ERR_ARGUMENT);
+    memset(&model, 1, sizeof model);
     CHECK_STATUS(moe_import_read_model(&model, NULL, 1, NULL, NULL, NULL), MOE_ERR_ARGUMENT);
+    CHECK(model.owned == NULL && model.net.modules == NULL);
     CHECK_STATUS(moe_import_read_model(&model, &nothing, 0, NULL, NULL, NULL), MOE_ERR_ARGUMENT);
     CHECK_STATUS(moe_import_read_model(NULL, &nothing, 1, NULL, NULL, NULL), MOE_ERR_ARGUMENT);
     CHECK(moe_import_model(&model, FOLDER "nothing.gguf", NULL, NULL, &error) != MOE_OK);
@@ -731,9 +733,11 @@ static void test_seed_settings(void) {
                 {"lfm2moe", "\"tie_word_embeddings\": false", MOE_ERR_NOT_FOUND, "lm_head.weight': missing"},
                 {"llama", "\"hidden_size\": 8.5", MOE_ERR_CONFIG, "must be an integer"},
                 {"llama", "\"hidden_size\": -8.5", MOE_ERR_CONFIG, "must be an integer"},
-                {"llama", "\"rms_norm_eps\": []", MOE_ERR_CONFIG, "rms_norm_eps = a list: expected a number"},
-                {"llama", "\"rms_norm_eps\": [1e-5, \"x\"]", MOE_OK, ""}, /* it has one block */
-                {"llama", "\"rms_norm_eps\": [\"x\"]", MOE_ERR_CONFIG, "rms_norm_eps = x: expected a number"},
+                {"llama", "\"num_attention_heads\": []", MOE_ERR_CONFIG, "heads = a list: expected a number"},
+                {"llama", "\"num_attention_heads\": [1, \"x\"]", MOE_OK, ""}, /* it has one block */
+                {"llama", "\"num_attention_heads\": [\"x\"]", MOE_ERR_CONFIG, "heads = x: expected a number"},
+                {"granitemoe", "\"embedding_multiplier\": [1, 12]", MOE_ERR_CONFIG, "r = a list: expected a number"},
+                {"granitemoe", "\"model_type\": [\"granitemoe\", \"olmoe\"]", MOE_ERR_UNSUPPORTED, "model_type = ''"},
                 {"llama", "\"time_step_limit\": [0.0, Infinity], \"a\": NaN, \"b\": -Infinity", MOE_OK, ""},
                 {"llama", "\"a\": nan", MOE_ERR_FORMAT, "a value is expected"},
                 {"llama", "\"rms_norm_eps\": NaN", MOE_ERR_CONFIG, "rms_norm_eps = NaN: expected a number"},
@@ -1319,6 +1323,42 @@ static void test_narrow(void) {
     }
 }
 
+/* Tensors of block 0 that are missing: block 1, which has them, is of multi-token prediction and is
+   not read. */
+static void test_missing(void) {
+    static const uint64_t ne[] = {1, 0};
+    static const struct {
+        const char *arch, *name, *but, *says;
+    } rows[] = {
+        {"llama", "blk.0.ffn_", "norm", "block 0: its experts are missing in the file"},
+        {"grok", "blk.0.layer_output_norm", "none", "tensor 'blk.0.post_ffw_norm.weight': missing in the file"}};
+    size_t i, at;
+    for (i = 0; i < 2; i++) {
+        moe_import_source source;
+        moe_imported model;
+        moe_error error;
+        bytes b, more;
+        seed s;
+        char key[40];
+        read_seed(&s, "grok", 0);
+        b.p = s.all.p + ((const unsigned char *)s.sources[0].ctx - s.all.p);
+        b.n = (size_t)s.sources[0].size;
+        if (i == 0) b = narrow(ne, 0, 352, 360);
+        sprintf(key, "%s.nextn_predict_layers", rows[i].arch);
+        more = with_key(b, key, 4, "\1\0\0\0", 4);
+        more.p[find(more, "block_count", 0) + 15] = 2;
+        for (at = 0; (at = find(more, rows[i].name, at + 1)) < more.n;)
+            if (memcmp(more.p + at + strlen(rows[i].name), rows[i].but, 4) != 0) more.p[at + 4] = '1';
+        source = moe_import_memory(NULL, more.p, more.n);
+        CHECK_STATUS(moe_import_read_model(&model, &source, 1, NULL, NULL, &error), MOE_ERR_NOT_FOUND);
+        CHECK(strcmp(error.message, rows[i].says) == 0, error.message);
+        moe_import_free(&model);
+        if (i == 0) free(b.p);
+        free(more.p);
+        free(s.all.p);
+    }
+}
+
 /* A tensor whose end exceeds 64 bits does not let those behind it share bytes: the layer would be
    larger than the file. */
 static void test_shared_bytes(void) {
@@ -1395,6 +1435,7 @@ static void test_split_tensors(void) {
         status = moe_import_read_model(&model, sources, 2, NULL, NULL, &error);
         CHECKF(status == rows[row].status && strstr(error.message, says) != NULL, "row %d: %s: %s", row,
                moe_status_text(status), error.message);
+        CHECK(status != MOE_OK || model.file_bytes == part.n + rest.n); /* each part once */
         moe_import_free(&model);
         free(rest.p);
         free(part.p);
@@ -1428,7 +1469,8 @@ static void test_index(void) {
     }
 }
 
-/* llama4 with rope.scaling.type = none and a factor, unless that is 1 or there are no windows. */
+/* llama4 with rope.scaling.type = none and a factor, unless that is 1 or there are no windows. Then
+   nothing is scaled, not even angles with factors of their own. */
 static void test_unscaled(void) {
     static const struct {
         const char *window, *factor;
@@ -1436,7 +1478,7 @@ static void test_unscaled(void) {
     } rows[] = {{"sliding_windoz", "\0\0\0\x41", MOE_ERR_UNSUPPORTED},
                 {"sliding_windoz", "\0\0\x80\x3f", MOE_OK},
                 {"sliding_window", "\0\0\0\x41", MOE_OK}};
-    size_t i;
+    size_t i, module;
     for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
         moe_imported model;
         moe_import_source source;
@@ -1454,12 +1496,44 @@ static void test_unscaled(void) {
         CHECK_STATUS(moe_import_read_model(&model, &source, 1, NULL, NULL, &error), rows[i].status);
         CHECK(rows[i].status == MOE_OK || strstr(error.message, "none is not supported together with "
                                                  "rope.scaling.factor = 8") != NULL, error.message);
+        for (module = 0; module < model.net.n_modules; module++) {
+            const moe_real *factors = model.net.modules[module].tensors[MOE_MODULE_ROTARY_FACTORS];
+            if (factors != NULL) CHECK_NEAR(factors[0], 4.75415, 1e-5);
+        }
         moe_import_free(&model);
         free(window.p);
         free(factor.p);
         free(changed.p);
         free(s.all.p);
     }
+}
+
+/* Blocks may have other numbers of heads, but not more rotary pairs than rope_freqs has. */
+static void test_unequal_heads(void) {
+    static const char list[] = "\4\0\0\0\2\0\0\0\0\0\0\0\1\0\0\0\3\0\0\0";
+    static const char *const keys[] = {"attention.head_count", "attention.head_count_kv", "rope.dimension_count"};
+    moe_imported model;
+    moe_import_source source;
+    moe_error error;
+    seed s;
+    bytes b, changed;
+    char name[40];
+    size_t i;
+    read_seed(&s, "llama4", 0);
+    b.p = s.all.p + ((const unsigned char *)s.sources[0].ctx - s.all.p);
+    b.n = (size_t)s.sources[0].size;
+    for (i = 0; i < 3; i++) b.p[find(b, keys[i], 0) + strlen(keys[i]) - 1] = 'z';
+    for (i = 0; i < 2; i++, b = changed) {
+        sprintf(name, "llama4.%s", keys[i]);
+        changed = with_key(b, name, 9, list, 20);
+        if (i == 1) free(b.p);
+    }
+    source = moe_import_memory(NULL, b.p, b.n);
+    CHECK_STATUS(moe_import_read_model(&model, &source, 1, NULL, NULL, &error), MOE_ERR_SHAPE);
+    CHECK(strcmp(error.message, "tensor 'rope_freqs.weight': the shape must be [1], it is [3]") == 0, error.message);
+    moe_import_free(&model);
+    free(b.p);
+    free(s.all.p);
 }
 
 /* Queries that grow with the position, beyond llama4: only up to where they begin to. */
@@ -1589,6 +1663,8 @@ static void test_parts(void) {
          "layers.1.self_attn.k_norm.weight': missing"},
         {"glm4moe", "layers.1.self_attn.q_norm.weight", "layers.1.self_attn.rotary_emb.inv_freq", MOE_ERR_NOT_FOUND,
          "layers.1.self_attn.q_norm.weight': missing"},
+        {"lfm2moe", "conv.conv.weight", "self_attn.rotary_emb.inv_freq", MOE_ERR_NOT_FOUND,
+         "conv.conv.weight': missing"},
         {"granitemoe", "self_attn.q_proj.bias", "self_attn.rotary_emb.inv_freq", MOE_ERR_NOT_FOUND,
          "self_attn.q_proj.bias': missing"},
         {"granitemoe", "self_attn.k_proj.bias", "self_attn.rotary_emb.inv_freq", MOE_ERR_NOT_FOUND,
@@ -1658,8 +1734,12 @@ static void test_fp8(void) {
         {"\"F32\", \"shape\": [2, 2, 1, 1]", 16, "[2, 8]", MOE_ERR_SHAPE, "one F32 scale per"},
         {"\"F32\", \"shape\": [4, 1]", 16, "[2, 8]", MOE_ERR_SHAPE, "one F32 scale per"},
         {"\"I32\", \"shape\": [2, 2, 1]", 16, "[2, 8]", MOE_ERR_SHAPE, "one F32 scale per"}};
-    size_t i;
-    for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+    enum { ROWS = (int)(sizeof rows / sizeof rows[0]) };
+    size_t k;
+    for (k = 0; k < 2 * ROWS; k++) { /* then the same in another FP8 type */
+        const int other = k >= ROWS;
+        const size_t i = k % ROWS;
+        const moe_status wanted = other ? MOE_ERR_SHAPE : rows[i].status;
         char text[600], config[2000];
         moe_imported model;
         moe_error error;
@@ -1670,11 +1750,11 @@ static void test_fp8(void) {
         b.p = s.all.p + ((const unsigned char *)s.sources[0].ctx - s.all.p);
         b.n = (size_t)s.sources[0].size;
         sprintf(text,
-                "input_linear.weight\": {\"dtype\": \"F8_E4M3\", \"shape\": [2, 4, 8], \"data_offsets\": [576, 640]}, "
+                "input_linear.weight\": {\"dtype\": \"%s\", \"shape\": [2, 4, 8], \"data_offsets\": [576, 640]}, "
                 "\"model.layers.0.block_sparse_moe.input_linear.weight_scale_inv\": {\"dtype\": %s, \"data_offsets\": "
                 "[640, %d]}, \"model.layers.0.self_attn.rotary_emb.inv_freq\": {\"dtype\": \"U8\", \"shape\": [%d], "
-                "\"data_offsets\": [%d, 704]}", rows[i].scales, 640 + rows[i].bytes, 64 - rows[i].bytes,
-                640 + rows[i].bytes);
+                "\"data_offsets\": [%d, 704]}", other ? "F8_E5M2" : "F8_E4M3", rows[i].scales, 640 + rows[i].bytes,
+                64 - rows[i].bytes, 640 + rows[i].bytes);
         changed = with_header(b, place, text);
         sprintf(config, "%.*s, \"quantization_config\": {\"quant_method\": \"fp8\", \"fmt\": \"e4m3\", "
                         "\"weight_block_size\": %s}}", (int)s.sources[1].size - 2, (const char *)s.sources[1].ctx,
@@ -1683,8 +1763,8 @@ static void test_fp8(void) {
         s.sources[1] = moe_import_memory("config.json", config, strlen(config));
         error.message[0] = '\0';
         status = moe_import_read_model(&model, s.sources, 2, NULL, NULL, &error);
-        CHECKF(status == rows[i].status && strstr(error.message, rows[i].says) != NULL, "%s, %s: %s: %s",
-               rows[i].scales, rows[i].block, moe_status_text(status), error.message);
+        CHECKF(status == wanted && strstr(error.message, other ? "not F8_E4M3 with one F32" : rows[i].says) != NULL,
+               "%s, %s: %s: %s", rows[i].scales, rows[i].block, moe_status_text(status), error.message);
         moe_import_free(&model);
         free(changed.p);
         free(s.all.p);
@@ -1731,7 +1811,8 @@ static void test_scales_twice(void) {
         f.shape[0] = f.shape[1] = 1;
         f.count = 1;
         f.bytes = i == 0 ? 1 : 4;
-        f.dtype = i == 0 ? MOE_DTYPE_U8 : MOE_DTYPE_F32;
+        f.type = i == 0 ? moei_gguf_type_find(MOEI_TYPE_E4M3) : NULL;
+        f.dtype = i == 0 ? MOE_DTYPE_COUNT : MOE_DTYPE_F32;
         CHECK_STATUS(moei_import_tensor_add(&r, &list, &f, i == 0 ? "w" : "w_scale_inv"), MOE_OK);
     }
     CHECK_STATUS(moei_import_join(&r, &list), MOE_OK);
@@ -1846,6 +1927,37 @@ static void test_packed_layer(void) {
     moe_layer_free(&layer);
 }
 
+/* An index lists scales as tensors of their own. */
+static void test_listed_scales(void) {
+    static const char *const names[] = {"router.weight", "router.bias", "experts.gate_up_proj_blocks",
+                                        "experts.gate_up_proj_scales", "experts.gate_up_proj_bias",
+                                        "experts.down_proj_blocks", "experts.down_proj_scales",
+                                        "experts.down_proj_bias", "experts.up_proj_scales"};
+    const bytes b = read_file(FOLDER "gpt_oss-mxfp4/model.safetensors");
+    const bytes config = read_file(FOLDER "gpt_oss-mxfp4/config.json");
+    size_t n;
+    for (n = 8; n <= 9; n++) { /* the last one is not in the file */
+        char index[1000] = "{\"weight_map\": {";
+        moe_import_source sources[3];
+        moe_layer layer;
+        moe_error error;
+        moe_status status;
+        size_t i;
+        for (i = 0; i < n; i++)
+            sprintf(index + strlen(index), "%s\"model.layers.0.mlp.%s\": \"model.safetensors\"", i > 0 ? ", " : "",
+                    names[i]);
+        strcat(index, "}}");
+        sources[0] = moe_import_memory("model.safetensors.index.json", index, strlen(index));
+        sources[1] = moe_import_memory("model.safetensors", b.p, b.n);
+        sources[2] = moe_import_memory("config.json", config.p, config.n);
+        status = moe_import_read(&layer, sources, 3, "model.layers.0", NULL, NULL, &error);
+        CHECKF(status == (n == 8 ? MOE_OK : MOE_ERR_NOT_FOUND), "%s", error.message);
+        if (status == MOE_OK) moe_layer_free(&layer);
+    }
+    free(b.p);
+    free(config.p);
+}
+
 /* Whatever a digit, a letter or a byte of the header or of config.json is. */
 static void test_seed_bytes(const seed *s, const char *name) {
     moe_rng rng;
@@ -1907,7 +2019,9 @@ int main(void) {
     CASE(test_gguf_attention());
     CASE(test_folder_keys());
     CASE(test_unscaled());
+    CASE(test_unequal_heads());
     CASE(test_narrow());
+    CASE(test_missing());
     CASE(test_shared_bytes());
     CASE(test_split_tensors());
     CASE(test_index());
@@ -1921,6 +2035,7 @@ int main(void) {
     CASE(test_one_bias());
     CASE(test_fp8());
     CASE(test_uneven_scales());
+    CASE(test_listed_scales());
     CASE(test_scales_twice());
     CASE(test_bytes(gguf, 1, 0, 2500, 8));
     CASE(test_bytes(gguf_oss, 1, 0, 3500, 12));

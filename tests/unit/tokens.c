@@ -621,6 +621,7 @@ static void test_decoder_pieces(void) {
     memset(&b, 0, sizeof b);
     memset(&d, 0, sizeof d);
     vocab_pieces(&v, VOCAB_SCORES);
+    vocab_add(&v, "<0x4g>", 0, 6);
     vocab_add(&v, "<0x4>", 0, 6);
     vocab_add(&v, "\342\226\201u", 0, 4);
     vocab_add(&v, "u\342\226\201", 0, 1);
@@ -628,6 +629,7 @@ static void test_decoder_pieces(void) {
     if (!CHECKF(load(&t, "a.gguf", &b) == MOE_OK, "%s", error.message)) return;
     d.tokenizer = &t;
     d.begun = 1;
+    CHECK(moe_tokenizer_decode(&d, t.n_tokens - 4, text, 64) == 6 && memcmp(text, "<0x4g>", 6) == 0);
     CHECK(moe_tokenizer_decode(&d, t.n_tokens - 3, text, 64) == 5 && memcmp(text, "<0x4>", 5) == 0);
     CHECK(moe_tokenizer_decode(&d, t.n_tokens - 2, text, 64) == 4 && memcmp(text, "\342\226\201u", 4) == 0);
     CHECK(moe_tokenizer_decode(&d, t.n_tokens - 1, text, 64) == 2 && memcmp(text, "u ", 2) == 0);
