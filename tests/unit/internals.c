@@ -40,7 +40,7 @@ static void test_patterns(void) {
         CHECK(moei_fits_pattern(cases[i].pattern, cases[i].name) == cases[i].fits, cases[i].pattern);
 }
 
-/* The bound on a product is what the worst codes give. */
+/* The bound on a product is what the worst codes give, or 4 times the largest bias. */
 static void test_matrix_bound(void) {
     static const moe_real w[6] = {1, -2, (moe_real)0.5, 0, (moe_real)-0.25, 3}, bias[2] = {-4, 1};
     double scale;
@@ -49,7 +49,7 @@ static void test_matrix_bound(void) {
     for (scale = 1e-4; scale < 0.1; scale *= 10)
         for (with = 0; with < 2; with++) {
             const moei_matrix x = moei_matrix_of(w, with ? bias : NULL, 1, 2, 3);
-            double most = 0;
+            double most = with ? 4 * fabs((double)bias[0]) : 0;
             for (signs = 0; signs < 8; signs++)
                 for (i = 0; i < 2; i++) {
                     double y = with ? (double)bias[i] : 0;
