@@ -2011,10 +2011,14 @@ static moe_real moei_switch_step(const moe_router_config *c) {
 
 static const moe_field *moei_router_field(int field) { return &moei_router_fields[field]; }
 
-/* The default of a field; that of two is not in their rows. */
+/* R, the number of experts with matrices. */
+#define MOEI_REAL_EXPERTS(c) ((c)->n_experts - (c)->n_zero - (c)->n_copy - (c)->n_constant)
+
+/* The default of a field; that of three is not in their rows. */
 static moe_real moei_default_of(const moe_router_config *c, const moe_field *field) {
     if (field == moei_router_field(MOEI_FIELD_noise_sigma)) return MOEI_R(1.0) / (moe_real)c->n_experts;
     if (field == moei_router_field(MOEI_FIELD_ac_mix)) return MOEI_R(1.0);
+    if (field == moei_router_field(MOEI_FIELD_zero_tau)) return MOEI_REAL_EXPERTS(c) < c->n_experts ? MOEI_R(1.0) : 0;
     return (moe_real)field->default_value;
 }
 
@@ -2109,6 +2113,7 @@ static moe_status moei_rules_check(const moe_router_config *c, const moei_rule *
 #define MOEI_TEMPERED (MOEI_BIT(MOE_GATE_SOFTMAX) | MOEI_BIT(MOE_GATE_SIGMOID))
 #define MOEI_GROUPED MOEI_BIT(MOE_SELECT_GROUPED_TOP_K)
 #define MOEI_AFFINITY MOEI_BIT(MOE_SELECT_AFFINITY)
+#define MOEI_NORMALIZES (MOEI_BIT(MOE_WEIGHT_SUM) | MOEI_BIT(MOE_WEIGHT_SOFTMAX) | MOEI_BIT(MOE_WEIGHT_P_NORM))
 #define MOEI_BIASED                                                                                                    \
     (MOEI_BIT(MOE_SELECT_TOP_K) | MOEI_GROUPED | MOEI_BIT(MOE_SELECT_GROUPED_EACH) | MOEI_BIT(MOE_SELECT_CUSTOM) |     \
      MOEI_BIT(MOE_SELECT_GIVEN) | MOEI_BIT(MOE_SELECT_HASH) | MOEI_BIT(MOE_SELECT_SAMPLE) |                            \
@@ -2121,70 +2126,56 @@ static moe_status moei_state_clashes(const moe_router_config *c, moe_error *erro
                              MOEI_BIT(MOE_SELECT_GROUPED_TOP_K) | MOEI_BIT(MOE_SELECT_GROUPED_EACH);
     const int how = c->switch_at > 0 ? MOEI_FIELD_switch_at : MOEI_FIELD_switch_share;
     const moei_rule rules[] = {
-        MOEI_NEEDS(bias_rate, selection_bias),
-        MOEI_FOR3(bias_rule, bias_centre, bias_real, bias_rate, 0),
-        MOEI_FOR2(bias_kappa, bias_beta, bias_rule, MOEI_BIT(MOE_BIAS_SMEBU)),
         MOEI_RULE(k_end, 0, score, MOEI_BUT(MOE_SCORE_DSELECT), "K is the number of its codes"),
         MOEI_FOR(k_end, select, any_k),
         MOEI_FOR(k_end, switch_from, 0xffffffffu - fixed_k),
-        MOEI_NEEDS(tau_schedule, tau_end),
-        MOEI_NEEDS(tau_end, tau_schedule),
-        MOEI_RULE(tau_schedule, MOEI_BIT(MOE_TAU_COSINE_TAU), score, MOEI_BIT(MOE_SCORE_COSINE), NULL),
         MOEI_RULE(tau_schedule, MOEI_BIT(MOE_TAU_COSINE_TAU), cosine_learn_tau, MOEI_BIT(0), NULL),
-        MOEI_RULE(tau_schedule, MOEI_BIT(MOE_TAU_SIMILARITY_TAU), refine, MOEI_BIT(MOE_REFINE_SIMILARITY), NULL),
-        MOEI_RULE(tau_schedule, MOEI_BIT(MOE_TAU_ATTENTION_SIGMA), refine, MOEI_BIT(MOE_REFINE_ATTENTION), NULL),
         MOEI_RULE(switch_share, 0, switch_at, MOEI_BIT(0), "each says when select begins"),
         MOEI_RULE(switch_from, MOEI_BIT(MOE_SELECT_BALANCED), top_k, MOEI_BIT(1), "it gives each token one expert"),
         {how, 0, MOEI_FIELD_switch_from, MOEI_BUT(MOE_SELECT_SOFT), "it leaves the pipeline"},
         {how, 0, MOEI_FIELD_select, MOEI_BUT(MOE_SELECT_SOFT), NULL},
         {how, 0, MOEI_FIELD_weight, MOEI_BUT(MOE_WEIGHT_SPARSEMIXER), NULL},
+        MOEI_NEEDS(tau_schedule, tau_end),
         MOEI_ONLY(l1_controller, select, SELECT_POSITIVE),
         MOEI_ONLY(custom_parameters, score, SCORE_CUSTOM),
         MOEI_ONLY(predictor, select, SELECT_EXPERT_CHOICE),
         MOEI_RULE(predictor, 0, student, MOEI_BIT(0), "one router learns from this one"),
-        MOEI_NEEDS(loss_predictor, predictor),
         MOEI_ONLY(compete_rate, score, SCORE_LINEAR),
         MOEI_ONLY(compete_rate, select, SELECT_TOP_K),
         MOEI_ONLY(compete_rate, refine, REFINE_NONE),
         MOEI_ONLY(compete_rate, noise, NOISE_NONE),
         MOEI_NOT(compete_rate, weight, WEIGHT_SPARSEMIXER),
         MOEI_FOR4(student, selection_bias, router_residual, logit_cap, compete_rate, MOEI_BIT(0)),
-        MOEI_FOR2(compete_from, compete, compete_rate, 0),
-        MOEI_NEEDS(student_dim, student),
         MOEI_RULE(student_dim, 0, table_size, 0, "the number of token ids"),
         MOEI_NEEDS(student, freeze_at),
         MOEI_NEEDS(student, loss_distill),
         MOEI_NOT(student, select, SELECT_SOFT),
         MOEI_NOT(student, weight, WEIGHT_SPARSEMIXER)};
-    if (c->schedule_steps > 0 && !moei_has_schedule(c))
-        return moei_error(error, MOE_ERR_CONFIG, "schedule_steps = %d needs k_end, tau_schedule or switch_share",
-                          c->schedule_steps);
-    if (c->switch_from != MOE_SELECT_TOP_K && !moei_switches(c))
-        return moei_error(error, MOE_ERR_CONFIG, "switch_from = %s needs switch_at or switch_share",
-                          moei_select_names[c->switch_from]);
     if (c->custom_batch && c->score != MOE_SCORE_CUSTOM && c->select != MOE_SELECT_CUSTOM &&
         c->switch_from != MOE_SELECT_CUSTOM)
         return moei_error(error, MOE_ERR_CONFIG, "custom_batch = 1 needs score or select = custom");
     return moei_rules_check(c, rules, sizeof rules / sizeof rules[0], error);
 }
 
-/* Soft MoE leaves the pipeline after u: later stages must keep their defaults. */
-static moe_status moei_soft_clashes(const moe_router_config *c, moe_error *error) {
+/* Soft MoE leaves the pipeline after u: later stages must keep their defaults. The first field from
+   `at` on that does not, or the number of fields. */
+static int moei_soft_ignores(const moe_router_config *c, int at) {
     static const char alone[] =
         "score router_bias noise gate refine selection_bias logit_cap n_zero n_copy n_constant"
         " router_residual weight expert_scale scale apply_to drop_capacity capacity_factor capacity_bound"
         " expert_temperature";
-    const uint32_t soft = MOEI_BIT(MOE_SELECT_SOFT);
-    int i;
-    if (c->select != MOE_SELECT_SOFT) return MOE_OK;
-    for (i = 0; moei_router_fields[i].name != NULL; i++) {
-        moei_rule rule = MOEI_RULE(score, 0, select, 0xffffffffu - soft, "it has no effect there");
-        rule.field = i;
-        if ((moei_is_word_of(moei_router_fields[i].name, alone) ||
-             moei_memcmp(moei_router_fields[i].name, "loss_", 5) == 0) && moei_is_changed(c, moei_router_field(i)))
-            return moei_rule_broken(c, &rule, error);
-    }
-    return MOE_OK;
+    for (; moei_router_fields[at].name != NULL; at++)
+        if (c->select == MOE_SELECT_SOFT && moei_is_changed(c, moei_router_field(at)) &&
+            (moei_is_word_of(moei_router_fields[at].name, alone) ||
+             moei_memcmp(moei_router_fields[at].name, "loss_", 5) == 0))
+            break;
+    return at;
+}
+
+static moe_status moei_soft_clashes(const moe_router_config *c, moe_error *error) {
+    moei_rule rule = MOEI_RULE(score, 0, select, MOEI_BUT(MOE_SELECT_SOFT), "it has no effect there");
+    rule.field = moei_soft_ignores(c, 0);
+    return moei_router_fields[rule.field].name == NULL ? MOE_OK : moei_rule_broken(c, &rule, error);
 }
 
 /* Rules of the stages. */
@@ -2192,32 +2183,24 @@ static moe_status moei_stage_clashes(const moe_router_config *c, moe_error *erro
     const uint32_t weight = moei_rows_with(moei_score_flags, MOE_SCORE_COUNT, MOEI_SCORE_WEIGHT);
     const uint32_t vectors = moei_rows_with(moei_score_flags, MOE_SCORE_COUNT, MOEI_SCORE_VECTORS);
     const uint32_t by_p = 0xffffffffu - moei_rows_with(moei_weight_flags, MOE_WEIGHT_COUNT, MOEI_WEIGHT_READS_LOGITS);
-    const uint32_t normal = MOEI_BIT(MOE_NOISE_NOISY_TOPK) | MOEI_BIT(MOE_NOISE_GAUSSIAN);
     const uint32_t leave_out = moei_rows_with(moei_select_flags, MOE_SELECT_COUNT, MOEI_SELECT_LEAVES_OUT);
     const moei_rule rules[] = {
         MOEI_RULE(refine, 0, weight, by_p, "it reads the logits, not the refined gate values"),
         MOEI_RULE(weight, MOEI_BIT(MOE_WEIGHT_SPARSEMIXER), select, MOEI_BIT(MOE_SELECT_TOP_K), NULL),
         MOEI_RULE(weight, MOEI_BIT(MOE_WEIGHT_SPARSEMIXER), selection_bias, MOEI_BIT(0),
-            "it selects by the logits alone"),
+                  "it selects by the logits alone"),
         MOEI_RULE(select, MOEI_BIT(MOE_SELECT_BALANCED), top_k, MOEI_BIT(1), "it gives each token one expert"),
         MOEI_RULE(logit_cap, 0, score, MOEI_BUT(MOE_SCORE_DSELECT), "its logits are a gate"),
-        MOEI_FOR2(loss_selector_entropy, loss_selector_reach, score, MOEI_BIT(MOE_SCORE_DSELECT)),
         MOEI_RULE(threshold_learned, 0, weight, by_p, "theta would get no gradient"),
-        MOEI_FOR(table_size, select,
-                 c->student_dim > 0 || moei_has_selection(c, MOE_SELECT_HASH) ? ~0u : MOEI_BIT(MOE_SELECT_HASH)),
         MOEI_FOR(expert_dropout, select, leave_out),
         MOEI_FOR(expert_dropout, switch_from, leave_out),
         MOEI_RULE(expert_dropout, 0, weight, MOEI_BUT(MOE_WEIGHT_SPARSEMIXER), "it picks by the logits alone"),
         MOEI_RULE(capacity_bound, 0, score, vectors, "it has no gating vectors"),
         MOEI_NOT(capacity_bound, select, SELECT_EXPERT_CHOICE),
-        MOEI_RULE(loss_load, 0, noise, normal, "the load is smooth only under normal noise"),
         MOEI_RULE(loss_locality, 0, nodes, 0, "at least 2"),
         MOEI_FOR3(loss_orthogonal, loss_diversity, loss_simplicity, score, weight)};
     return moei_rules_check(c, rules, sizeof rules / sizeof rules[0], error);
 }
-
-/* R, the number of experts with matrices. */
-#define MOEI_REAL_EXPERTS(c) ((c)->n_experts - (c)->n_zero - (c)->n_copy - (c)->n_constant)
 
 /* The first field that sets a number of experts without matrices. */
 static int moei_first_without(const moe_router_config *c) {
@@ -2226,39 +2209,22 @@ static int moei_first_without(const moe_router_config *c) {
 
 /* Rules of experts without matrices. */
 static moe_status moei_zero_clashes(const moe_router_config *c, moe_error *error) {
-    const uint32_t by_token = 0xffffffffu - moei_rows_with(moei_score_flags, MOE_SCORE_COUNT,
-                                                           MOE_TRAIT_NEEDS_ALL_EXPERTS);
-    const uint32_t norms = MOEI_BIT(MOE_WEIGHT_SUM) | MOEI_BIT(MOE_WEIGHT_SOFTMAX) | MOEI_BIT(MOE_WEIGHT_P_NORM);
+    const uint32_t by_token =
+        0xffffffffu - moei_rows_with(moei_score_flags, MOE_SCORE_COUNT, MOE_TRAIT_NEEDS_ALL_EXPERTS);
     const char *const why = "experts without matrices have no activations";
     const int which = moei_first_without(c);
     const moei_rule rules[] = {
         {which, 0, MOEI_FIELD_score, by_token, why},
         {MOEI_FIELD_compete_rate, 0, which, MOEI_BIT(0), why},
-        MOEI_RULE(weight_over, 0, weight, norms, "only these normalize"),
-        MOEI_RULE(weight_over, MOEI_BIT(MOE_WEIGHT_OVER_NONZERO), n_zero, 0, NULL),
-        MOEI_NEEDS(zero_average, loss_balance),
         MOEI_RULE(router_residual, 0, score, MOEI_BUT(MOE_SCORE_DSELECT), "its logits are a gate")};
-    const int any = MOEI_REAL_EXPERTS(c) < c->n_experts;
-    const int by_factor = c->capacity_factor_eval > 0 && c->drop_capacity == 0 &&
-                          c->select != MOE_SELECT_EXPERT_CHOICE && c->select != MOE_SELECT_EXPERT_THRESHOLD;
-    const int has_tau = c->zero_tau > MOEI_R(1.0) || (c->zero_tau > 0 && (c->zero_tau < MOEI_R(1.0) || !any));
     if (c->n_zero >= c->n_experts || c->n_copy >= c->n_experts - c->n_zero ||
         c->n_constant >= c->n_experts - c->n_zero - c->n_copy)
         return moei_error(error, MOE_ERR_CONFIG,
                           "n_zero = %d, n_copy = %d, n_constant = %d: together they must be below n_experts = %d",
                           c->n_zero, c->n_copy, c->n_constant, c->n_experts);
-    if (!any && (c->weight_over == MOE_WEIGHT_OVER_REAL || c->zero_average || has_tau || c->bias_real > 0))
-        return moei_error(error, MOE_ERR_CONFIG, "%s needs n_zero, n_copy or n_constant",
-                          c->zero_average             ? "zero_average = 1"
-                          : has_tau                   ? "zero_tau"
-                          : c->bias_real > 0 ? "bias_real"
-                                                      : "weight_over = real");
     if (c->bias_real > (moe_real)c->top_k)
         return moei_error(error, MOE_ERR_CONFIG, "bias_real = %g: must be at most top_k = %d", (double)c->bias_real,
                           c->top_k);
-    if (has_tau && !(c->loss_balance > 0) && !by_factor)
-        return moei_error(error, MOE_ERR_CONFIG, "zero_tau = %g needs loss_balance or capacity_factor",
-                          (double)c->zero_tau);
     return moei_rules_check(c, rules, sizeof rules / sizeof rules[0], error);
 }
 
@@ -2269,6 +2235,9 @@ static int moei_is_of_preset(const moe_router_config *c, const moe_field *field)
     const moe_preset *preset = c->preset > 0 ? &moe_presets()[c->preset - 1] : NULL;
     if (c->preset == MOEI_OF_A_FILE) return 1;
     if (preset == NULL || moe_router_preset(preset->name, &made, NULL) != MOE_OK) return 0;
+    made.d_model = c->d_model;
+    made.n_experts = c->n_experts;
+    moei_router_defaults(&made);
     if (field->kind != MOE_FIELD_REAL) return moei_field_get_int(field, c) == moei_field_get_int(field, &made);
     return moei_real_bits(moei_field_get_real(field, c)) == moei_real_bits(moei_field_get_real(field, &made));
 }
@@ -2308,6 +2277,16 @@ static moe_status moei_reset_idle(moe_router_config *c, const moei_rule *rule, m
     if (reset->names.length > 0) moei_put_text(&reset->names, ", ");
     moei_put_text(&reset->names, field->name);
     return MOE_OK;
+}
+
+/* What a preset has set for stages that soft MoE leaves out; moei_soft_clashes refuses the rest. */
+static void moei_idle_soft(moe_router_config *c, moei_reset *reset) {
+    moei_rule rule = MOEI_RULE(score, 0, select, MOEI_BUT(MOE_SELECT_SOFT), NULL);
+    for (;; rule.field++) {
+        rule.field = moei_soft_ignores(c, rule.field);
+        if (moei_router_fields[rule.field].name == NULL) return;
+        if (moei_is_of_preset(c, moei_router_field(rule.field))) (void)moei_reset_idle(c, &rule, reset, NULL);
+    }
 }
 
 /* Fields that need another one to have an effect. */
@@ -2395,6 +2374,8 @@ static moe_status moei_idle_limits(moe_router_config *c, moei_reset *reset, moe_
     const uint32_t neither = MOEI_BUT(c->select) & MOEI_BUT(moei_switches(c) ? c->switch_from : c->select);
     const uint32_t others = 0xffffffffu - MOEI_AFFINITY;
     const uint32_t uneven = MOEI_BUT(MOE_SELECT_DENSE) - MOEI_BIT(MOE_SELECT_EXPERT_CHOICE);
+    const int none = MOEI_REAL_EXPERTS(c) == c->n_experts, by_factor = plain && !set && c->capacity_factor_eval > 0;
+    const char *const all = "all experts have matrices";
     const struct {
         int idle;
         moei_rule rule;
@@ -2413,6 +2394,14 @@ static moe_status moei_idle_limits(moe_router_config *c, moei_reset *reset, moe_
         {1, MOEI_FOR(affinity_mass, affinity_sum, MOEI_BIT(0))},
         {1, MOEI_FOR(affinity_mass, affinity_sum_auto, MOEI_BIT(0))},
         {!l.least && !plain, MOEI_FOR(capacity_min, select, neither)},
+        {none, MOEI_RULE(weight_over, MOEI_BIT(MOE_WEIGHT_OVER_REAL), n_zero, 0, all)},
+        {none, MOEI_RULE(zero_average, 0, n_zero, 0, all)},
+        {none, MOEI_RULE(zero_tau, 0, n_zero, 0, all)},
+        {none, MOEI_RULE(bias_real, 0, n_zero, 0, all)},
+        {!by_factor, MOEI_RULE(zero_tau, 0, loss_balance, 0, "nor does capacity_factor limit")},
+        {!moei_switches(c), MOEI_RULE(switch_from, 0, switch_share, 0, "nor is there switch_at")},
+        {!moei_has_schedule(c), MOEI_RULE(schedule_steps, 0, k_end, 0, "nor is there another schedule")},
+        {!moei_has_selection(c, MOE_SELECT_HASH) && c->student_dim == 0, MOEI_ONLY(table_size, select, SELECT_HASH)},
         {same, MOEI_FOR(switch_from, select, MOEI_BUT(c->select))},
         {same, MOEI_FOR(switch_at, select, MOEI_BUT(c->select))},
         {same, MOEI_FOR(switch_share, select, MOEI_BUT(c->select))},
@@ -2468,7 +2457,25 @@ static moe_status moei_idle_fields(moe_router_config *c, moe_error *error) {
         MOEI_FOR3(slots, soft_normalise, soft_sequences, select, MOEI_BIT(MOE_SELECT_SOFT)),
         MOEI_FOR3(gate_temperature, tau_schedule, drop_rule, select, MOEI_BUT(MOE_SELECT_SOFT)),
         MOEI_RULE(tau_schedule, MOEI_BIT(MOE_TAU_GATE_TEMPERATURE), gate, MOEI_TEMPERED, NULL),
-        MOEI_RULE(selection_bias, 0, select, MOEI_BIASED, "it ignores the bias")};
+        MOEI_RULE(selection_bias, 0, select, MOEI_BIASED, "it ignores the bias"),
+        MOEI_NEEDS(bias_rate, selection_bias),
+        MOEI_FOR3(bias_rule, bias_centre, bias_real, bias_rate, 0),
+        MOEI_FOR2(bias_kappa, bias_beta, bias_rule, MOEI_BIT(MOE_BIAS_SMEBU)),
+        MOEI_RULE(tau_schedule, MOEI_BIT(MOE_TAU_COSINE_TAU), score, MOEI_BIT(MOE_SCORE_COSINE), NULL),
+        MOEI_RULE(tau_schedule, MOEI_BIT(MOE_TAU_SIMILARITY_TAU), refine, MOEI_BIT(MOE_REFINE_SIMILARITY), NULL),
+        MOEI_RULE(tau_schedule, MOEI_BIT(MOE_TAU_ATTENTION_SIGMA), refine, MOEI_BIT(MOE_REFINE_ATTENTION), NULL),
+        MOEI_NEEDS(tau_end, tau_schedule),
+        MOEI_ONLY(l1_controller, select, SELECT_POSITIVE),
+        MOEI_ONLY(predictor, select, SELECT_EXPERT_CHOICE),
+        MOEI_NEEDS(loss_predictor, predictor),
+        MOEI_FOR2(compete_from, compete, compete_rate, 0),
+        MOEI_NEEDS(student_dim, student),
+        MOEI_FOR2(loss_selector_entropy, loss_selector_reach, score, MOEI_BIT(MOE_SCORE_DSELECT)),
+        MOEI_RULE(loss_load, 0, noise, MOEI_BIT(MOE_NOISE_NOISY_TOPK) | MOEI_BIT(MOE_NOISE_GAUSSIAN),
+                  "the load is smooth only under normal noise"),
+        MOEI_RULE(weight_over, 0, weight, MOEI_NORMALIZES, "only these normalize"),
+        MOEI_RULE(weight_over, MOEI_BIT(MOE_WEIGHT_OVER_NONZERO), n_zero, 0, NULL),
+        MOEI_NEEDS(zero_average, loss_balance)};
     static const moei_rule unread[] = {MOEI_FOR2(input, raw_input, score, MOEI_READS_U)};
     const int seen = c->refine != MOE_REFINE_NONE || c->noise == MOE_NOISE_NOISY_TOPK || c->predictor || c->student;
     char names[200];
@@ -2476,6 +2483,7 @@ static moe_status moei_idle_fields(moe_router_config *c, moe_error *error) {
     moe_status status;
     reset.names = moei_text_begin(names, sizeof names);
     reset.origin = 0;
+    moei_idle_soft(c, &reset);
     status = seen ? MOE_OK : moei_rules_use(c, unread, 2, &reset, error);
     if (status == MOE_OK) status = moei_rules_use(c, rules, sizeof rules / sizeof rules[0], &reset, error);
     if (status == MOE_OK) status = moei_idle_limits(c, &reset, error);

@@ -520,6 +520,36 @@ static void test_reset(void) {
     CHECK(near_to((double)out.gate_temperature, 1, 0) && near_to((double)out.affinity_mass, 1, 0) && out.preset == 0);
 }
 
+/* What a preset has set for a stage that later settings leave out is reset. */
+static void test_left_stages(void) {
+    static const char *const rows[][2] = {{"deepseek_v3", "selection_bias=0"},
+                                          {"deepseek_v3", "select=soft"},
+                                          {"trinity", "bias_rate=0"},
+                                          {"expert_threshold", "switch_share=0"},
+                                          {"remoe", "select=top_k"},
+                                          {"mixture_of_depths", "predictor=0"},
+                                          {"mixture_of_depths", "select=threshold"},
+                                          {"adamoe", "loss_balance=0"},
+                                          {"moe_pp", "n_zero=0 n_copy=0 n_constant=0"},
+                                          {"moe_pp", "loss_balance=0 capacity_factor=0 capacity_factor_eval=0"},
+                                          {"moe_pp", "weight=raw"},
+                                          {"vmoe", "noise=none"},
+                                          {"dselect_k", "score=linear"},
+                                          {"trinity", "selection_bias=0 n_experts=6"}};
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        moe_router_config c, out;
+        moe_error error;
+        if (!CHECK(moe_router_preset(rows[i][0], &c, &error) == MOE_OK, rows[i][0])) continue;
+        CHECK_STATUS(moe_fields_apply(moe_router_fields(), &c, "d_model=8", &error), MOE_OK);
+        CHECK_STATUS(moe_fields_apply(moe_router_fields(), &c, rows[i][1], &error), MOE_OK, error.message);
+        if (!CHECK(moe_router_check(&c, &out, &error) == MOE_OK, error.message)) continue;
+        CHECK(out.preset == 0 && moe_router_check(&out, NULL, &error) == MOE_OK, error.message);
+        c.preset = 0; /* as a user's own settings */
+        CHECK_STATUS(moe_router_check(&c, NULL, &error), MOE_ERR_CONFIG, rows[i][1]);
+    }
+}
+
 /* Exact bytes of workspace of a layer of each preset for 24 tokens, forward alone and forward and
    backward, which change when an array does. In float, with plain C's rows and pointers of 64
    bits. */
@@ -568,6 +598,7 @@ static void test_workspaces(void) {
 
 int main(void) {
     CASE(test_reset());
+    CASE(test_left_stages());
     CASE(test_capacity_average());
     CASE(test_affinity_sum());
     CASE(test_draws());
