@@ -2657,9 +2657,7 @@ static void test_long_names(void) {
     for (n = 30; n < 40; n++) {
         memset(settings, 'a', n);
         strcpy(settings + n, "=1");
-        CHECK(moe_fields_apply(moe_layer_fields(), &c, settings, &error) == MOE_ERR_CONFIG ||
-              error.code == MOE_ERR_NOT_FOUND);
-        CHECK((strstr(error.message, "expected name=value") != NULL) == (n >= 32), error.message);
+        REFUSED(MOE_ERR_NOT_FOUND, "unknown field", moe_fields_apply(moe_layer_fields(), &c, settings, &error));
     }
     strcpy(settings, "loss_selector_entropyxxxxxxxxxx");
     REFUSED(MOE_ERR_NOT_FOUND, "did you mean loss_selector_entropy?",
