@@ -66,6 +66,9 @@ static int fail(const char *what, const char *why) {
     return 1;
 }
 
+/* Flushes the output; fails if it could not be written. */
+static int finish(void) { return fflush(stdout) != 0 || ferror(stdout) ? fail("the output", "cannot be written") : 0; }
+
 static int show_help(void) {
     printf("chat [options] MODEL   chats with a model: a .gguf file (any part of a split one) or a folder with\n"
            "                       config.json, safetensors and tokenizer.json\n");
@@ -75,7 +78,8 @@ static int show_help(void) {
         if (o->kind == REAL) printf(" (%g)", *(const double *)o->at);
         printf("\n");
     }
-    return printf("Ctrl-C ends a reply, Ctrl-D the program. Exit status: 0 done, 1 failed, 2 wrong options.\n") < 0;
+    printf("Ctrl-C ends a reply, Ctrl-D the program. Exit status: 0 done, 1 failed, 2 wrong options.\n");
+    return finish();
 }
 
 static int set_option(const struct option *o, const char *value) {
@@ -740,7 +744,7 @@ int main(int count, char **words) {
         catch_interrupts();
         failed = talk(&s);
         if (!failed) failed = write_report(&s);
-        if (!failed && (fflush(stdout) != 0 || ferror(stdout))) failed = fail("the output", "cannot be written");
+        if (!failed) failed = finish();
     }
     close_model(&s);
     return failed;

@@ -160,7 +160,7 @@ static int check_files(void) {
 static int read_options(int count, char **words) {
     while (--count > 0) {
         const char *word = *++words;
-        if (strcmp(word, "-h") == 0 || strcmp(word, "--help") == 0) exit(fputs(help, stdout) < 0);
+        if (strcmp(word, "-h") == 0 || strcmp(word, "--help") == 0) exit(fputs(help, stdout) < 0 || finish());
         if (strcmp(word, "--drop") == 0) drop = 1;
         else if (word[0] != '-' && path != NULL)
             return fail(word, "a second table; --predict names one to label after training");
@@ -386,11 +386,13 @@ static int32_t class_of(schema *s, const char *text, int growing) {
 
 static int bad_label(const csv_table *t, const schema *s, size_t row, const char *text) {
     double value;
+    char shown[CSV_SHOWN_SIZE];
     unsigned long line = (unsigned long)t->lines[row];
     if (csv_number(text, &value) == CSV_MISSING) {
         fprintf(stderr,
-                "csv: %s:%lu: the label (column %lu) is missing: fill it in, or leave such lines out with --drop\n",
-                path, line, (unsigned long)s->label_place + 1);
+                "csv: %s:%lu: the label (column %lu) is missing (\"%s\"): fill it in, or leave such lines out with "
+                "--drop\n",
+                path, line, (unsigned long)s->label_place + 1, csv_shown(text, shown));
         return 1;
     }
     fprintf(stderr,
@@ -638,11 +640,15 @@ static size_t best_of(const moe_real *y, size_t n) {
 
 static void print_cut(const char *text, int columns) {
     char shown[CSV_SHOWN_SIZE];
-    printf("%*.*s", columns, columns < 0 ? -columns : columns, csv_shown(text, shown));
+    const int length = (int)strlen(csv_shown(text, shown));
+    int n = columns < 0 ? -columns : columns;
+    while (n < length && ((unsigned char)shown[n] & 0xc0) == 0x80) n--; /* not within a character */
+    printf("%*.*s", columns, n, shown);
 }
 
 /* Prints which labels are confused. */
 static void show_labels(const schema *s, const samples *d, const answers *a) {
+    char shown[CSV_SHOWN_SIZE];
     printf("\n  label                lines   right   most often taken for\n");
     for (size_t c = 0; c < s->n_classes; c++) {
         size_t n = 0, right = 0;
@@ -658,20 +664,16 @@ static void show_labels(const schema *s, const samples *d, const answers *a) {
         print_cut(s->classes[c], -16);
         printf("%10lu ", (unsigned long)n);
         if (n > 0) printf("%6.1f %%", 100.0 * (double)right / (double)n);
-        if (most < s->n_classes) {
-            printf("   ");
-            print_cut(s->classes[most], (int)-strlen(s->classes[most]));
-        }
+        if (most < s->n_classes) printf("   %s", csv_shown(s->classes[most], shown));
         printf("\n");
         free(taken);
     }
 }
 
 static void print_feature(const column *c) {
-    print_cut(c->name, (int)-strlen(c->name));
-    if (c->word == NULL) return;
-    printf(" = ");
-    print_cut(c->word, (int)-strlen(c->word));
+    char shown[CSV_SHOWN_SIZE];
+    printf("%s", csv_shown(c->name, shown));
+    if (c->word != NULL) printf(" = %s", csv_shown(c->word, shown));
 }
 
 static void show_experts(const moe_report *r, const schema *s) {
@@ -1150,10 +1152,12 @@ static int load(moe_net *net, csv_table *t, schema *s) {
     return failed;
 }
 
-/* A column by its name; of several with this name the one at its place in the training table. */
+/* A column by its name, even if that is a number; of several the one at its place in the training
+   table. */
 static size_t named_column(const csv_table *t, const char *name, size_t place) {
     if (place < t->columns && strcmp(t->cells[place], name) == 0) return place;
-    return find_column(t, 1, name, strlen(name));
+    for (place = 0; place < t->columns && strcmp(t->cells[place], name) != 0;) place++;
+    return place;
 }
 
 static int is_repeated(const csv_table *t, const char *name) {

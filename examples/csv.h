@@ -34,11 +34,12 @@ static inline void csv_free(csv_table *t) {
     t->rows = t->columns = t->room = 0;
 }
 
-/* A cell for a message: truncated, without control characters. */
+/* A cell for a message: truncated, not within a character, and without control characters. */
 static inline const char *csv_shown(const char *cell, char out[CSV_SHOWN_SIZE]) {
     size_t n = 0;
     for (; cell[n] != '\0' && n < CSV_SHOWN_SIZE - 4; n++)
         out[n] = (unsigned char)cell[n] < 0x20 || cell[n] == 0x7f ? '?' : cell[n];
+    while (n > 0 && ((unsigned char)cell[n] & 0xc0) == 0x80) n--;
     strcpy(out + n, cell[n] != '\0' ? "..." : "");
     return out;
 }
@@ -64,9 +65,10 @@ static inline char csv_separator(const char *line) {
     static const char usual[] = ",;\t";
     size_t count[3] = {0, 0, 0}, best = 0, i;
     int quoted = 0;
-    for (; *line != '\0' && *line != '\n'; line++) {
+    for (char before = ','; *line != '\0' && *line != '\n'; before = *line++) {
         const char *found = quoted ? NULL : strchr(usual, *line);
-        quoted ^= *line == '"';
+        /* within a cell, as in 15", a quote is a character */
+        if (*line == '"' && (quoted || strchr(",;\t \"", before) != NULL)) quoted = !quoted;
         if (found != NULL) count[found - usual]++;
     }
     for (i = 1; i < 3; i++)

@@ -44,7 +44,7 @@ static int read_options(int count, char **words) {
         const char *word = *++words, *value = count > 1 ? words[1] : "";
         int option = word[0] == '-';
         char *end = NULL;
-        if (strcmp(word, "-h") == 0 || strcmp(word, "--help") == 0) exit(fputs(help, stdout) < 0);
+        if (strcmp(word, "-h") == 0 || strcmp(word, "--help") == 0) exit(fputs(help, stdout) < 0 || finish());
         if (option && *value == '\0') return fail(word, "no such option, or its value is missing; see -h");
         if (!option && path != NULL) return fail(word, "a second network; one at a time");
         if (!option) path = word;

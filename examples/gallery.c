@@ -65,7 +65,7 @@ static int read_options(int count, char **words) {
     while (--count > 0) {
         const char *word = *++words, *value = count > 1 ? words[1] : "";
         char *end = NULL;
-        if (strcmp(word, "-h") == 0 || strcmp(word, "--help") == 0) exit(fputs(help, stdout) < 0);
+        if (strcmp(word, "-h") == 0 || strcmp(word, "--help") == 0) exit(fputs(help, stdout) < 0 || finish());
         if (*value == '\0') return fail(word, "no such option, or its value is missing; see -h");
         if (strcmp(word, "-o") == 0) folder = value;
         else if (strcmp(word, "--preset") == 0) only = value;
@@ -88,6 +88,8 @@ static int read_options(int count, char **words) {
     if (strlen(folder) > PATH - 100) return fail("-o", "the folder's name is too long");
     if (only != NULL && moe_preset_find(only) == NULL)
         return fail(only, "there is no preset of this name; sh examples/run routers lists them");
+    if (moe_kernels_select(kernels) == NULL)
+        return fail("--kernels", "not compiled in, or this machine cannot run them");
     return is_report_among_pictures() ? fail(report_path, WRITTEN_TWICE) : 0;
 }
 
@@ -382,7 +384,7 @@ static void report_picture(const picture *p) {
 }
 
 /* Trains and draws one preset; why receives the library's message if it cannot be drawn, else "".
-   Returns 1 if a file cannot be written. */
+   Returns 1 if memory is short or a file cannot be written. */
 static int draw(const moe_preset *preset, char *why) {
     static picture p;
     char path[PATH];
@@ -397,6 +399,7 @@ static int draw(const moe_preset *preset, char *why) {
     if (status == MOE_OK) status = fill(&net, module, p.grid, &error);
     moe_net_free(&net);
     sprintf(path, "%s/%.60s.svg", folder, preset->name);
+    if (status == MOE_ERR_MEMORY) return fail(preset->name, error.message);
     if (status != MOE_OK) {
         strcpy(why, error.message);
         remove(path);

@@ -42,7 +42,7 @@ static int read_options(int count, char **words) {
         const char *word = *++words, *value = count > 1 ? words[1] : "";
         int option = word[0] == '-' && strcmp(word, "--turned") != 0 && strcmp(word, "--int4") != 0;
         char *end = NULL;
-        if (strcmp(word, "-h") == 0 || strcmp(word, "--help") == 0) exit(fputs(help, stdout) < 0);
+        if (strcmp(word, "-h") == 0 || strcmp(word, "--help") == 0) exit(fputs(help, stdout) < 0 || finish());
         if (strcmp(word, "--turned") == 0) turned = 1;
         else if (strcmp(word, "--int4") == 0) weights = MOE_WEIGHTS_INT4;
         else if (!option && data_path != NULL) return fail(word, "a second file of digits; one at a time");

@@ -65,7 +65,7 @@ static int read_options(int count, char **words) {
     while (--count > 0) {
         const char *word = *++words, *value = count > 1 ? words[1] : "";
         char *end = NULL;
-        if (strcmp(word, "-h") == 0 || strcmp(word, "--help") == 0) exit(fputs(help, stdout) < 0);
+        if (strcmp(word, "-h") == 0 || strcmp(word, "--help") == 0) exit(fputs(help, stdout) < 0 || finish());
         if (strcmp(word, "--check") == 0) checks = 1;
         else if (strcmp(word, "--smooth") == 0) smooths = 1;
         else if (strcmp(word, "--report") == 0 && *value != '\0') {

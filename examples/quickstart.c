@@ -50,7 +50,7 @@ static int read_options(int count, char **words) {
         const char *word = *++words, *value = count > 1 ? words[1] : "";
         int option = word[0] == '-';
         char *end = NULL;
-        if (strcmp(word, "-h") == 0 || strcmp(word, "--help") == 0) exit(fputs(help, stdout) < 0);
+        if (strcmp(word, "-h") == 0 || strcmp(word, "--help") == 0) exit(fputs(help, stdout) < 0 || finish());
         if (!option && data_path != NULL) return fail(word, "a second file of digits; one at a time");
         if (!option) data_path = word;
         else if (strcmp(word, "-o") == 0 && *value != '\0') output = value;

@@ -1122,7 +1122,9 @@ static int read_number(const char *text, unsigned long *value) {
 
 /* The exit status; nonzero also if the output could not be written. */
 static int finish(int status) {
-    return fflush(stdout) == 0 && !ferror(stdout) ? status : complain("the output could not be written");
+    if (fflush(stdout) == 0 && !ferror(stdout)) return status;
+    complain("the output could not be written");
+    return 1;
 }
 
 int main(int argc, char **argv) {

@@ -115,9 +115,8 @@ static int show_help(void) {
             printf(" (%s)", *(const char **)o->at);
         printf("\n");
     }
-    return printf(
-               "Exit status: 0 done, 1 failed, 130 stopped by Ctrl-C, 143 by a TERM signal; --resume continues.\n") <
-           0;
+    printf("Exit status: 0 done, 1 failed, 130 stopped by Ctrl-C, 143 by a TERM signal; --resume continues.\n");
+    return finish();
 }
 
 static int set_option(const struct option *o, const char *value) {
@@ -901,7 +900,8 @@ static int prepare(model *m, corpus *c) {
 
 /* Whether files that are written, the words beside them included, are one, or the texts. */
 static int check_names(void) {
-    const char *const inputs[] = {set.text, set.test};
+    const char *const *headers = example_headers(); /* the text without FILE */
+    const char *const inputs[] = {set.text, set.test, headers[0], headers[1], headers[2]};
     char names[4][PATH_SIZE];
     const char *const outputs[] = {names[0], names[1],   names[2],       names[3],
                                    set.output, set.checkpoint, report_path};
@@ -909,7 +909,7 @@ static int check_names(void) {
     snprintf(names[1], PATH_SIZE, "%s.part", set.output);
     snprintf(names[2], PATH_SIZE, "%s.words.part", set.output);
     snprintf(names[3], PATH_SIZE, "%s.words", set.checkpoint);
-    const char *twice = written_twice(outputs, 7, inputs, 2);
+    const char *twice = written_twice(outputs, 7, inputs, 5);
     return twice != NULL ? fail(twice, WRITTEN_TWICE) : 0;
 }
 
@@ -921,9 +921,9 @@ static int check_files(void) {
     fclose(f);
     remove(part);
     if (set.resume && !exists(set.checkpoint)) return fail(set.checkpoint, "does not exist: nothing to resume");
+    if (!set.resume && not_writable(set.checkpoint) != NULL) return fail(set.checkpoint, not_writable(set.checkpoint));
     if (!set.resume && exists(set.checkpoint))
         return fail(set.checkpoint, "holds training that was stopped: --resume continues it; remove it to start over");
-    if (!set.resume && not_writable(set.checkpoint) != NULL) return fail(set.checkpoint, not_writable(set.checkpoint));
     return 0;
 }
 

@@ -58,6 +58,8 @@ quoted_names
 quoted_labels
 by_place
 repeated_names
+numbers_for_names
+whole_characters
 constant_column
 firmware
 firmware_refused
@@ -72,7 +74,7 @@ refused fill_it_in,_or_leave_such_lines_out_with_--drop 5s/,[^,]*,/,NA,/
 refused 6:_column_1_(length)_is_"ten",_which_is_not_a_number 6s/^[^,]*/ten/
 refused 6:_column_1_(length)_is_inf:_numbers_must_be_finite 6s/^[^,]*/inf/
 refused write_numbers_with_a_point s/,/;/g;7s/^[^;]*/3,5/
-refused 8:_the_label_(column_3)_is_missing 8s/[^,]*$//
+refused 8:_the_label_(column_3)_is_missing_("None") 8s/[^,]*$/None/
 refused at_least_10 9,$d
 refused all_lines_have_the_same_label 2,$s/[^,]*$/same/
 refused is_it_the_label? s/[^,]*$/&/;=
@@ -197,10 +199,12 @@ words_are_one_hot() {
     ! "$prepared/csv" many.csv >out 2>&1 && grep -q 'more than 64 different words' out
 }
 
-# Separators and doubled quotes within the quoted names of the first line.
+# Separators and doubled quotes in the quoted names of the first line, and a quote within a name.
 quoted_names() {
     sed '1s/.*/"length ""mm"", rounded",width,what/' "$prepared/plain.csv" >names.csv
     run "$prepared/csv" names.csv --epochs 1 >said && grep -q '90 lines, 2 numbers each, 3 labels' said || return 1
+    sed '1s/.*/15",width,what/' "$prepared/plain.csv" >inches.csv
+    run "$prepared/csv" inches.csv --epochs 1 >said && grep -q '90 lines, 2 numbers each, 3 labels' said || return 1
     sed '1s/.*/"length in mm" width what/; s/"small one"/small/; s/,/ /g' "$prepared/plain.csv" >blanks.csv
     run "$prepared/csv" blanks.csv --epochs 1 >said && grep -q '90 lines, 2 numbers each, 3 labels' said
 }
@@ -241,6 +245,25 @@ repeated_names() {
     "$prepared/csv" --load m.safetensors --predict moved.csv >out 2>&1
     status=$?
     said_all several_columns_x
+}
+
+# A number that names a column is not its place in a table that lacks this column.
+numbers_for_names() {
+    sed '1s/.*/1,2,what/' "$prepared/plain.csv" >named.csv
+    run "$prepared/csv" named.csv --header yes --epochs 1 --save m.safetensors >said || return 1
+    cut -d, -f2- named.csv >narrow.csv
+    "$prepared/csv" --load m.safetensors --predict narrow.csv --header yes >out 2>&1
+    status=$?
+    said_all there_is_no_column_1
+}
+
+# Names that are too long for their place are cut between characters, and nothing fills the gap.
+whole_characters() {
+    long=xääääääääääääääääääääääääääääää
+    sed "1s/length/$long/; s/wide\$/$long/" "$prepared/plain.csv" >long.csv
+    run "$prepared/csv" long.csv --epochs 1 >said && grep -q 'xää.*ä\.\.\. [-+]' said || return 1
+    "$prepared/csv" said >out 2>&1 # it tells what is not UTF-8
+    ! grep 'not UTF-8' out
 }
 
 # A column that is constant, though not its rounded mean, has no deviation to be scaled by.
@@ -387,6 +410,10 @@ gallery_refuses() {
         status=$?
         said_all "$(echo "${rest#*|}")" || return 1
     done
+    mkdir kept && echo old >kept/smoe.svg || return 1
+    "$prepared/gallery" -o kept --preset smoe --kernels wasm >out 2>&1
+    status=$?
+    said_all this_machine_cannot_run_them && [ -s kept/smoe.svg ] || return 1
     mkdir all && run "$prepared/gallery" -o all --steps 1 --report all.html >said || return 1
     [ "$(grep -c '<figure' all.html)" -eq "$(ls all | grep -c 'svg$')" ] ||
         { echo 'the page lacks pictures' && return 1; }

@@ -100,6 +100,7 @@ wrong_calls() {
 2 a_report_is routers --report r.pdf
 2 a_report_is gallery --report r.pdf
 1 --steps:_a_million_passes text --width 8 --layers 1 --experts 2 --context 16 --batch 999 --steps 1000000000 text
+1 in/x:_Not_a_directory text --steps 1 --width 8 --layers 1 --context 16 -o other --checkpoint in/x text
 2 there_is_no_preset text --router nobody text
 2 there_is_no_preset csv in --router nobody
 2 --router:_its_value_is_missing text --router EMPTY text
@@ -127,6 +128,7 @@ wrong_calls() {
 2 would_replace gallery --steps 1 -o . --report README.md
 2 would_replace gallery --steps 1 -o . --preset smoe --report ./smoe.svg
 2 would_replace text --steps 1 --width 8 --layers 1 --context 16 -o ./text text
+2 would_replace text --steps 1 --width 8 --layers 1 --context 16 -o examples/../moe.h
 2 would_replace text --steps 1 --width 8 --layers 1 --context 16 -o new.txt --report new.txt text
 2 would_replace text --steps 1 --width 8 --layers 1 --context 16 --words -o new --checkpoint new.words text
 2 would_replace text --steps 1 --width 8 --layers 1 --context 16 -o words words.words
@@ -272,6 +274,11 @@ help_cut_off() {
         sh "$root/examples/run" "$name" -h >/dev/full 2>said
         status=$?
         [ "$status" = 1 ] && [ "$(grep -c . said)" = 1 ] || show_call "more than the help of $name" || return 1
+    done
+    for program in $programs; do
+        "$prepared/$program" -h >/dev/full 2>said
+        status=$?
+        [ "$status" = 1 ] || show_call "the help of $program" || return 1
     done
     for name in bench/options bench/rivals fuzz/oracle fuzz/fuzz port/mpi quality/coverage; do # from any folder
         sh "$root/tests/$name.sh" -h >said 2>&1
