@@ -142,7 +142,8 @@ static int show_help(void) {
         if (o->kind == REAL) printf(" (%g)", *(const double *)o->at);
         printf("\n");
     }
-    return printf("Exit status: 0 done, else failed.\n") < 0;
+    printf("Exit status: 0 done, else failed.\n");
+    return fflush(stdout) != 0 || ferror(stdout) ? fail("the output", "cannot be written") : 0;
 }
 
 static int set_option(const struct option *o, const char *value) {

@@ -1085,7 +1085,8 @@ static int read_options(int count, char **words) {
         size_t k = 0;
         double number = 0;
         const char *value = i + 1 < count ? words[i + 1] : "";
-        if (strcmp(words[i], "-h") == 0 || strcmp(words[i], "--help") == 0) exit(fputs(help, stdout) < 0);
+        if (strcmp(words[i], "-h") == 0 || strcmp(words[i], "--help") == 0)
+            exit(fputs(help, stdout) < 0 || fflush(stdout) != 0);
         while (k < sizeof known / sizeof known[0] && strcmp(known[k].name, words[i]) != 0) k++;
         if (k == sizeof known / sizeof known[0]) return complain(words[i], "no such option; see -h");
         if (known[k].flag != NULL) {
