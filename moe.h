@@ -3632,7 +3632,7 @@ static void moei_layer_defaults(moe_layer_config *c) {
     int d = c->router.d_model;
     moei_default(&c->d_out, d);
     if (c->expert == MOE_EXPERT_GLU) moei_default(&c->act, MOE_ACT_SILU);
-    else if (c->act == MOE_ACT_NAMED_RELU) c->act = MOE_ACT_RELU;
+    else if (c->act == MOE_ACT_NAMED_RELU && c->expert == MOE_EXPERT_MLP) c->act = MOE_ACT_RELU;
     if (moei_experts[c->expert].has & MOEI_HAS_LOW) {
         moei_default(&c->d_low, (d + 2) / 3);
         moei_default(&c->d_ff, moei_parity_width(d, c->d_low));
@@ -4570,9 +4570,11 @@ static void moei_stage_backward(const moei_expert_run *run, int stage, unsigned 
 
 /* ==== the workspace of a call ================================================================= */
 
-/* The most rows that one expert gets. */
+/* The most rows that one expert gets; SIZE_MAX, which no workspace has, beyond size_t. */
 static size_t moei_expert_rows(const moe_layer_config *c, size_t n) {
-    return moei_is_soft(&c->router) ? (size_t)c->router.slots * (size_t)c->router.soft_sequences : n;
+    size_t rows = n;
+    if (!moei_is_soft(&c->router)) return n;
+    return moei_mul((size_t)c->router.slots, (size_t)c->router.soft_sequences, &rows) ? rows : SIZE_MAX;
 }
 
 /* Counts the rows whose activations training keeps. */
@@ -5351,7 +5353,8 @@ static moe_status moei_layer_call_check(const moe_layer *layer, const moei_exper
         if (layer->external[i] != NULL && call->training)
             return moei_error(call->error, MOE_ERR_UNSUPPORTED,
                               "%s lies in a file (layer.external): it cannot be trained", moei_layer_parameter_name(i));
-        if (layer->external[i] != NULL || moei_parameter_is_set(i, layer->present, layer->tensors[i])) continue;
+        if (layer->external[i] != NULL && !moei_is_constant(i) && i != MOE_SHARED_SIGMOID) continue;
+        if (moei_parameter_is_set(i, layer->present, layer->tensors[i])) continue;
         if (layer->packed[i] != NULL && moei_uses_packed(layer, call)) continue;
         return MOEI_REFUSE(call->error, "%s is not set: layer.tensors[%d] is NULL", moei_layer_parameter_name(i), i);
     }
@@ -8559,6 +8562,7 @@ moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work,
 moe_status moe_net_quantize(moe_net *net, int type, void *memory, size_t size, const moe_call *calibration, void *work,
                             size_t work_size, moe_quant_error *errors, moe_error *error) {
     moe_call call;
+    moe_rng drawn;
     moe_net_pass exact, packed;
     size_t all = 0, first = 0;
     size_t i, t;
@@ -8571,6 +8575,10 @@ moe_status moe_net_quantize(moe_net *net, int type, void *memory, size_t size, c
     call.error = error;
     call.training = 0;
     call.keep = 1;
+    if (call.rng != NULL) {
+        drawn = *call.rng;
+        call.rng = &drawn;
+    }
     status = moe_net_pack_size(net, type, call.n_tokens, NULL, &all);
     if (status == MOE_OK) status = moe_net_work_size(net, call.n_tokens, 1, &first);
     status = moei_report_room(status, type, all, work_size, error);
@@ -8578,6 +8586,7 @@ moe_status moe_net_quantize(moe_net *net, int type, void *memory, size_t size, c
     if (status == MOE_OK) status = moe_net_pack(net, type, memory, size, error);
     if (status != MOE_OK) return status;
     call.keep = 0;
+    call.rng = calibration->rng; /* both passes draw alike */
     status = moe_net_forward(net, &call, (unsigned char *)work + first, all - first, &packed);
     if (status != MOE_OK) moei_net_unpack(net);
     for (i = 0; i < net->n_modules && status == MOE_OK; i++) {

@@ -2247,6 +2247,16 @@ static void test_sequence_call_errors(void) {
     moe_net_free(&net);
 }
 
+/* 2^32 rows of slots in the sequences that a call may have: beyond a size_t of 32 bits. */
+static void test_many_slots(void) {
+    moe_layer_config c = layer_config("expert=linear d_ff=0 select=soft n_experts=1 slots=65536 soft_sequences=65536");
+    moe_layer layer;
+    size_t bytes = 0;
+    IS(MOE_OK, moe_layer_init(&layer, &c, &error));
+    IS(SIZE_MAX > 0xFFFFFFFF ? MOE_OK : MOE_ERR_OVERFLOW, moe_layer_work_size(&layer, 1, 0, &bytes));
+    CHECK(SIZE_MAX == 0xFFFFFFFF || bytes > 0xFFFFFFFF);
+}
+
 #if SIZE_MAX > 0xFFFFFFFF
 /* Layers whose workspace is beyond size_t, though their settings and the number of tokens are good:
    the rows of all experts, or what a soft router keeps. */
@@ -2704,6 +2714,7 @@ int main(void) {
     CASE(test_masks());
     CASE(test_layer_sizes());
     CASE(test_net_sizes());
+    CASE(test_many_slots());
 #if SIZE_MAX > 0xFFFFFFFF
     CASE(test_beyond_size());
     CASE(test_sum_beyond_size());

@@ -2124,6 +2124,40 @@ static void test_packed_types(void) {
     free(memory);
 }
 
+/* Both passes of a report draw the same order of drops; the caller's rng ends as after one. */
+static void test_packed_draws(void) {
+    static moe_real x[40 * 6];
+    void *work = grab(PACKED_ROOM, 1), *memory = grab(PACKED_ROOM, 1);
+    moe_layer_config c = small_layer();
+    moe_quant_error errors[1];
+    moe_rng rng = {7}, once = {7};
+    moe_net_pass pass;
+    moe_error error;
+    moe_call call;
+    moe_net net;
+    size_t i;
+    for (i = 0; i < 40 * 6; i++) x[i] = moe_rng_normal(&once);
+    once = rng;
+    c.router.drop_capacity = 5;
+    c.router.drop_order = MOE_DROP_RANDOM;
+    memset(&call, 0, sizeof call);
+    call.n_tokens = 40;
+    call.x = x;
+    call.rng = &rng;
+    moe_net_init(&net, 6, MOE_KERNELS_AUTO, NULL);
+    moe_net_mixture(&net, &c);
+    CHECK_STATUS(moe_net_build(&net, 0, 1, &error), MOE_OK, error.message);
+    CHECK_STATUS(moe_net_quantize(&net, MOE_TYPE_REAL, memory, PACKED_ROOM, &call, work, PACKED_ROOM, errors, &error),
+                 MOE_OK, error.message);
+    CHECK(!(errors[0].output > 0));
+    call.rng = &once;
+    CHECK_STATUS(moe_net_forward(&net, &call, work, PACKED_ROOM, &pass), MOE_OK);
+    CHECK(moe_rng_next(&rng) == moe_rng_next(&once));
+    moe_net_free(&net);
+    free(work);
+    free(memory);
+}
+
 /* What is refused, what fails, and what unpacks. */
 static void test_packed_failures(void) {
     static const int32_t ids[4] = {3, 1, 4, 1};
@@ -2265,6 +2299,7 @@ int main(int count, char **words) {
     sprintf(path[0], "%s/net_test_a.safetensors", folder);
     sprintf(path[1], "%s/net_test_b.safetensors", folder);
     CASE(test_packed_types());
+    CASE(test_packed_draws());
     CASE(test_packed_failures());
     CASE(test_packed_training());
     CASE(test_attention_room());

@@ -1176,6 +1176,40 @@ static void test_layers_in_files(void) {
             }
 }
 
+/* What a layer reads as a tensor must be one. */
+static void test_vectors_in_files(void) {
+    static const int params[] = {MOE_SHARED_SIGMOID, MOE_EXPERTS_CONSTANT, MOE_EXPERTS_CONSTANT_GATE};
+    static const moe_real x[32] = {1, 2, 3};
+    in_file f = make_in_file(moei_gguf_type_find(8), 2, 32, 0, 1);
+    moe_real y[32];
+    size_t bytes, i;
+    void *work;
+    moe_layer_config config;
+    moe_layer layer;
+    moe_call call;
+    moe_error error;
+    memset(&call, 0, sizeof call);
+    call.n_tokens = 1;
+    call.x = x;
+    call.error = &error;
+    for (i = 0; i < 3; i++) {
+        memset(&config, 0, sizeof config);
+        config.router.d_model = 32;
+        config.router.n_constant = 7;
+        config.n_shared = config.shared_sigmoid = 1;
+        if (!CHECK(moe_layer_create(&layer, &config, 0, 1, NULL, &error) == MOE_OK)) return;
+        layer.external[params[i]] = &f.w;
+        layer.tensors[params[i]] = NULL;
+        CHECK(moe_layer_work_size(&layer, 1, 0, &bytes) == MOE_OK);
+        work = take(bytes);
+        CHECK(moe_layer_forward(&layer, &call, y, work, bytes, NULL) == MOE_ERR_ARGUMENT);
+        CHECK(strstr(error.message, "is not set: layer.tensors") != NULL);
+        free(work);
+        moe_layer_free(&layer);
+    }
+    free_in_file(&f);
+}
+
 /* An output of heads that are wider together than all else in an MLA: its rows have room. */
 static void test_wide_values_in_files(void) {
     enum { N = 9, D = 64, WIDE = 512 };
@@ -1774,6 +1808,7 @@ int main(int count, char **arguments) {
     CASE(test_long_rows_in_files());
     CASE(test_exact_in_files());
     CASE(test_layers_in_files());
+    CASE(test_vectors_in_files());
     CASE(test_wide_values_in_files());
     CASE(test_rows());
     CASE(test_products());
