@@ -1297,9 +1297,9 @@ MOE_API moe_status moe_route_batch_size(const moe_router *router, size_t n_token
    MOE_ERR_ARGUMENT: a missing tensor or array, bad offsets, bad given indices; MOE_ERR_SPACE;
    MOE_ERR_NONFINITE: a logit of a real token, a refined p or a weight of the plan;
    MOE_ERR_UNSUPPORTED: the router cannot decode, or a mask has left out what the call needs;
-   MOE_ERR_SHAPE: activation_width; MOE_ERR_OVERFLOW: n_tokens. call->error says which. On failure
-   *routing is untouched, the workspace is unspecified, and rng may have advanced. Thread-safe for
-   different workspaces. */
+   MOE_ERR_SHAPE: activation_width; MOE_ERR_OVERFLOW: n_tokens, n_sequences. call->error says which.
+   On failure *routing is untouched, the workspace is unspecified, and rng may have advanced.
+   Thread-safe for different workspaces. */
 MOE_API moe_status moe_route(const moe_router *router, const moe_call *call, void *workspace, size_t size,
                              moe_routing *routing);
 
@@ -4021,6 +4021,9 @@ static moe_status moei_call_check(const moe_router *router, const moe_call *call
     if (moei_is_soft(c) && (call->given != NULL || moei_sequence_count(call) > (size_t)c->soft_sequences))
         return MOEI_REFUSE(call->error, "select = soft takes no call.given and at most soft_sequences = %d sequences",
                            c->soft_sequences);
+    if (moei_is_soft(c) && moei_sequence_count(call) > (size_t)INT32_MAX / (size_t)c->slots)
+        return moei_error(call->error, MOE_ERR_OVERFLOW, "call.n_sequences = %z: too many for slots = %d",
+                          call->n_sequences, c->slots);
     if (c->loss_locality > 0)
         status = moei_check_indices(call, "token_machine", call->token_machine, call->n_tokens, 1, 0, c->nodes);
     if (c->loss_locality > 0 && status == MOE_OK)

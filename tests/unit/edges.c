@@ -2257,6 +2257,29 @@ static void test_many_slots(void) {
     CHECK(SIZE_MAX == 0xFFFFFFFF || bytes > 0xFFFFFFFF);
 }
 
+/* The plan has rows as int32: 2^15 sequences of 2^16 slots are too many, empty ones included. */
+static void test_many_sequences(void) {
+    enum { SEQUENCES = 32768 };
+    static int32_t offsets[SEQUENCES + 1];
+    static moe_real vectors[65536];
+    moe_layer_config c = layer_config("d_model=1 select=soft n_experts=1 slots=65536 soft_sequences=65536");
+    moe_router router;
+    moe_routing routing;
+    moe_call call = told_call(1, 0);
+    size_t bytes;
+    void *work;
+    IS(MOE_OK, moe_router_init(&router, &c.router, NULL, &error));
+    router.tensors[MOE_ROUTER_SLOT_VECTORS] = vectors;
+    IS(MOE_OK, moe_route_size(&router, 1, 0, &bytes));
+    work = grab(1, bytes);
+    call.x = x;
+    call.sequences = offsets;
+    call.n_sequences = SEQUENCES;
+    offsets[SEQUENCES - 1] = offsets[SEQUENCES] = 1;
+    REFUSED(MOE_ERR_OVERFLOW, "n_sequences = 32768", moe_route(&router, &call, work, bytes, &routing));
+    free(work);
+}
+
 #if SIZE_MAX > 0xFFFFFFFF
 /* Layers whose workspace is beyond size_t, though their settings and the number of tokens are good:
    the rows of all experts, or what a soft router keeps. */
@@ -2715,6 +2738,7 @@ int main(void) {
     CASE(test_layer_sizes());
     CASE(test_net_sizes());
     CASE(test_many_slots());
+    CASE(test_many_sequences());
 #if SIZE_MAX > 0xFFFFFFFF
     CASE(test_beyond_size());
     CASE(test_sum_beyond_size());
