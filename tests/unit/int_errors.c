@@ -271,9 +271,9 @@ static void try_one(const trial *t, int distribution, uint64_t seed) {
             if (shows)
                 printf("%6.3f %% %s %d %s d %d distribution %d\n", 100 * off, t->name, t->variant,
                        moei_act_names[t->act], (int)t->d, distribution);
-            if (weights == MOE_WEIGHTS_INT8)
-                CHECKF(off < (t->make == make_attention ? 0.035 : 0.02), "%.2f %% %s %d %s d %d distribution %d seed %d",
-                   100 * off, t->name, t->variant, moei_act_names[t->act], (int)t->d, distribution, (int)seed);
+            CHECKF(weights == MOE_WEIGHTS_INT4 || off < (t->make == make_attention ? 0.035 : 0.02),
+                   "%.2f %% %s %d %s d %d distribution %d seed %d", 100 * off, t->name, t->variant,
+                   moei_act_names[t->act], (int)t->d, distribution, (int)seed);
             moe_model_free(&built);
         }
     }
