@@ -26,7 +26,7 @@ For shell, Python and JavaScript: prose (comments, docstrings) and code. For Mar
 except tables, links and blocks of code. For headers besides:
   version      the first line is "/* NAME - vX.Y.Z - ..." with the version of moe_kernels.h; an
                extra names no version
-  size         moe_kernels.h 350 kB, moe_routers.h 400 kB, moe.h 640 kB; README.md 450 lines
+  size         moe_kernels.h 420 kB, moe_routers.h 460 kB, moe.h 640 kB; README.md 450 lines
   public       the core has at most 160 public functions (MOE_API); a private one (moei_) is
                exported (MOEI_API) only if a header that moe_export.h prints may name it"""
 

@@ -1219,7 +1219,7 @@ static int check_accepted_along(const char *group, const moe_layer_config *confi
 
 static void check_experts(void) {
     moe_layer_config c;
-    int expert, act, no_bias, apply, out, shared, sigmoid;
+    int expert, act, no_bias, apply, out, shared, sigmoid, accepted = 0;
     for (expert = 0; expert < MOE_EXPERT_COUNT; expert++)
         for (act = 0; act < MOE_ACT_COUNT; act++)
             for (no_bias = 0; no_bias < 2; no_bias++)
@@ -1231,7 +1231,7 @@ static void check_experts(void) {
                         c.no_expert_bias = no_bias;
                         c.router.apply_to = apply;
                         c.d_out = out ? 3 : 0;
-                        check_accepted("experts", &c, 6, 0);
+                        accepted += check_accepted("experts", &c, 6, 0);
                     }
     for (expert = 0; expert < MOE_EXPERT_COUNT; expert++)
         for (shared = 1; shared < 4; shared++)
@@ -1245,6 +1245,7 @@ static void check_experts(void) {
                     c.d_out = out ? 7 : 0;
                     check_layer("shared", &c, 5, out ? WITH_MASK : 0);
                 }
+    report("experts", "many are accepted", accepted > 100, "");
 }
 
 /* Experts of a width of their own, plain, weighted on the input, soft, and read by scores. */
@@ -1829,7 +1830,7 @@ static void check_recorded(const moe_layer_config *config, size_t n, int with, i
 }
 
 static void check_replay(void) {
-    int select, gate, weight, k;
+    int select, gate, weight, k, accepted = 0;
     for (select = 0; select < MOE_SELECT_COUNT; select++)
         for (gate = 0; gate < MOE_GATE_COUNT && select != MOE_SELECT_SOFT; gate++)
             for (weight = 0; weight < MOE_WEIGHT_COUNT; weight++)
@@ -1846,6 +1847,7 @@ static void check_replay(void) {
                     /* saturated, so that p has ties where z has none */
                     c.router.gate_temperature = k == 1 ? 0.004 : 0.0;
                     if (moe_layer_check(&c, NULL, NULL) != MOE_OK) continue;
+                    accepted++;
                     check_recorded(&c, 7, k & 2 ? WITH_MASK : 0, 1);
                     if (weight == MOE_WEIGHT_RAW || weight == MOE_WEIGHT_ONE)
                         check_recorded(&c, 7, k & 2 ? WITH_MASK : 0, 0);
@@ -1863,6 +1865,7 @@ static void check_replay(void) {
                     c.router.switch_from = MOE_SELECT_DENSE;
                     if (moe_layer_check(&c, NULL, NULL) == MOE_OK) check_recorded(&c, 7, 0, 1);
                 }
+    report("replay", "many are accepted", accepted > 1600, "");
 }
 
 /* ---- experts one by one ---- */
@@ -1905,7 +1908,7 @@ static void check_by_experts(void) {
 /* ---- the input itself ---- */
 
 static void check_add_input(void) {
-    int select, weight, k;
+    int select, weight, k, accepted = 0;
     for (select = 0; select < MOE_SELECT_COUNT; select++)
         for (weight = 0; weight < MOE_WEIGHT_COUNT; weight++)
             for (k = 0; k < 4; k++) {
@@ -1923,9 +1926,9 @@ static void check_add_input(void) {
                 c.router.expert_scale = k == 3;
                 c.n_shared = k & 1;
                 c.d_shared = k & 1 ? 2 : 0;
-                if (moe_layer_check(&c, NULL, NULL) != MOE_OK) continue;
-                check_layer("add_input", &c, 6, weight % 8);
+                accepted += check_accepted("add_input", &c, 6, weight % 8);
             }
+    report("add_input", "many are accepted", accepted > 350, "");
 }
 
 /* ---- teachers and students ---- */

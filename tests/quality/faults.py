@@ -140,7 +140,7 @@ def main():
             if options.v or verdict != 'caught':
                 print('%s: %s (%s): %s' % (verdict, fault.function, fault.program, fault.what), flush=True)
     print('%d passed, %d failed' % (caught, len(faults) - caught))
-    return caught < len(faults)
+    return caught < len(faults) or not faults
 
 
 if __name__ == '__main__':

@@ -290,9 +290,9 @@ static void test_rotary(void) {
             if (model.net.modules[k].kind != MOE_MODULE_ATTENTION) continue;
             CHECKF(a->rotary_scaling == c->kind && a->window == c->windows[block++ % 2], "%s: %d, %d", c->scaling,
                    a->rotary_scaling, a->window);
-            CHECK_NEAR(a->rotary_base, c->base, 1.0);
+            CHECK_NEAR(a->rotary_base, c->base, 0.1);
             if (c->factor > 0.0) CHECK_NEAR(a->rotary_factor, c->factor, 1e-6);
-            if (c->magnitude > 0.0) CHECK_NEAR(a->rotary_magnitude, c->magnitude, 1e-3);
+            if (c->magnitude > 0.0) CHECK_NEAR(a->rotary_magnitude, c->magnitude, 1e-5);
         }
         CHECK(c->status != MOE_OK || (block == 2 && logits(&model, y)));
         moe_import_free(&model);

@@ -2,7 +2,8 @@
    dequantized inputs: every module, every kind of expert, every activation, with few and many
    inputs, rows that calibration has not seen, inputs of several distributions. The relative root
    mean square error of each network stays below 2 % (attention: 3.5 %, its keys and values have 8
-   bits). Then what is accepted, and what is refused with which advice.
+   bits), and the mean of a kind of networks little above what rounding to nearest costs it. Then
+   what is accepted, and what is refused with which advice.
        cc -std=c99 -O1 -DMOE_NO_SIMD -I. tests/unit/int_errors.c -o int_errors -lm && ./int_errors
    "int_errors quick" has one seed of each; "int_errors show" prints a line for each network;
    "int_errors seed N" takes other seeds. */
@@ -17,11 +18,12 @@
 
 enum { CALIBRATION = 512, ROWS = 256, WIDEST = 192 };
 
-static int shows, seeds = 3;
+static int shows, seeds = 3, weights = MOE_WEIGHTS_INT8;
 static uint64_t first_seed = 1;
 static moe_rng rng;
 static moe_real x[(CALIBRATION + ROWS) * WIDEST];
-static double worst;
+static double worst, total; /* errors: of all networks, of this kind */
+static int networks;
 
 /* ---- inputs: normal; uniform; of many magnitudes; few far from 0 ---- */
 
@@ -255,7 +257,7 @@ static void try_one(const trial *t, int distribution, uint64_t seed) {
     if (t->make(&net, t) == MOE_OK && CHECK_STATUS(moe_net_build(&net, 0, seed, &error), MOE_OK, error.message)) {
         randomise(&net);
         finish(&net, t);
-        config.weights = MOE_WEIGHTS_INT8;
+        config.weights = weights;
         config.length = 16;
         config.calibration = &data;
         data.n = CALIBRATION;
@@ -264,23 +266,30 @@ static void try_one(const trial *t, int distribution, uint64_t seed) {
         if (CHECK_STATUS(moe_model_create(&built, &net, &config, &error), MOE_OK, error.message)) {
             off = relative_error(&net, &built, t->d, t);
             if (off > worst) worst = off;
+            total += off;
+            networks++;
             if (shows)
                 printf("%6.3f %% %s %d %s d %d distribution %d\n", 100 * off, t->name, t->variant,
                        moei_act_names[t->act], (int)t->d, distribution);
-            CHECKF(off < (t->make == make_attention ? 0.035 : 0.02), "%.2f %% %s %d %s d %d distribution %d seed %d",
-                   100 * off, t->name, t->variant, moei_act_names[t->act], (int)t->d, distribution, (int)seed);
+            CHECKF(weights == MOE_WEIGHTS_INT4 || off < (t->make == make_attention ? 0.035 : 0.02),
+                   "%.2f %% %s %d %s d %d distribution %d seed %d", 100 * off, t->name, t->variant,
+                   moei_act_names[t->act], (int)t->d, distribution, (int)seed);
             moe_model_free(&built);
         }
     }
     moe_net_free(&net);
 }
 
-static void try_all(const char *name, moe_status (*make)(moe_net *net, const trial *t), int acts, int variants) {
+/* mean: what the mean of the errors in percent may be, a little above what it is. */
+static void try_all(const char *name, moe_status (*make)(moe_net *net, const trial *t), int acts, int variants,
+                    double mean) {
     static const size_t widths[] = {1, 2, 3, 8, 40, WIDEST};
     trial t;
     size_t i;
     int distribution, seed;
     memset(&t, 0, sizeof t);
+    total = 0;
+    networks = 0;
     t.name = name;
     t.make = make;
     for (t.act = 0; t.act < acts; t.act++)
@@ -292,6 +301,7 @@ static void try_all(const char *name, moe_status (*make)(moe_net *net, const tri
                     distribution = (int)((i + (size_t)seed + (size_t)t.variant) % DISTRIBUTIONS);
                     try_one(&t, distribution, first_seed + (uint64_t)seed);
                 }
+    CHECKF(100 * total < mean * networks, "%s: %.3f %% in the mean of %d", name, 100 * total / networks, networks);
 }
 
 /* moe_check.h accepts a layer with a copy that is larger than all that the other experts add: it is
@@ -364,15 +374,17 @@ int main(int argc, char **argv) {
     shows = argc > 1 && strcmp(argv[1], "show") == 0;
     if (argc > 1 && strcmp(argv[1], "quick") == 0) seeds = 1;
     if (argc > 2 && strcmp(argv[1], "seed") == 0) first_seed = strtoull(argv[2], NULL, 10);
-    CASE(try_all("linear", make_linear, 1, 2));
-    CASE(try_all("activation", make_activation, MOE_ACT_COUNT, 2));
-    CASE(try_all("experts", make_experts, MOE_ACT_COUNT, 4));
-    CASE(try_all("mixture", make_mixture, 1, 18));
-    CASE(try_all("norm", make_norm, 1, 4));
-    CASE(try_all("biases", make_biases, 1, 4));
-    CASE(try_all("residual", make_residual, 1, 2));
-    CASE(try_all("zeros", make_zeros, 1, 3));
-    CASE(try_all("attention", make_attention, 1, 2));
+    CASE(try_all("linear", make_linear, 1, 2, 0.42));
+    CASE(try_all("activation", make_activation, MOE_ACT_COUNT, 2, 0.72));
+    CASE(try_all("experts", make_experts, MOE_ACT_COUNT, 4, 1.25));
+    CASE(try_all("mixture", make_mixture, 1, 18, 1.25));
+    CASE(try_all("norm", make_norm, 1, 4, 0.36));
+    CASE(try_all("biases", make_biases, 1, 4, 0.22));
+    CASE(try_all("residual", make_residual, 1, 2, 0.65));
+    CASE(try_all("zeros", make_zeros, 1, 3, 0.17));
+    CASE(try_all("attention", make_attention, 1, 2, 1.9));
+    weights = MOE_WEIGHTS_INT4;
+    CASE(try_all("int4", make_linear, 1, 2, 5.1));
     CASE(one_copy());
     CASE(no_model());
     if (shows) printf("worst %.3f %%\n", 100 * worst);

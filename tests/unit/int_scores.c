@@ -658,7 +658,7 @@ static void test_short(void) {
     draw(calibration, ROWS, (size_t)t.d);
     if (CHECK(create(&t, &net, &built, &error) == MOE_OK, t.name)) compare(&t, &net, &built, &o);
     shrink = 1;
-    CHECK(o.rows == FRESH && relative(o.w_error, o.w_size) < 0.02, t.name);
+    CHECK(o.rows == FRESH && relative(o.w_error, o.w_size) < 0.005, t.name);
     if (shows) printf("%-44s weights %.4f\n", t.name, relative(o.w_error, o.w_size));
     moe_model_free(&built);
     moe_net_free(&net);

@@ -2071,11 +2071,12 @@ static int all_packed(const moe_net *net, int packed) {
 }
 
 /* MOE_TYPE_REAL keeps all bits, decoding gives those of forward, keep reads the tensors, and the
-   report's last error is that of the logits. */
+   report's last error is that of the logits: 1.2 times what was measured is allowed. */
 static void test_packed_types(void) {
     static moe_real exact[PACKED_TOKENS * 37], y[PACKED_TOKENS * 37], stepped[PACKED_TOKENS * 37];
     static const int32_t ids[PACKED_TOKENS] = {3, 1, 4, 1, 10, 0, 36, 5, 9};
     static const unsigned char mask[PACKED_TOKENS] = {1, 1, 1, 0, 1, 1, 1, 1, 0};
+    static const double most[MOE_TYPE_COUNT] = {0, 0.0012, 0.007, 0.04, 0.04, 0.35};
     void *work = grab(PACKED_ROOM, 1), *memory = grab(PACKED_ROOM, 1);
     moe_quant_error errors[9];
     moe_error error;
@@ -2110,7 +2111,7 @@ static void test_packed_types(void) {
                 sums[1] += pow((double)exact[i], 2);
             }
             CHECK_NEAR(errors[net.n_modules - 1].output, sqrt(sums[0] / sums[1]), 1e-6);
-            CHECK(errors[0].rows == PACKED_TOKENS && errors[net.n_modules - 1].output < (moe_real)0.6);
+            CHECK(errors[0].rows == PACKED_TOKENS && (double)errors[net.n_modules - 1].output <= most[type]);
             CHECK((type == MOE_TYPE_REAL) == !(sums[0] > 0.0));
             packed_logits(&net, 0, 1, y, work);
             CHECK(same_bits(y, exact, sizeof y));
