@@ -3632,7 +3632,7 @@ static void moei_layer_defaults(moe_layer_config *c) {
     int d = c->router.d_model;
     moei_default(&c->d_out, d);
     if (c->expert == MOE_EXPERT_GLU) moei_default(&c->act, MOE_ACT_SILU);
-    else if (c->act == MOE_ACT_NAMED_RELU && c->expert == MOE_EXPERT_MLP) c->act = MOE_ACT_RELU;
+    else if (c->act == MOE_ACT_NAMED_RELU) c->act = MOE_ACT_RELU;
     if (moei_experts[c->expert].has & MOEI_HAS_LOW) {
         moei_default(&c->d_low, (d + 2) / 3);
         moei_default(&c->d_ff, moei_parity_width(d, c->d_low));

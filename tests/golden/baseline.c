@@ -90,10 +90,10 @@ static const row rows[] = {
     {"preset llama4", UINT64_C(0x2a5405015d1e5a71), NULL},
     {"preset gpt_oss", UINT64_C(0x987270cd70f874f6), NULL},
     {"preset dbrx", UINT64_C(0xb6e5359f295ccf8c), NULL},
-    {"preset grok1", UINT64_C(0x39f8de0be52320ab), "expert=swiglu act=default"},
+    {"preset grok1", UINT64_C(0x39f8de0be52320ab), "expert=swiglu act=relu"},
     {"preset phi35_moe", UINT64_C(0x39ccbbe5f29f7800), "sparsemixer_sample=0"},
     {"preset granite_moe", UINT64_C(0x676bf9340fb2d2f0), NULL},
-    {"preset gemma4", UINT64_C(0x0282b10215945b28), "raw_input=0 expert=swiglu act=default"},
+    {"preset gemma4", UINT64_C(0x0282b10215945b28), "raw_input=0 expert=swiglu act=relu"},
     {"preset minimax_m2", UINT64_C(0x7dd230edf4d85d42), NULL},
     {"preset nemotron3", UINT64_C(0xb72e43b10f750e45), "loss_balance=0"}, /* this and the next seven: of 0.2.0 */
     {"preset sigma_moe", UINT64_C(0x7dc1792248e5eb5b), "loss_usage_entropy=0.001"},

@@ -1202,8 +1202,6 @@ static void expect_refused(const moe_layer_config *config, const char *one, cons
 static void test_messages(void) {
     static const char *const rows[][3] = {{"expert=swiglu act=gelu", "act", "swiglu"},
                                           {"expert=linear act=tanh", "act", "linear"},
-                                          {"act=relu", "act = relu", "swiglu"},
-                                          {"expert=factorised act=relu", "act = relu", "factorised"},
                                           {"d_low=3", "d_low", "swiglu"},
                                           {"expert=mlp d_low=3", "d_low", "mlp"},
                                           {"no_expert_bias=1", "no_expert_bias", "swiglu"},
