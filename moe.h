@@ -3643,34 +3643,37 @@ static void moei_layer_defaults(moe_layer_config *c) {
     if (c->d_latent < 0) c->d_latent = d / -c->d_latent + (d % -c->d_latent > 0);
 }
 
-/* Whether a field is set that this kind of expert does not have. */
-static moe_status moei_kind_clashes(const moe_layer_config *c, moe_error *error) {
+/* Refuses a field that this kind of expert does not have, or resets it if the preset set it. */
+static moe_status moei_kind_clashes(moe_layer_config *c, int preset, moe_error *error) {
     static const struct {
         const char *field;
         unsigned has;
-    } rows[] = {{"act", MOEI_HAS_ACT},
-                {"d_low", MOEI_HAS_LOW},
-                {"no_expert_bias", MOEI_HAS_BIASES},
-                {"swiglu_alpha", MOEI_HAS_SHAPE},
-                {"swiglu_limit", MOEI_HAS_SHAPE},
-                {"swiglu_offset", MOEI_HAS_SHAPE},
+    } rows[] = {{"act", MOEI_HAS_ACT}, {"d_low", MOEI_HAS_LOW}, {"no_expert_bias", MOEI_HAS_BIASES},
+                {"swiglu_alpha", MOEI_HAS_SHAPE}, {"swiglu_limit", MOEI_HAS_SHAPE}, {"swiglu_offset", MOEI_HAS_SHAPE},
                 {"expert_bias", MOEI_MAY_HAVE_BIASES}};
     char value[40], kinds[40];
-    moei_text text;
+    moe_layer_config made;
+    uint32_t with = 0;
     size_t i;
     int kind;
+    memset(&made, 0, sizeof made);
+    if (preset > 0) (void)moe_layer_preset(moe_presets()[preset - 1].name, &made, NULL);
     for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
         const moe_field *field = moe_field_find(moei_layer_fields, rows[i].field);
         if ((moei_experts[c->expert].has & rows[i].has) || moei_field_is_zero(field, c)) continue;
         moe_field_text(field, c, value, sizeof value);
-        text = moei_text_begin(kinds, sizeof kinds);
-        for (kind = 0; kind < MOE_EXPERT_COUNT; kind++) {
-            if (!(moei_experts[kind].has & rows[i].has)) continue;
-            if (text.length > 0) moei_put(&text, ", ", 2);
-            moei_put_text(&text, moei_expert_names[kind]);
+        moe_field_text(field, &made, kinds, sizeof kinds);
+        if (moei_strcmp(value, kinds) == 0) {
+            if (field->kind == MOE_FIELD_REAL) *moei_field_real(field, c) = 0;
+            else *moei_field_int(field, c) = 0;
+            continue;
         }
+        for (kind = 0; kind < MOE_EXPERT_COUNT; kind++)
+            if (moei_experts[kind].has & rows[i].has) with |= MOEI_BIT(kind);
+        field = moe_field_find(moei_layer_fields, "expert");
         return moei_error(error, MOE_ERR_CONFIG, "%s = %s is incompatible with expert = %s: it is for %s",
-                          rows[i].field, value, moei_expert_names[c->expert], kinds);
+                          rows[i].field, value, moei_expert_names[c->expert],
+                          moei_choices_text(field, with, ", ", kinds, sizeof kinds));
     }
     return MOE_OK;
 }
@@ -3678,7 +3681,7 @@ static moe_status moei_kind_clashes(const moe_layer_config *c, moe_error *error)
 static moe_status moei_layer_clashes(const moe_layer_config *c, moe_error *error) {
     const char *kind = moei_expert_names[c->expert];
     const struct moei_hooks *hooks;
-    moe_status status;
+    moe_status status = MOE_OK;
     int reads_experts = (moe_router_traits(&c->router) & MOE_TRAIT_NEEDS_ALL_EXPERTS) != 0;
     if (c->router.score == MOE_SCORE_ATTENTIVE && moei_scored_activation(c) < 0)
         return moei_error(error, MOE_ERR_CONFIG,
@@ -3691,8 +3694,6 @@ static moe_status moei_layer_clashes(const moe_layer_config *c, moe_error *error
         return moei_error(error, MOE_ERR_CONFIG,
                           "score = norm reads norm_node = %s: an expert = %s has no such activation",
                           moei_node_names[c->router.norm_node], kind);
-    status = moei_kind_clashes(c, error);
-    if (status != MOE_OK) return status;
     if (c->n_shared == 0 && (c->d_shared != 0 || c->shared_act != 0 || c->shared_sigmoid))
         return moei_error(error, MOE_ERR_CONFIG, "%s is set but n_shared = 0: there is no shared expert",
                           c->d_shared != 0 ? "d_shared" : c->shared_act != 0 ? "shared_act" : "shared_sigmoid");
@@ -3725,7 +3726,8 @@ moe_status moe_layer_check(const moe_layer_config *config, moe_layer_config *out
     if (status == MOE_OK) status = moei_fields_check(moei_layer_fields, &c, error);
     if (status != MOE_OK) return status;
     moei_layer_defaults(&c);
-    status = moei_layer_clashes(&c, error);
+    status = moei_kind_clashes(&c, config->router.preset, error);
+    if (status == MOE_OK) status = moei_layer_clashes(&c, error);
     if (status != MOE_OK) return status;
     if (out != NULL) *out = c;
     return MOE_OK;
@@ -4570,11 +4572,10 @@ static void moei_stage_backward(const moei_expert_run *run, int stage, unsigned 
 
 /* ==== the workspace of a call ================================================================= */
 
-/* The most rows that one expert gets; SIZE_MAX, which no workspace has, beyond size_t. */
+/* The most rows that one expert gets; SIZE_MAX: beyond size_t. */
 static size_t moei_expert_rows(const moe_layer_config *c, size_t n) {
-    size_t rows = n;
     if (!moei_is_soft(&c->router)) return n;
-    return moei_mul((size_t)c->router.slots, (size_t)c->router.soft_sequences, &rows) ? rows : SIZE_MAX;
+    return moei_mul((size_t)c->router.slots, (size_t)c->router.soft_sequences, &n) ? n : SIZE_MAX;
 }
 
 /* Counts the rows whose activations training keeps. */
@@ -4880,9 +4881,8 @@ static void moei_latent_run(const moei_task *task, size_t e, moei_expert_run *ru
 }
 
 /* One for each of MOEI_RUN_: sets what depends on the expert in task->run or in a copy of it. */
-static void (*const moei_expert_runs[])(const moei_task *task, size_t e,
-                                        moei_expert_run *run) = {moei_scored_run, moei_chosen_run, moei_shared_run,
-                                                                 moei_latent_run};
+static void (*const moei_expert_runs[])(const moei_task *task, size_t e, moei_expert_run *run) = {
+    moei_scored_run, moei_chosen_run, moei_shared_run, moei_latent_run};
 
 /* Adds sources, n numbers each, times an expert's weights to targets: of tokens to its rows
    (to_rows), or of rows to tokens. Soft: up to MOST terms of a sum at once. */
@@ -5884,16 +5884,20 @@ static const char *const moei_rotary_names[] = {MOE_ROTARY_SCALINGS(MOEI_NAME2) 
 
 static const moe_field moei_net_fields[] = {
     MOEI_INT(MOEI_M, d_in, 0, MOE_MAX_WIDTH, "width of the input; 0: token ids"), MOEI_FIELDS_END};
-static const moe_field moei_linear_fields[] = {MOEI_INT(MOEI_M, d_out, 1, MOE_MAX_WIDTH, "width of the output"),
-                                               MOEI_FLAG(MOEI_M, no_bias, "has no bias"), MOEI_FIELDS_END};
-static const moe_field moei_layer_norm_fields[] = {MOEI_REAL(MOEI_M, eps, 1e-12, 1, "added to the variance"),
-                                                   MOEI_FLAG(MOEI_M, no_bias, "has no bias"), MOEI_FIELDS_END};
-static const moe_field moei_rms_norm_fields[] = {MOEI_REAL(MOEI_M, eps, 1e-12, 1, "added to the mean square"),
-                                                 MOEI_FLAG(MOEI_M, bias, "with a bias"), MOEI_FIELDS_END};
+static const moe_field moei_linear_fields[] = {
+    MOEI_INT(MOEI_M, d_out, 1, MOE_MAX_WIDTH, "width of the output"),
+    MOEI_FLAG(MOEI_M, no_bias, "has no bias"), MOEI_FIELDS_END};
+static const moe_field moei_layer_norm_fields[] = {
+    MOEI_REAL(MOEI_M, eps, 1e-12, 1, "added to the variance"),
+    MOEI_FLAG(MOEI_M, no_bias, "has no bias"), MOEI_FIELDS_END};
+static const moe_field moei_rms_norm_fields[] = {
+    MOEI_REAL(MOEI_M, eps, 1e-12, 1, "added to the mean square"),
+    MOEI_FLAG(MOEI_M, bias, "with a bias"), MOEI_FIELDS_END};
 static const moe_field moei_tied_fields[] = {MOEI_FLAG(MOEI_M, no_bias, "has no bias"), MOEI_FIELDS_END};
-static const moe_field moei_scale_fields[] = {MOEI_REAL(MOEI_M, scale, -1e9, 1e9, "factor"),
-                                              MOEI_REAL(MOEI_M, cap, 1e-6, 1e9, "soft cap of the output"),
-                                              MOEI_FIELDS_END};
+static const moe_field moei_scale_fields[] = {
+    MOEI_REAL(MOEI_M, scale, -1e9, 1e9, "factor"),
+    MOEI_REAL(MOEI_M, cap, 1e-6, 1e9, "soft cap of the output"),
+    MOEI_FIELDS_END};
 static const moe_field moei_convolution_fields[] = {
     MOEI_INT(MOEI_M, length, 1, MOEI_MAX_TAPS, "kernel size in tokens"), MOEI_FIELDS_END};
 static const moe_field moei_activation_fields[] = {
@@ -5903,10 +5907,12 @@ static const moe_field moei_residual_fields[] = {
 /* In files, the rows of an embedding and of positions have names of their own. */
 #define MOEI_INT_AS(name, member, about) \
     { name, MOE_FIELD_INT, offsetof(moe_module, member), 1, MOE_MAX_WIDTH, 0, NULL, about }
-static const moe_field moei_embedding_fields[] = {MOEI_INT_AS("vocabulary", n_rows, "number of token ids"),
-                                                  MOEI_INT_AS("d", d_out, "width of the output"), MOEI_FIELDS_END};
-static const moe_field moei_positions_fields[] = {MOEI_INT_AS("most", n_rows, "maximum tokens per sequence"),
-                                                  MOEI_FIELDS_END};
+static const moe_field moei_embedding_fields[] = {
+    MOEI_INT_AS("vocabulary", n_rows, "number of token ids"),
+    MOEI_INT_AS("d", d_out, "width of the output"), MOEI_FIELDS_END};
+static const moe_field moei_positions_fields[] = {
+    MOEI_INT_AS("most", n_rows, "maximum tokens per sequence"),
+    MOEI_FIELDS_END};
 static const moe_field moei_attention_fields[] = {
     MOEI_INT(MOEI_A, heads, 1, 4096, "heads"),
     MOEI_INT(MOEI_A, d_head, 1, MOE_MAX_WIDTH, "width of a head"),
@@ -5942,8 +5948,9 @@ static const moe_field moei_attention_fields[] = {
     MOEI_INT(MOEI_A, kv_lora, 1, MOE_MAX_WIDTH, "width of the latent vector of keys and values"),
     MOEI_INT(MOEI_A, q_lora, 1, MOE_MAX_WIDTH, "width of the latent vector of queries"),
     MOEI_FIELDS_END};
-static const moe_field moei_dropout_fields[] = {MOEI_REAL(MOEI_M, rate, 0, 1, "probability of dropping a value"),
-                                                MOEI_FIELDS_END};
+static const moe_field moei_dropout_fields[] = {
+    MOEI_REAL(MOEI_M, rate, 0, 1, "probability of dropping a value"),
+    MOEI_FIELDS_END};
 static const moe_field moei_feed_forward_fields[] = {MOEI_EXPERT_ROWS MOEI_FIELDS_END};
 
 /* The kinds, in the order of their numbers: value, name, whose code runs, whose fields. */

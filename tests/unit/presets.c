@@ -550,6 +550,25 @@ static void test_left_stages(void) {
     }
 }
 
+/* The same of its kind of experts. */
+static void test_left_kinds(void) {
+    static const char *const rows[][2] = {
+        {"nemotron3", "expert=swiglu"}, {"gpt_oss", "expert=mlp"}, {"grok1", "expert=factorised"}};
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        moe_layer_config c, out;
+        moe_error error;
+        CHECK_STATUS(moe_layer_preset(rows[i][0], &c, &error), MOE_OK);
+        CHECK_STATUS(moe_fields_apply(moe_router_fields(), &c.router, "d_model=8", &error), MOE_OK);
+        CHECK_STATUS(moe_fields_apply(moe_layer_fields(), &c, rows[i][1], &error), MOE_OK);
+        CHECK(moe_layer_check(&c, &out, &error) == MOE_OK && moe_layer_check(&out, NULL, &error) == MOE_OK,
+              error.message);
+        CHECK(out.act == 0 && !(out.swiglu_alpha > 0) && !(out.swiglu_limit > 0) && !out.expert_bias, rows[i][0]);
+        c.router.preset = 0;
+        CHECK_STATUS(moe_layer_check(&c, NULL, &error), MOE_ERR_CONFIG, rows[i][0]);
+    }
+}
+
 /* Exact bytes of workspace of a layer of each preset for 24 tokens, forward alone and forward and
    backward, which change when an array does. In float, with plain C's rows and pointers of 64
    bits. */
@@ -599,6 +618,7 @@ static void test_workspaces(void) {
 int main(void) {
     CASE(test_reset());
     CASE(test_left_stages());
+    CASE(test_left_kinds());
     CASE(test_capacity_average());
     CASE(test_affinity_sum());
     CASE(test_draws());
