@@ -2149,7 +2149,6 @@ static moe_status moei_state_clashes(const moe_router_config *c, moe_error *erro
         MOEI_RULE(student_dim, 0, table_size, 0, "the number of token ids"),
         MOEI_NEEDS(student, freeze_at),
         MOEI_NEEDS(student, loss_distill),
-        MOEI_NOT(student, select, SELECT_SOFT),
         MOEI_NOT(student, weight, WEIGHT_SPARSEMIXER)};
     if (c->custom_batch && c->score != MOE_SCORE_CUSTOM && c->select != MOE_SELECT_CUSTOM &&
         c->switch_from != MOE_SELECT_CUSTOM)
@@ -2469,6 +2468,7 @@ static moe_status moei_idle_fields(moe_router_config *c, moe_error *error) {
         MOEI_ONLY(predictor, select, SELECT_EXPERT_CHOICE),
         MOEI_NEEDS(loss_predictor, predictor),
         MOEI_FOR2(compete_from, compete, compete_rate, 0),
+        MOEI_NOT(student, select, SELECT_SOFT),
         MOEI_NEEDS(student_dim, student),
         MOEI_FOR2(loss_selector_entropy, loss_selector_reach, score, MOEI_BIT(MOE_SCORE_DSELECT)),
         MOEI_RULE(loss_load, 0, noise, MOEI_BIT(MOE_NOISE_NOISY_TOPK) | MOEI_BIT(MOE_NOISE_GAUSSIAN),
@@ -2477,16 +2477,20 @@ static moe_status moei_idle_fields(moe_router_config *c, moe_error *error) {
         MOEI_RULE(weight_over, MOEI_BIT(MOE_WEIGHT_OVER_NONZERO), n_zero, 0, NULL),
         MOEI_NEEDS(zero_average, loss_balance)};
     static const moei_rule unread[] = {MOEI_FOR2(input, raw_input, score, MOEI_READS_U)};
-    const int seen = c->refine != MOE_REFINE_NONE || c->noise == MOE_NOISE_NOISY_TOPK || c->predictor || c->student;
-    char names[200];
+    char names[400];
     moei_reset reset;
     moe_status status;
+    size_t length;
     reset.names = moei_text_begin(names, sizeof names);
     reset.origin = 0;
-    moei_idle_soft(c, &reset);
-    status = seen ? MOE_OK : moei_rules_use(c, unread, 2, &reset, error);
-    if (status == MOE_OK) status = moei_rules_use(c, rules, sizeof rules / sizeof rules[0], &reset, error);
-    if (status == MOE_OK) status = moei_idle_limits(c, &reset, error);
+    do { /* what is reset may have been all that read another field */
+        const int seen = c->refine != MOE_REFINE_NONE || c->noise == MOE_NOISE_NOISY_TOPK || c->predictor || c->student;
+        length = reset.names.length;
+        moei_idle_soft(c, &reset);
+        status = seen ? MOE_OK : moei_rules_use(c, unread, 2, &reset, error);
+        if (status == MOE_OK) status = moei_rules_use(c, rules, sizeof rules / sizeof rules[0], &reset, error);
+        if (status == MOE_OK) status = moei_idle_limits(c, &reset, error);
+    } while (status == MOE_OK && reset.names.length > length);
     if (status != MOE_OK) return status;
     if (reset.names.length > 0 && c->preset == MOEI_OF_A_FILE)
         (void)moei_error(error, MOE_OK, "reset because they have no effect here: %s", names);

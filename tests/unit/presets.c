@@ -550,7 +550,49 @@ static void test_left_stages(void) {
     }
 }
 
-/* The same of its kind of experts. */
+/* Sets a field, not a size, to a value of its kind; writes its name. */
+static void set_at_random(moe_router_config *c, moe_rng *rng, char *name) {
+    const moe_field *field = moe_router_fields();
+    char value[40];
+    size_t n = 0;
+    while (field[n].name != NULL) n++;
+    field += moe_rng_below(rng, (uint32_t)n);
+    for (n = 0; field->choices != NULL && field->choices[n] != NULL;) n++;
+    sprintf(value, "%u", (unsigned)moe_rng_below(rng, field->kind == MOE_FIELD_FLAG ? 2 : 4));
+    if (field->kind == MOE_FIELD_REAL) sprintf(value, "%g", 0.25 * (double)moe_rng_below(rng, 7));
+    if (n > 0) strcpy(value, field->choices[moe_rng_below(rng, (uint32_t)n)]);
+    if (strcmp(field->name, "d_model") != 0 && strcmp(field->name, "n_experts") != 0 &&
+        moe_field_set(moe_router_fields(), c, field->name, value, NULL) == MOE_OK)
+        strcpy(name, field->name);
+}
+
+/* A preset with settings of any kind is refused for one of these, never for what the preset set
+   alone; what is accepted has nothing left to reset. */
+static void test_later_settings(void) {
+    moe_rng rng = {12};
+    int trial, accepted = 0, k;
+    for (trial = 0; trial < 20000; trial++) {
+        const moe_preset *preset = moe_presets() + trial % 70;
+        char names[3][40] = {"?", "?", "?"};
+        moe_router_config c, out;
+        moe_error error;
+        CHECK_STATUS(moe_router_preset(preset->name, &c, &error), MOE_OK);
+        c.d_model = 8;
+        for (k = 0; k < 3; k++) set_at_random(&c, &rng, names[k]);
+        if (c.select == MOE_SELECT_HASH || c.student_dim > 0) c.table_size = 9;
+        if (moe_router_check(&c, &out, &error) == MOE_OK) {
+            accepted++;
+            CHECK(moe_router_check(&out, NULL, &error) == MOE_OK, error.message);
+        } else {
+            CHECK(strstr(error.message, names[0]) != NULL || strstr(error.message, names[1]) != NULL ||
+                      strstr(error.message, names[2]) != NULL,
+                  error.message);
+        }
+    }
+    CHECKF(accepted > 3000, "%d are accepted", accepted);
+}
+
+/* A later kind of experts resets what the preset's kind has alone. */
 static void test_left_kinds(void) {
     static const char *const rows[][2] = {
         {"nemotron3", "expert=swiglu"}, {"gpt_oss", "expert=mlp"}, {"grok1", "expert=factorised"}};
@@ -618,6 +660,7 @@ static void test_workspaces(void) {
 int main(void) {
     CASE(test_reset());
     CASE(test_left_stages());
+    CASE(test_later_settings());
     CASE(test_left_kinds());
     CASE(test_capacity_average());
     CASE(test_affinity_sum());
