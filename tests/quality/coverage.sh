@@ -70,6 +70,7 @@ printed
 linked float edges
 linked double edges
 linked float net
+linked float presets
 linked float golden tests/golden
 linked float checked quick
 linked float metrics
