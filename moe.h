@@ -936,7 +936,7 @@ enum { MOE_ROTARY_SCALINGS(MOEI_VALUE2) MOE_ROTARY_COUNT };
    Parameters: "I.query" [H w,d], "I.key" [K w,d], "I.value" [K u,d], "I.output" [d,H u], then those
    that fields name. {0} is a valid default: causal. 0 means the value in brackets. */
 typedef struct moe_attention_config {
-    int heads;            /* H [the largest divisor of d up to d/32, at least 1] */
+    int heads;            /* H [the largest divisor of d up to d/32 and 4096, at least 1] */
     int d_head;           /* w [d / heads, which must be whole] */
     int full;             /* 1: a token attends to later tokens of its sequence too [0: causal] */
     /* 1: the halves of q and k are rotated by the angles position / base^(2 i / w) (Su et al. 2021,

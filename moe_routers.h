@@ -1099,8 +1099,7 @@ typedef struct moe_call {
     const int32_t *sequences;
     size_t n_sequences;
     /* forced routing: [N,max_choices] expert indices, -1 = none, no expert twice for one token,
-       instead of what select would choose; NULL: select chooses. max_choices is K, or E where a
-       token may take more than K */
+       instead of what select would choose; NULL: select chooses. max_choices as in moe_routing */
     const int32_t *given;
     const int32_t *token_ids;   /* [N], select hash and student_dim: less than table_size */
     /* [N,E] n of noisy_topk, else the whole additive noise; NULL: drawn from rng */
@@ -1201,7 +1200,7 @@ typedef struct moe_routing {
     int32_t *choices;        /* [N,max_choices] experts, best first */
     int32_t *n_choices;      /* [N] */
     unsigned char *kept;     /* [N,max_choices] 1: capacity kept this choice */
-    size_t max_choices;      /* K, or E for selections without a fixed number */
+    size_t max_choices;      /* K, or k_end if larger; E for selections without a fixed number */
     moe_real *choice_weights; /* [N,max_choices] w, before capacity and scale */
     /* [N,E] the dense gate matrix: final weights, 0 where not selected; soft: sum of C over the
        expert's slots */
