@@ -7322,7 +7322,8 @@ moe_status moe_net_pack(moe_net *net, int type, void *memory, size_t size, moe_e
 
 moe_status moe_net_pack_size(const moe_net *net, int type, size_t n_tokens, size_t *bytes, size_t *work) {
     moei_extent e = moei_extent_of(n_tokens, 1);
-    size_t weights, exact = 0, packed = 0;
+    size_t weights = 0, exact = 0;
+    size_t packed = 0;
     moe_status status;
     if (net == NULL || (bytes == NULL && work == NULL)) return MOE_ERR_ARGUMENT;
     if (!net->built) return MOE_ERR_STATE;

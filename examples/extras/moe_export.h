@@ -5098,7 +5098,7 @@ static const moei_cost moei_costs[] = {
     {(moei_any_function)moei_float_op_MOE_ACT_IDENTITY, {33, 8, 0, 0}},
     {(moei_any_function)moei_float_op_MOE_ACT_GELU_TANH, {53.96, 115.98, 0, 0}},
     {(moei_any_function)moei_float_op_MOE_ACT_RELU2, {33, 13, 0, 0}},
-    {(moei_any_function)moei_float_op_choose, {77.68, 23.75, -8.94, 2.34}},
+    {(moei_any_function)moei_float_op_choose, {82.15, 23.7, -9.18, 2.36}},
     {(moei_any_function)moei_float_op_weigh, {36, 0, 9, 0}},
     {(moei_any_function)moei_float_op_weigh_sum, {39.92, -0.03, 16.39, 0.02}},
     {(moei_any_function)moei_float_op_weigh_softmax, {34.02, -0.12, 65.94, 0.11}},
