@@ -12803,7 +12803,7 @@ static void moei_float_choose(const moei_int_op *op, moei_int_run *run, const fl
             experts[at] = experts[at - 1];
         experts[at] = (int16_t)i;
     }
-    v.choices[0] = run->status == MOE_OK ? (int16_t)count : 0;
+    v.choices[0] = (int16_t)(run->status == MOE_OK ? count : 0);
 }
 
 void moei_float_op_choose(const moei_int_op *op, moei_int_run *run) { moei_float_choose(op, run, NULL, op->shape.k); }

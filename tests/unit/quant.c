@@ -1113,9 +1113,9 @@ static void check_other_calls(const moe_layer *layer, moe_call *call, const moe_
 static void check_layer_in_files(const moe_layer_config *config, size_t first, const int *codes, int exact) {
     static moe_external matrices[64];
     static in_file files[64];
+    static moe_layer layer, plain; /* the stack of WebAssembly has 64 KB */
     const size_t d = (size_t)config->router.d_model;
     size_t n_files = 0, bytes, i, wrong = 0;
-    moe_layer layer, plain;
     moe_error error;
     moe_rng rng = {9};
     moe_real *x = normals(&rng, LAYER_TOKENS * d), *y = borrow_reals(LAYER_TOKENS * d);
@@ -1197,8 +1197,8 @@ static void test_vectors_in_files(void) {
     moe_real y[32];
     size_t bytes, i;
     void *work;
-    moe_layer_config config;
-    moe_layer layer;
+    static moe_layer_config config;
+    static moe_layer layer;
     moe_call call;
     moe_error error;
     memset(&call, 0, sizeof call);
@@ -1232,7 +1232,7 @@ static void test_wide_values_in_files(void) {
     moe_real *x = normals(&rng, N * D);
     double square = 0, apart = 0;
     moe_net_pass pass;
-    moe_net net;
+    static moe_net net;
     moe_call call;
     in_file f = make_in_file(moei_gguf_type_find(8), D, WIDE, 0, 1);
     size_t bytes[2], i;
