@@ -2226,8 +2226,8 @@ static moe_status moei_zero_clashes(const moe_router_config *c, moe_error *error
     return moei_rules_check(c, rules, sizeof rules / sizeof rules[0], error);
 }
 
-/* Whether a field has the value of the preset that the configuration began as; 1 if that is a
-   file. */
+/* Whether a field has the value, its own or the default, of the preset that the configuration began
+   as; 1 if that is a file. */
 static int moei_is_of_preset(const moe_router_config *c, const moe_field *field) {
     moe_router_config made;
     const moe_preset *preset = c->preset > 0 ? &moe_presets()[c->preset - 1] : NULL;
@@ -2396,9 +2396,9 @@ static moe_status moei_idle_limits(moe_router_config *c, moei_reset *reset, moe_
         {none, MOEI_RULE(zero_average, 0, n_zero, 0, all)},
         {none, MOEI_RULE(zero_tau, 0, n_zero, 0, all)},
         {none, MOEI_RULE(bias_real, 0, n_zero, 0, all)},
-        {!by_factor, MOEI_RULE(zero_tau, 0, loss_balance, 0, "nor does capacity_factor limit")},
-        {!moei_switches(c), MOEI_RULE(switch_from, 0, switch_share, 0, "nor is there switch_at")},
-        {!moei_has_schedule(c), MOEI_RULE(schedule_steps, 0, k_end, 0, "nor is there another schedule")},
+        {!by_factor, MOEI_RULE(zero_tau, 0, loss_balance, 0, "capacity_factor limits nothing either")},
+        {!moei_switches(c), MOEI_RULE(switch_from, 0, switch_share, 0, "switch_at is 0, too")},
+        {!moei_has_schedule(c), MOEI_RULE(schedule_steps, 0, k_end, 0, "no other schedule is set")},
         {!moei_has_selection(c, MOE_SELECT_HASH) && c->student_dim == 0, MOEI_ONLY(table_size, select, SELECT_HASH)},
         {same, MOEI_FOR(switch_from, select, MOEI_BUT(c->select))},
         {same, MOEI_FOR(switch_at, select, MOEI_BUT(c->select))},
