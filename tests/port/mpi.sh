@@ -328,7 +328,7 @@ launcher() {
     [ "$(wc -l <said)" = 1 ] || { cat said; return 1; }
     # shellcheck disable=SC2086
     run sh "$root/examples/run" mpi -n 2 $small --steps 3 --seeds 2 --compare mine.txt >said &&
-        run grep -q '^LocMoE+ against baseline' said
+        run grep -q '^LocMoE+ against baseline, 1 expert: ' said
 }
 
 # On hosts that are apart, a few steps; then one of them is cut off.
