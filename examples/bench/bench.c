@@ -720,10 +720,14 @@ static int print_claims(const judgement *g, const char *block) {
 
 /* The claims that have been declared but not run, but for those of scaling, whose block says so. */
 static void print_missing(const judgement *g) {
-    for (int c = 0; c < N_CLAIMS; c++)
-        if (g[c].verdict == NOT_RUN && strcmp(section_of(&claims[c]), "scaling") != 0)
-            print("| %s | %s %s | %s | %s against %s | not run yet |\n", claims[c].text, claims[c].paper,
-                  claims[c].place, claims[c].world, claims[c].arm, claims[c].baseline);
+    int n = 0;
+    for (int c = 0; c < N_CLAIMS; c++) {
+        if (g[c].verdict != NOT_RUN || strcmp(section_of(&claims[c]), "scaling") == 0) continue;
+        if (n++ == 0) print("| claim | paper | world | comparison | verdict |\n|---|---|---|---|---|\n");
+        print("| %s | %s %s | %s | %s against %s | not run yet |\n", claims[c].text, claims[c].paper, claims[c].place,
+              claims[c].world, claims[c].arm, claims[c].baseline);
+    }
+    if (n == 0) print("None: every claim has rows.\n");
 }
 
 static int is_arm_of(const arm *a, const world *w) {
@@ -852,10 +856,8 @@ static void print_block(const char *name, const judgement *g) {
     else if (strcmp(name, "scaling") == 0) {
         if (print_claims(g, name)) print("\n");
         print_laws();
-    } else if (strcmp(name, "missing") == 0) {
-        print("| claim | paper | world | comparison | verdict |\n|---|---|---|---|---|\n");
-        print_missing(g);
-    } else if (strcmp(name, "routers") == 0) print_arms();
+    } else if (strcmp(name, "missing") == 0) print_missing(g);
+    else if (strcmp(name, "routers") == 0) print_arms();
     else if (strcmp(name, "cost") == 0) print_costs(g);
     else if (strcmp(name, "verdicts") == 0) print_verdicts(g);
     else print_builds();
