@@ -14,6 +14,7 @@ root=$PWD
 plan() {
     echo 'same_bytes'
     for tools in mawk gawk original-awk busybox; do echo "same_bytes_by $tools"; done
+    echo 'stb_copies'
     echo 'revisions'
     echo 'unwritten'
     echo 'closed'
@@ -98,9 +99,12 @@ prepare() {
     done
 }
 
-# Once more, from another folder, with another locale, time zone and mask of permissions.
+# Once more, from another folder, with another locale, time zone, mask of permissions and folder for
+# temporary files.
 same_bytes() {
-    (cd / && umask 077 && LC_ALL=C.UTF-8 TZ=Asia/Tokyo sh "$root/amalgamate") >again.h &&
+    here=$PWD
+    mkdir 'a \b' || return 1
+    (cd / && umask 077 && TMPDIR=$here/'a \b' LC_ALL=C.UTF-8 TZ=Asia/Tokyo sh "$root/amalgamate") >again.h &&
         run cmp again.h "$prepared/one/moe.h"
 }
 
@@ -148,6 +152,17 @@ closed() {
     run grep -q '^/\* moe.h' first && empty 'this is left:' "$(find temporary -name 'moe.*')"
 }
 
+# A copy of stb_ds.h with carriage returns makes no difference; one that does not say its version is
+# refused.
+stb_copies() {
+    mkdir dos other
+    sed "s/\$/$(printf '\r')/" "$stb_folder/stb_ds.h" >dos/stb_ds.h
+    sed 1d "$stb_folder/stb_ds.h" >other/stb_ds.h
+    STB_DS=$PWD/dos sh "$root/amalgamate" >again.h && run cmp again.h "$prepared/one/moe.h" || return 1
+    STB_DS=$PWD/other sh "$root/amalgamate" >again.h 2>said
+    [ $? -eq 1 ] && [ ! -s again.h ] && run grep -q 'no version' said
+}
+
 # What it says of the revision: in a repository, in whole and shallow clones of it, which give the
 # same bytes, in an archive, in a folder that is no repository, after a change.
 revisions() {
@@ -169,6 +184,7 @@ revisions() {
     for folder in plain first second third archive; do sh $folder/amalgamate >$folder.h || return 1; done
     commit=$(cd first && git rev-parse HEAD)
     run cmp first.h second.h && run cmp first.h third.h || return 1
+    GIT_DIR=$PWD/second/.git sh plain/amalgamate >third.h && run cmp third.h plain.h || return 1
     said first "revision $commit." && said archive "an archive of revision $commit." &&
         said plain 'an unknown revision.' || return 1
     for folder in plain archive; do
