@@ -176,7 +176,7 @@ judge() { # tool, what it printed
     known >known
     awk -v tool="$1" '
         FNR == NR { split($0, k, "|"); if (k[1] == tool) { check[++n] = k[2]; header[n] = k[3]; text[n] = k[4] } next }
-        /^[^ :]+:[0-9]+:[0-9]+: (fatal )?(warning|error|style|performance|portability): / {
+        /^[^:]+:[0-9]+:[0-9]+: (fatal )?(warning|error|style|performance|portability): / {
             split($0, f, ":")
             for (line = at = ""; at < f[2] && (getline line < f[1]) > 0; at++) {}
             close(f[1])
@@ -490,7 +490,7 @@ int moe_bad(int n) {
 }
 BAD
         sed -i '1a #include <stdio.h>' bad.h
-        root=$PWD
+        mkdir 'a b' && mv bad.h 'a b' && root="$PWD/a b"
         ;;
     esac
     case $1 in
@@ -501,7 +501,7 @@ BAD
         ;;
     clang) ! clang_analyzer bad.h >left || return 1 ;;
     cppcheck) # also in a header that is included
-        echo '#include "bad.h"' >over.h
+        echo '#include "bad.h"' >"$root/over.h"
         ! cppcheck_on unix64 bad.h >left && ! cppcheck_on unix64 over.h >more && run cmp left more || return 1
         ;;
     tidy) ! tidy bad.h >left || return 1 ;;
