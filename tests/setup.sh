@@ -10,6 +10,7 @@
 #   setup_stb_flag CC      sets $stb_flag: empty when that compiler finds stb_ds.h by itself, else
 #                          the folder for its -I
 #   setup_tool NAME        whether a program is there; no installing
+#   setup_wants TOOL...    ends a script that counts tests as a skip where a tool is missing
 #   setup_source NAME      prints the path of the test program NAME.c
 #   setup_limit N COMMAND... runs a command of which no process may take more than N seconds of a
 #   processor: status 152
@@ -39,6 +40,16 @@ setup_usage() {
 setup_help() { sed -n -e 1d -e '/^#/!q' -e 's/^# \{0,1\}//p' tests/*/"${0##*/}"; }
 
 setup_tool() { command -v "$1" >/dev/null 2>&1; }
+
+setup_wants() { # tool...
+    for setup_name in "$@"; do
+        setup_tool "$setup_name" && continue
+        echo "skip: $setup_name is not there"
+        [ "${REQUIRE_TOOLS:-0}" = 1 ] && echo '0 passed, 1 failed' && exit 1
+        echo '0 passed, 0 failed, 1 skipped'
+        exit 0
+    done
+}
 
 # Puts a text between the lines "<!-- NAME -->" and "<!-- end -->" of a file.
 setup_write_between() { # name text file

@@ -93,7 +93,7 @@ PLAN
 # Kernels of AVX-512 where no processor runs them are left out of the count.
 prepare() {
     CC=gcc
-    needs python3
+    setup_wants python3
     setup_stb_flag "$CC"
     vectors=
     grep -q avx512_vnni /proc/cpuinfo 2>/dev/null || vectors=-DMOE_NO_AVX512

@@ -5,15 +5,11 @@
 # fit them. In 12 seconds for each, 35 of 57 were in two samples: luck may fail a good tree. The
 # sample to judge the tests by takes an hour of an idle core:
 #     sh tests/quality/mutation.sh -n 500 -s 1 -v
+unset CDPATH
+caller=$PWD
 cd -- "$(dirname -- "$0")/../.." || exit 1
-for tool in python3 tcc; do
-    command -v "$tool" >/dev/null 2>&1 && continue
-    echo "skip: $tool is not there"
-    [ "${REQUIRE_TOOLS:-0}" = 1 ] && echo '0 passed, 1 failed' && exit 1
-    echo '0 passed, 0 failed, 1 skipped'
-    exit 0
-done
 . tests/setup.sh
+setup_wants python3 tcc
 setup_scratch
 setup_stb
 [ $# -gt 0 ] || set -- -n 36 -s "${MUTATION_SEED:-$(date -u +%Y%m%d)}" --sample --each 12 --bar 50
