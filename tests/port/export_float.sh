@@ -32,7 +32,9 @@ used=-DMOE_STATIC
 # All nets, and those of the first rows alone for machines with little memory.
 prepare() {
     setup_stb_flag "$CC"
-    "$CC" -std=c99 -O1 -DMOE_NO_SIMD $used -I. ${stb_flag:+-I"$stb_flag"} tests/port/export_float.c \
+    # CC may hold several words.
+    # shellcheck disable=SC2086
+    $CC -std=c99 -O1 -DMOE_NO_SIMD $used -I. ${stb_flag:+-I"$stb_flag"} tests/port/export_float.c \
         -o "$prepared/print" -lm &&
         "$prepared/print" >"$prepared/nets.h" 2>"$prepared/log" &&
         "$prepared/print" quick >"$prepared/quick.h" 2>>"$prepared/log" && return 0
@@ -79,7 +81,7 @@ without_libm() { # compiler
 # whole build; another model is refused, not crashed into.
 pruned() { # net compiler
     needs "$2"
-    "$prepared/print" one "$1" >one.h 2>log
+    "$prepared/print" one "$1" >one.h 2>log || { cat log; return 1; }
     [ -s one.h ] || return 0 # a preset that is no model
     cat >a.c <<SOURCE
 #define MOE_IMPLEMENTATION
