@@ -124,8 +124,8 @@ first_program() { # processes
     needs_mpi
     setup_stb_flag "$CC"
     cut_first_program examples/extras/moe_mpi.h >first.c || return 1
-    # shellcheck disable=SC2046
-    run "$CC" -std=c99 -Wall -Wextra -Werror -DMOE_NO_SIMD -I"$root" ${stb_flag:+-I"$stb_flag"} $(mpicc \
+    # shellcheck disable=SC2046,SC2086
+    run $CC -std=c99 -Wall -Wextra -Werror -DMOE_NO_SIMD -I"$root" ${stb_flag:+-I"$stb_flag"} $(mpicc \
         --showme:compile) first.c -o first \
         $(mpicc --showme:link) -lm &&
         run mpirun --oversubscribe -n "$1" ./first >out && [ "$(grep -c 'loss 0.00' out)" = "$1" ]
@@ -336,9 +336,10 @@ apart() {
     needs_mpi
     MPI_PROGRAM=$prepared/mpi_float
     export MPI_PROGRAM
-    run sh "$root/examples/mpi/hosts" --links '1000:0.1' --steps 10 --options "--width 16 --experts 4 --context 16" \
+    sh "$root/examples/mpi/hosts" --links '1000:0.1' --steps 10 --options "--width 16 --experts 4 --context 16" \
         --batch 4 --domains "$prepared/text,$root/README.md" --faults cut --timeout 3 --patience 1 --rows rows.csv \
-        >said 2>&1 || { cat said; return 1; }
+        >said 2>&1 &
+    wait $! || { cat said; return 1; }
     ! grep -q '^skipped: ' said || missing "what examples/mpi/hosts needs ($(sed -n 's/^skipped: //p' said))"
     awk -F, '
         NR == 1 { columns = NF }
@@ -346,7 +347,7 @@ apart() {
         $1 == "run" && !($9 > 0 && $10 > 0 && $14 > 0 && $18 > 0) { print; bad = 1 }
         { n[$1]++ }
         END { exit bad || n["run"] != 3 || n["cut"] != 1 }' rows.csv || { cat rows.csv said; return 1; }
-    [ -z "$(ip netns list | grep "^moe$$" || :)" ]
+    empty 'left behind:' "$(ip netns list | grep "^moe$!\.")" # named by the process
 }
 
 apart_options() {
