@@ -695,7 +695,8 @@ size_of_integers() {
 firmware() { # compilers
     for compiler in "$@"; do needs "$compiler"; done
     cp -R "$root"/examples/*.h "$root/examples/extras" "$root/examples/data/digits.csv" .
-    run "$CC" -std=c99 -O1 $quick -I"$prepared/one" -I. "$root/examples/microdigits.c" -o microdigits -lm || return 1
+    # shellcheck disable=SC2086
+    run $CC -std=c99 -O1 $quick -I"$prepared/one" -I. "$root/examples/microdigits.c" -o microdigits -lm || return 1
     run ./microdigits --epochs 5 -o digits.h --save digits.safetensors digits.csv >said || return 1
     mkdir device && cp digits.h "$prepared/integers/moe.h" "$root/examples/mcu/firmware.c" device || return 1
     cd device || return 1

@@ -53,7 +53,9 @@ plan() {
 prepare() {
     setup_stb_flag "$CC"
     mkdir "$prepared/models"
-    "$CC" -std=c99 -O0 -DMOE_NO_SIMD -I. ${stb_flag:+-I"$stb_flag"} tests/unit/inference.c -o "$prepared/write" -lm &&
+    # CC may hold several words.
+    # shellcheck disable=SC2086
+    $CC -std=c99 -O0 -DMOE_NO_SIMD -I. ${stb_flag:+-I"$stb_flag"} tests/unit/inference.c -o "$prepared/write" -lm &&
         "$prepared/write" write "$prepared/models" >"$prepared/log" && return 0
     cat "$prepared/log"
     return 1

@@ -357,8 +357,8 @@ runs_with() { # runner...
 # Leaves what it says in lines.
 run_portable() { # runner program
     setup_limit 60 $1 "$2" >lines || {
-        tail -n 20 lines
         echo "exit status $?: $1 $2"
+        tail -n 20 lines
         return 1
     }
     passed_all lines
