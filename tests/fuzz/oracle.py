@@ -939,7 +939,8 @@ def error_of(got, want):
     got, want = np.asarray(got, float).reshape(-1), np.asarray(want, float).reshape(-1)
     if got.size != want.size:
         return np.inf
-    return np.abs(got - want).max(initial=0.0) / (1e-6 + np.abs(want).max(initial=0.0))
+    error = np.abs(got - want).max(initial=0.0) / (1e-6 + np.abs(want).max(initial=0.0))
+    return np.inf if np.isnan(error) else error  # no comparison finds a NaN the larger
 
 
 def check_case(path):

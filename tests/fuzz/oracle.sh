@@ -132,6 +132,18 @@ if [ $# -eq 0 ]; then
         count "$scratch/log"
         echo "the interpreter on $folder: $(tail -n 1 "$scratch/log")"
     done
+    # A NaN is not right.
+    PYTHONPATH=tests/fuzz PYTHONDONTWRITEBYTECODE=1 "$python" -c 'import case, sys
+settings, tensors = case.read_case("tests/golden/smoe.safetensors")
+tensors["want.y"] = tensors["want.y"] * float("nan")
+case.write_case(sys.argv[1], settings, tensors)' "$scratch/nan.safetensors" &&
+        "$python" tests/fuzz/oracle.py check "$scratch/nan.safetensors" >"$scratch/log"
+    if grep -q '^0 passed, 1 failed' "$scratch/log"; then
+        passed=$((passed + 1))
+    else
+        echo 'failed: the interpreter takes a NaN for right'
+        failed=$((failed + 1))
+    fi
 fi
 while [ "$first" -lt "$end" ]; do
     size=$((end - first < 500 ? end - first : 500))
