@@ -8913,7 +8913,7 @@ void moei_int_scale_weights(const moei_int_router *r, const unsigned char *base,
 
 /* ---- one token ---- */
 
-/* Routes one token: z [E] (NULL where no stage reads it: hash with equal weights), token its id
+/* Routes one token: z [E] (NULL where no stage reads it: hash of one expert), token its id
    where tokens > 0, p [scratch] workspace (NULL where scratch is 0), experts [most] and weights
    [most] in order of choice, *count their number, which may be 0. Pointers are not checked.
    MOE_ERR_ARGUMENT: token outside of 0..tokens-1, nothing is written. Thread-safe for different

@@ -2008,8 +2008,8 @@ static void moei_ir_plan_select(moei_ir_planner *s) {
         r->select = moei_int_select_logits;
         r->gate = NULL;
     }
-    if (c->select == MOE_SELECT_HASH && moei_ir_weight_row_of(s->weight)->reads == 0)
-        r->gate = NULL; /* the order does not matter */
+    if (c->select == MOE_SELECT_HASH && c->top_k == 1 && moei_ir_weight_row_of(s->weight)->reads == 0)
+        r->gate = NULL; /* there is nothing to sort */
     if (c->predictor) r->gate = moei_int_gate_predicted; /* above 0 */
     if (c->select == MOE_SELECT_GROUPED_EACH) r->groups = (uint16_t)c->groups;
     if (c->select == MOE_SELECT_GROUPED_TOP_K) {

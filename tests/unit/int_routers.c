@@ -507,10 +507,10 @@ static int same_route(pair *q, const int16_t *z, int32_t token, int usual, tally
     moe_call call;
     moe_routing routing;
     size_t count = 0, e, i;
-    int order = !(q->config.select == MOE_SELECT_HASH && r->gate == NULL), same;
     /* p or a bias orders them there */
-    if (q->config.select == MOE_SELECT_SINKHORN || (q->config.select == MOE_SELECT_SAMPLE && q->config.selection_bias))
-        order = 0;
+    const int order = q->config.select != MOE_SELECT_SINKHORN &&
+                      !(q->config.select == MOE_SELECT_SAMPLE && q->config.selection_bias);
+    int same;
     double bound =
         q->config.gate == MOE_GATE_SQRT_SOFTPLUS && r->z_bits < 8 ? ldexp(1.0, -9 - r->z_bits / 2) : ldexp(1.0, -13);
     memset(&call, 0, sizeof call);
@@ -894,6 +894,7 @@ static void try_plan_errors(unsigned char *table, const moe_real **tensors, moe_
               strstr(error.message, "router.table[3]") != NULL,
           "an expert twice");
     c->weight = MOE_WEIGHT_UNIFORM;
+    c->top_k = 1;
     ids[3] = 3;
 }
 
