@@ -2598,9 +2598,11 @@ static uint32_t moei_logits_of_experts(moei_maker *m, moei_scoring *s,
     made->shape.n = (uint16_t)m->vectors[v].width;
     made->shape.shift = (uint8_t)(shift < 0 ? 0 : shift);
     s->n_list = (uint32_t)moei_array_length(m->inner_ops) - at - 1;
-    for (i = at + 1; i < moei_array_length(m->inner_ops); i++)
-        if (moei_op_constants_end(m, &m->inner_ops[i]) > 0)
-            m->counted += (size_t)s->now.n_experts * m->inner_ops[i].shape.n * m->inner_ops[i].shape.k;
+    for (i = at + 1; i < moei_array_length(m->inner_ops); i++) {
+        const moei_int_op *product = &m->inner_ops[i];
+        const size_t each = product->run == moei_int_op_int16 ? 2 : moei_op_constants_end(m, product) > 0;
+        m->counted += (size_t)s->now.n_experts * each * product->shape.n * product->shape.k;
+    }
     made->shape.k = (uint16_t)s->n_list;
     made->at = (uint32_t)bytes;
     made->index = (uint16_t)moei_array_length(m->made.mixtures);
