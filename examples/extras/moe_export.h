@@ -2679,6 +2679,11 @@ static int moei_scores_shaped(const moe_layer_config *c) {
     return (node == MOE_NODE_GATE && limited) || (node == MOE_NODE_UP && (limited || moei_is_set(c->swiglu_offset)));
 }
 
+/* Whether weights of experts may be negative. */
+static int moei_weights_have_signs(const moe_router_config *c) {
+    return c->gate == MOE_GATE_IDENTITY || c->expert_scale || c->scale < 0;
+}
+
 /* Refuses settings of the layer without an integer form. */
 static void moei_mixture_supported(moei_maker *m, const moe_layer_config *c, int frozen) {
     const size_t i = m->module;
@@ -2711,7 +2716,7 @@ static void moei_mixture_supported(moei_maker *m, const moe_layer_config *c, int
         MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: raw_input = 1 %s", i, hint);
     if (r->input == MOE_INPUT_ADAPTIVE_CLUSTERING && r->ac_mix > 1) {
         const moe_router_config *previous = &m->net->modules[moei_previous_mixture(m->net, i)].layer.config.router;
-        if (previous->gate == MOE_GATE_IDENTITY || previous->expert_scale || previous->scale < 0)
+        if (moei_weights_have_signs(previous))
             MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: ac_mix = %d of weights that may be negative %s", i,
                               r->ac_mix, hint);
     }
@@ -2841,16 +2846,18 @@ static uint32_t moei_weighted_input(moei_maker *m, const moei_scoring *s, const 
 
 /* 2^bits bounds |1 - sum w|, the weight of the input under add_input. Above 31 bits the 1 is
    negligible. */
-static int moei_rest_bits(const moei_int_mixture *mixture) {
-    const double most = ldexp(mixture->router.most, mixture->weight_bits) - 1;
+static int moei_rest_bits(const moei_int_mixture *mixture, const moe_router_config *c) {
+    const double most = ldexp(mixture->router.most, mixture->weight_bits) + (moei_weights_have_signs(c) ? 1 : -1);
     int bits = mixture->weight_bits > 0 ? mixture->weight_bits : 0;
     while (ldexp(1.0, bits) < most) bits++;
     return bits;
 }
 
 /* sum += (1 - sum w) x. */
-static void moei_add_rest(moei_maker *m, const moei_int_mixture *mixture, const moei_sum_units *to, uint32_t x) {
-    const int bits = moei_rest_bits(mixture);
+static void moei_add_rest(moei_maker *m, const moei_scoring *s, const moei_int_mixture *mixture,
+                          const moei_sum_units *to) {
+    const int bits = moei_rest_bits(mixture, &s->now);
+    const uint32_t x = s->entering;
     double ratio;
     int shift;
     moei_int_op op;
@@ -2992,7 +2999,7 @@ static void moei_mixture_rest(moei_maker *m, const moei_scoring *s, const moei_e
         if (c->shared_sigmoid) moei_shared_sigmoid(m, s->layer, x, s->range->sigmoid.most);
         (void)moei_expert_ops(m, shared, 1, hidden, &to, s->range->shared[MOE_NODE_OUTPUT].most);
     }
-    if (c->add_input) moei_add_rest(m, mixture, &to, s->entering);
+    if (c->add_input) moei_add_rest(m, s, mixture, &to);
     mixture->n_shared = moei_ops_count(m) - mixture->shared;
 }
 
@@ -3080,7 +3087,7 @@ static moei_sum_units moei_mixture_experts(moei_maker *m, moei_scoring *s, const
     if (m->status == MOE_OK) {
         part[0].code_scale = moei_input_scale(m, hidden);
         part[0].in_scale = part[0].code_scale * moei_product_unit(m, hidden);
-        rest = c->add_input ? ldexp(m->vectors[s->entering].scale, moei_rest_bits(mixture)) : 0;
+        rest = c->add_input ? ldexp(m->vectors[s->entering].scale, moei_rest_bits(mixture, &s->now)) : 0;
         rest += moei_without_scale(m, s, mixture);
     }
     part[1].code_scale = moei_hidden_scale(wide ? MOEI_WIDE : MOEI_NARROW, product->most) * (wide ? 256 : 1);

@@ -611,6 +611,7 @@ static void test_settings(void) {
     static const char *const settings[][2] = {
         {"score=norm norm_node=gate d_ff=16", "router_residual=1 d_ff=16"},
         {"n_constant=4 top_k=4 scale=-1 expert=mlp d_ff=16", NULL},
+        {"add_input=1 scale=-1 expert=mlp d_ff=16", NULL},
         {"score=attentive d_ff=64 n_shared=1 d_shared=1", NULL}};
     size_t i;
     for (i = 0; i < sizeof settings / sizeof *settings; i++) {
