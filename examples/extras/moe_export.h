@@ -315,8 +315,8 @@ MOE_API void moe_profile_free(moe_profile *profile);
 /* ---- >>print: the model as C ---- */
 
 /* Writes a C header (C99, C++11) that holds the model as constants. name is a C identifier of at
-   most MOE_NAME_SIZE - 17 characters, not reserved (_A), no keyword of C or C++, and neither moe
-   nor moei nor one that begins with moe_ or moei_, in any case: NAME_INPUTS is a macro.
+   most MOE_NAME_SIZE - 17 characters, not reserved (_A, __a), no keyword of C or C++, and neither
+   moe nor moei nor one that begins with moe_ or moei_, in any case: NAME_INPUTS is a macro.
    MOE_ERR_ARGUMENT: NULL, another name, or a model that moe_model_create did not make; else what
    the stream returns. Thread-safe. */
 MOE_API moe_status moe_export_c(const moe_built_model *built, const char *name, moe_stream *stream, moe_error *error);
@@ -6081,8 +6081,8 @@ static void moei_print_macros(moei_printer *p, const moe_model *model) {
 
 /* ---- the header ---- */
 
-/* Whether name is a short identifier and neither reserved (_A), nor a keyword of C or C++, nor one
-   that may be the library's. */
+/* Whether name is a short identifier and neither reserved (_A, __a), nor a keyword of C or C++, nor
+   one that may be the library's. */
 static int moei_is_identifier(const char *name) {
     static const char words[] =
         " auto break case char const continue default do double else enum extern float for goto if inline int long "
@@ -6101,7 +6101,7 @@ static int moei_is_identifier(const char *name) {
     }
     for (at = i > 0 ? strstr(words, name) : NULL; at != NULL; at = strstr(at + 1, name))
         if (at[-1] == ' ' && at[i] == ' ') return 0;
-    if (name[0] == '_' && name[1] >= 'A' && name[1] <= 'Z') return 0;
+    if (name[0] == '_' && (name[1] == '_' || (name[1] >= 'A' && name[1] <= 'Z'))) return 0;
     if ((name[0] | 32) == 'm' && (name[1] | 32) == 'o' && (name[2] | 32) == 'e') {
         const char *behind = name + ((name[3] | 32) == 'i' ? 4 : 3);
         if (*behind == '\0' || *behind == '_') return 0;

@@ -1070,7 +1070,7 @@ static void refuse_names(moe_built_model *built, moe_buffer *text, moe_stream *s
     static const char * const wrong[] = {
         "",  "1a", "a-b", "a b", "int", "class",    "a{", "explicit", "typename", "export", "xor", "_Bool",
         "@", "[",  "`",   "a/",  "a:",  "\xc3\xa4", "a_name_that_is_longer_than_all_names_of_tensors_can_be",
-        "typeof", "typeof_unqual", "moe", "mOE", "moe_model", "Moe_model", "moei_x"};
+        "typeof", "typeof_unqual", "__asm__", "moe", "mOE", "moe_model", "Moe_model", "moei_x"};
     static const char * const right[] = {"a", "_", "Zz_09aAyY", "intern", "clas", "s", "moein", "my_moe"};
     REFUSED(MOE_ERR_ARGUMENT, "must not be NULL", moe_export_c(NULL, "model", stream, &error));
     REFUSED(MOE_ERR_ARGUMENT, "must not be NULL", moe_export_c(built, NULL, stream, &error));
