@@ -2896,6 +2896,7 @@ static double moei_without_scale(const moei_maker *m, const moei_scoring *s, con
     size_t i;
     if (many == 0 || m->status != MOE_OK) return 0;
     most = m->vectors[s->entering].scale * m->vectors[s->entering].limit;
+    if (s->range->weighted_input.most * MOEI_HEADROOM > most) most = s->range->weighted_input.most * MOEI_HEADROOM;
     for (i = 0; i < count; i++) {
         const double v = MOEI_HEADROOM * fabs((double)s->layer->tensors[MOE_EXPERTS_CONSTANT][i]);
         if (v > most) most = v;

@@ -160,6 +160,17 @@ static moe_status make_zeros(moe_net *net, const trial *t) {
     return status != MOE_OK || t->variant == 0 ? status : moe_net_linear(net, 24);
 }
 
+/* A constant expert of weighted inputs, beside experts whose output is 0. */
+static moe_status make_constant(moe_net *net, const trial *t) {
+    moe_layer_config c = layer_of(MOE_EXPERT_SWIGLU, 0);
+    (void)t;
+    c.router.n_constant = 1;
+    c.router.gate = MOE_GATE_SIGMOID;
+    c.router.weight = MOE_WEIGHT_RAW;
+    c.router.apply_to = MOE_APPLY_INPUT;
+    return moe_net_mixture(net, &c);
+}
+
 static moe_status make_attention(moe_net *net, const trial *t) {
     moe_attention_config c;
     memset(&c, 0, sizeof c);
@@ -193,6 +204,7 @@ static void tensor_fill(moe_net *net, const char *name, moe_real value) {
 /* What makes of a trial a special one. */
 static void finish(moe_net *net, const trial *t) {
     if (t->make == make_biases) tensor_fill(net, "0.weight", t->variant < 2 ? 0 : (moe_real)1e-5);
+    if (t->make == make_constant) tensor_fill(net, "0.experts.down", 0);
     if (t->make != make_zeros) return;
     tensor_fill(net, "0.experts.down", t->variant == 2 ? 20 : 0);
     if (t->variant == 2) tensor_fill(net, "0.experts.up", 0);
@@ -382,6 +394,7 @@ int main(int argc, char **argv) {
     CASE(try_all("biases", make_biases, 1, 4, 0.22));
     CASE(try_all("residual", make_residual, 1, 2, 0.65));
     CASE(try_all("zeros", make_zeros, 1, 3, 0.17));
+    CASE(try_all("constant", make_constant, 1, 1, 0.65));
     CASE(try_all("attention", make_attention, 1, 2, 1.9));
     weights = MOE_WEIGHTS_INT4;
     CASE(try_all("int4", make_linear, 1, 2, 5.1));
