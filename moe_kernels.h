@@ -7774,8 +7774,8 @@ MOEI_TOOL void moei_kept_store(int type, size_t width, const moe_real *x, unsign
     }
     for (i = 0; i < all && type == MOE_TYPE_Q8_BLOCK; i += 32, cell += 34) {
         moe_real most = 0, scale, code;
-        for (j = i; j < width && j < i + 32; j++)
-            if (!(MOEI_F(fabs)(x[j]) <= most)) most = MOEI_F(fabs)(x[j]);
+        for (j = i; j < width && j < i + 32; j++) /* a NaN stays the largest */
+            if (!moei_is_nan(most) && !(MOEI_F(fabs)(x[j]) <= most)) most = MOEI_F(fabs)(x[j]);
         moei_put_16(cell, moei_narrow(most / MOEI_R(127.0), 5, 10));
         scale = moei_from_f16(moei_get_16(cell));
         for (j = 0; j < 32; j++) {

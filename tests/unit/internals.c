@@ -364,6 +364,13 @@ static void test_kept_codes(void) {
             CHECK((double)back[i] == (x[i] < 0 ? ceil((double)x[i] - 0.5) : floor((double)x[i] + 0.5)),
                   "the nearest code");
     }
+    for (from = 0; from < 32; from++) { /* a NaN anywhere makes its block NaN */
+        for (i = 0; i < 32; i++) x[i] = (moe_real)(i - 16);
+        x[from] = (moe_real)(HUGE_VAL - HUGE_VAL);
+        moei_kept_store(MOE_TYPE_Q8_BLOCK, 32, x, cell);
+        moei_kept_load(NULL, MOE_TYPE_Q8_BLOCK, 32, 1, cell, back);
+        for (i = 0; i < 32; i++) CHECK(moei_is_nan(back[i]), "NaN");
+    }
 }
 
 /* What is laid out in memory is aligned, wherever that begins. */
