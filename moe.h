@@ -10260,15 +10260,15 @@ static void moei_config_put_module(moei_config_text *c, const moe_module *m) {
 }
 
 static void moei_config_put_net(moei_config_text *c, const moe_net *net) {
-    moe_module small;
+    moe_module head;
     size_t i;
     int old = 0;
-    memset(&small, 0, sizeof small);
-    small.d_in = net->d_in;
+    memset(&head, 0, sizeof head);
+    head.d_in = net->d_in;
     for (i = 0; i < net->n_modules; i++)
         old |= moei_routes(net, i) && net->modules[i].layer.config.router.preset == MOEI_OF_A_FILE;
     moei_config_put(c, old ? "{\"format\":1,\"net\":{" : "{\"format\":2,\"net\":{");
-    moei_config_put_fields(c, moei_net_fields, &small, 1, 0);
+    moei_config_put_fields(c, moei_net_fields, &head, 1, 0);
     moei_config_put(c, ",\"modules\":[");
     for (i = 0; i < net->n_modules; i++) {
         if (i > 0) moei_config_put(c, ",");
@@ -10726,7 +10726,7 @@ typedef struct moei_net_options {
 
 static moe_status moei_config_net(moei_json *j, moe_net *net, const moei_net_options *options) {
     static const char *const names[] = {"d_in", "modules", NULL};
-    moe_module small;
+    moe_module head;
     size_t start, at[2];
     int origin;
     moe_status status = moei_config_top(j, "net", &start, &origin);
@@ -10735,10 +10735,10 @@ static moe_status moei_config_net(moei_json *j, moe_net *net, const moei_net_opt
     if ((status = moei_config_members(j, "net", names, at)) != MOE_OK) return status;
     if (at[0] == 0 || at[1] == 0)
         return moei_json_refuse(j, start, MOE_ERR_FORMAT, "net: the key '%s' is missing", names[at[0] == 0 ? 0 : 1]);
-    memset(&small, 0, sizeof small);
+    memset(&head, 0, sizeof head);
     j->at = at[0];
-    if ((status = moei_config_value(j, "net", moei_net_fields, &small)) != MOE_OK) return status;
-    status = moe_net_init(net, small.d_in, options->kernels, options->allocator);
+    if ((status = moei_config_value(j, "net", moei_net_fields, &head)) != MOE_OK) return status;
+    status = moe_net_init(net, head.d_in, options->kernels, options->allocator);
     if (status != MOE_OK) return moei_json_refuse(j, at[0], status, "%s", net->error.message);
     net->transport = options->transport;
     j->at = at[1];
@@ -12254,15 +12254,15 @@ enum { MOEI_INT_ANGLES = 16, MOEI_INT_ROTATED = 23169 };
 
 void moei_int_op_rotate(const moei_int_op *op, moei_int_run *run) {
     const unsigned n = op->shape.n, half = op->shape.k / 2u;
-    const unsigned char *near = run->base + op->at + (size_t)(run->place % MOEI_INT_ANGLES) * half * 4;
-    const unsigned char *far = run->base + op->at + (size_t)(MOEI_INT_ANGLES + run->place / MOEI_INT_ANGLES) * half * 4;
+    const unsigned char *at1 = run->base + op->at + (size_t)(run->place % MOEI_INT_ANGLES) * half * 4;
+    const unsigned char *at2 = run->base + op->at + (size_t)(MOEI_INT_ANGLES + run->place / MOEI_INT_ANGLES) * half * 4;
     const int32_t round = moei_int_round(&op->shape);
     const int16_t *x = moei_int_vector(run, op->in);
     int16_t *y = moei_int_vector(run, op->out);
     unsigned i, j;
-    for (i = 0; i < half; i++, near += 4, far += 4) {
-        const int32_t c1 = moei_flash_16(near), s1 = moei_flash_16(near + 2);
-        const int32_t c2 = moei_flash_16(far), s2 = moei_flash_16(far + 2);
+    for (i = 0; i < half; i++, at1 += 4, at2 += 4) {
+        const int32_t c1 = moei_flash_16(at1), s1 = moei_flash_16(at1 + 2);
+        const int32_t c2 = moei_flash_16(at2), s2 = moei_flash_16(at2 + 2);
         const int32_t c = (c1 * c2 - s1 * s2) >> 15, s = (s1 * c2 + c1 * s2) >> 15;
         for (j = i; j < n; j += 2 * half) {
             const int32_t a = x[j], b = x[j + half];

@@ -1454,10 +1454,10 @@ typedef struct moei_pair {
     double hi, lo;
 } moei_pair;
 
-MOEI_TOOL moei_pair moei_pair_make(double big, double small) {
+MOEI_TOOL moei_pair moei_pair_make(double big, double little) {
     moei_pair p;
-    p.hi = big + small;
-    p.lo = small - (p.hi - big);
+    p.hi = big + little;
+    p.lo = little - (p.hi - big);
     return p;
 }
 
@@ -2700,8 +2700,8 @@ MOEI_TOOL size_t moei_cached_steps(size_t cached, size_t rows, size_t k) {
     /* see moei_times_sigmoid_slope */ \
     target MOEI_INLINE VECTOR moei_times_sigmoid_slope_##set(VECTOR a, VECTOR slope) { \
         const VECTOR one = OP(set1)(1.0f), e = moei_exp_##set(moei_neg_abs_##set(a)); \
-        const VECTOR large = OP(div)(one, OP(add)(one, e)), small = OP(mul)(e, large); \
-        const VECTOR s = moei_if_negative_##set(a, small, large), other = moei_if_negative_##set(a, large, small); \
+        const VECTOR large = OP(div)(one, OP(add)(one, e)), less = OP(mul)(e, large); \
+        const VECTOR s = moei_if_negative_##set(a, less, large), other = moei_if_negative_##set(a, large, less); \
         return OP(mul)(s, OP(fmadd)(slope, other, one)); \
     } \
     target MOEI_INLINE VECTOR moei_gelu_slope_##set(VECTOR x) { \
@@ -3644,10 +3644,10 @@ MOEI_AVX2 MOEI_INLINE __m256 moei_log_normal_avx2(__m256 x) {
 /* ln x for x > 0. */
 MOEI_AVX2 MOEI_INLINE __m256 moei_log_avx2(__m256 x) {
     /* subnormal: scaled by 2^24 */
-    const __m256 small = _mm256_cmp_ps(x, _mm256_set1_ps(1.17549435e-38f), _CMP_LT_OQ);
+    const __m256 tiny = _mm256_cmp_ps(x, _mm256_set1_ps(1.17549435e-38f), _CMP_LT_OQ);
     const __m256 value =
-        moei_log_normal_avx2(_mm256_blendv_ps(x, _mm256_mul_ps(x, _mm256_set1_ps(16777216.0f)), small));
-    const __m256 back = _mm256_sub_ps(value, _mm256_and_ps(small, _mm256_set1_ps(16.635532333f)));
+        moei_log_normal_avx2(_mm256_blendv_ps(x, _mm256_mul_ps(x, _mm256_set1_ps(16777216.0f)), tiny));
+    const __m256 back = _mm256_sub_ps(value, _mm256_and_ps(tiny, _mm256_set1_ps(16.635532333f)));
     return _mm256_blendv_ps(back, x, _mm256_cmp_ps(x, _mm256_set1_ps(MOEI_INFINITY), _CMP_EQ_OQ));
 }
 
@@ -3973,10 +3973,10 @@ MOEI_AVX512 MOEI_INLINE __m512 moei_sigmoid_512(__m512 x, __m512 *other) {
     const __m512 one = _mm512_set1_ps(1.0f);
     const __m512 e =
         moei_exp_512(_mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(x), _mm512_set1_epi32((int)0x80000000u))));
-    const __m512 large = moei_reciprocal_512(_mm512_add_ps(one, e)), small = _mm512_mul_ps(e, large);
+    const __m512 large = moei_reciprocal_512(_mm512_add_ps(one, e)), less = _mm512_mul_ps(e, large);
     const __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
-    *other = _mm512_mask_blend_ps(negative, small, large);
-    return _mm512_mask_blend_ps(negative, large, small);
+    *other = _mm512_mask_blend_ps(negative, less, large);
+    return _mm512_mask_blend_ps(negative, large, less);
 }
 
 MOEI_AVX512 MOEI_INLINE __m512 moei_silu_512(__m512 x) {
@@ -6764,8 +6764,8 @@ static void moei_external_quantize_piece(const moe_kernels *k, const moei_extern
         const moe_real factor = scale > MOEI_R(1e-30) && scale < MOEI_R(1e30) ? 256 / scale : 0;
         signed char rest[MOEI_GROUP];
         for (i = 0; i < MOEI_GROUP && factor > 0; i++) { /* adding a large number rounds to an integer */
-            const moe_real near = (x[i] - scale * (moe_real)code[i]) * factor + magic;
-            const int whole = (int)(near - magic);
+            const moe_real large = (x[i] - scale * (moe_real)code[i]) * factor + magic;
+            const int whole = (int)(large - magic);
             rest[i] = (signed char)(whole > 127 ? 127 : whole < -127 ? -127 : whole);
         }
         if (!(factor > 0)) memset(rest, 0, sizeof rest);

@@ -424,10 +424,10 @@ static moe_status moei_check_angles(const moei_check *c, const moei_int_op *op, 
         MOEI_CHECK_NEED(moei_flash_16(table + 2 * i) > -32768, "at", "a cosine or sine is -32768");
     for (place = 0; place < length; place++)
         for (i = 0; i < half; i++) {
-            const unsigned char *near = table + (place % MOEI_INT_ANGLES * half + i) * 4;
-            const unsigned char *far = table + ((MOEI_INT_ANGLES + place / MOEI_INT_ANGLES) * half + i) * 4;
-            const int32_t c1 = moei_flash_16(near), s1 = moei_flash_16(near + 2);
-            const int32_t c2 = moei_flash_16(far), s2 = moei_flash_16(far + 2);
+            const unsigned char *at1 = table + (place % MOEI_INT_ANGLES * half + i) * 4;
+            const unsigned char *at2 = table + ((MOEI_INT_ANGLES + place / MOEI_INT_ANGLES) * half + i) * 4;
+            const int32_t c1 = moei_flash_16(at1), s1 = moei_flash_16(at1 + 2);
+            const int32_t c2 = moei_flash_16(at2), s2 = moei_flash_16(at2 + 2);
             const int64_t both =
                 moei_check_size((c1 * c2 - s1 * s2) >> 15) + moei_check_size((s1 * c2 + c1 * s2) >> 15);
             MOEI_CHECK_FITS(most * both + round <= INT32_MAX, "at");

@@ -5796,10 +5796,13 @@ static void *moei_import_map(const char *path, size_t size) {
 }
 #elif defined(_WIN32)
 /* As <windows.h> declares them. */
+struct _SECURITY_ATTRIBUTES;
 __declspec(dllimport) void *__stdcall CreateFileA(const char *path, unsigned long access, unsigned long share,
-                                                  void *security, unsigned long how, unsigned long flags, void *like);
-__declspec(dllimport) void *__stdcall CreateFileMappingA(void *file, void *security, unsigned long protect,
-                                                         unsigned long high, unsigned long low, const char *name);
+                                                  struct _SECURITY_ATTRIBUTES *security, unsigned long how,
+                                                  unsigned long flags, void *like);
+__declspec(dllimport) void *__stdcall CreateFileMappingA(void *file, struct _SECURITY_ATTRIBUTES *security,
+                                                         unsigned long protect, unsigned long high, unsigned long low,
+                                                         const char *name);
 __declspec(dllimport) void *__stdcall MapViewOfFile(void *mapping, unsigned long access, unsigned long high,
                                                     unsigned long low, size_t size);
 __declspec(dllimport) int __stdcall UnmapViewOfFile(const void *memory);

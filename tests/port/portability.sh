@@ -498,6 +498,11 @@ bare() { # compiler optimization
 
 windows() {
     needs_to_link x86_64-w64-mingw32-gcc
+    # After <windows.h>, where near and far are macros, in Microsoft's small too.
+    setup_stb_flag x86_64-w64-mingw32-gcc
+    printf '#%s\n' 'define small char' 'include <windows.h>' 'define MOE_IMPLEMENTATION' \
+        'include "tests/all.h"' >after.c
+    run x86_64-w64-mingw32-gcc -std=c99 -fsyntax-only -I"$root" ${stb_flag:+-I"$stb_flag"} after.c || return 1
     find_wine
     failures=0
     for options in 'three -O0' 'three -O0 -DMOE_REAL=double' "one -O0 $plain"; do
