@@ -3474,7 +3474,7 @@ MOEI_AVX2 MOEI_INLINE __m256 moei_tanh_avx2(__m256 x) {
     const __m256 sign = _mm256_set1_ps(-0.0f), z = moei_at_least_avx2(moei_neg_abs_avx2(x), -10.0f);
     const __m256 q = moei_expm1_avx2(_mm256_add_ps(z, z));
     const __m256 t = _mm256_div_ps(q, _mm256_add_ps(_mm256_set1_ps(2.0f), q));
-    return _mm256_xor_ps(t, _mm256_andnot_ps(x, sign));
+    return _mm256_or_ps(_mm256_andnot_ps(sign, t), _mm256_and_ps(sign, x)); /* t of 0 is +0 */
 }
 
 /* Eight numbers, or count < 8 of them: missing ones are read as 0 and not written. */

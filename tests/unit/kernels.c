@@ -649,6 +649,7 @@ static void test_activation_edges(const moe_kernels *table) {
             moe_activate(table, act, 10, x, y);
             moe_activate_backward(table, act, 10, x, one, dx);
             NEAR(y[lane], act == MOE_ACT_SIGMOID ? 0.5 : 0.0, 0);
+            if (act == MOE_ACT_TANH) CHECK(same_real(y[lane], 0)); /* not -0 */
             if (act == MOE_ACT_RELU || act == MOE_ACT_RELU2) NEAR(dx[lane], 0, 0);
         }
 }
