@@ -224,11 +224,11 @@
    of 32-bit Arm do so if the build target has an instruction for it. The order of moe_dot is fixed
    in plain C only. Random numbers are bit-identical everywhere.
 
-   Accuracy. Activations have a relative error below 3 epsilon of the type, gelu below 4; in plain
-   C, where gelu uses libm's erfc, the error of its negative tail grows by up to x^2. NaN stays NaN;
-   infinities give the limit of the function. A NaN or +inf in the input of softmax makes all of its
-   outputs NaN. NEON of 32-bit Arm treats subnormal numbers as 0 in products, moe_dot, moe_axpy and
-   moei_multiply; everything else is plain C there.
+   Accuracy. Activations have a relative error below 3 epsilon of the type, gelu below 4; in their
+   negative tails that of gelu_tanh grows by up to 2 x^2, and that of gelu in plain C, where it uses
+   libm's erfc, by up to x^2. NaN stays NaN; infinities give the limit of the function. A NaN or
+   +inf in the input of softmax makes all of its outputs NaN. NEON of 32-bit Arm treats subnormal
+   numbers as 0 in products, moe_dot, moe_axpy and moei_multiply; everything else is plain C there.
 
    Non-finite numbers. Every function accepts every number; nothing traps, hangs or depends on the
    payload of a NaN. Sums and products follow IEEE 754, so 0 times infinity is NaN. All tables give
@@ -259,7 +259,7 @@
    WebAssembly SIMD, most of it the panel of 256 x 16; below 36 KiB with AVX-512, which packs two
    panels, and everywhere for 16-bit weights, which are widened on the stack (with AVX2 and AVX-512,
    up to 48 rows use registers). Packed floats take less than 1 KiB, quantized weights up to 5
-   KiB, and matrices in files up to 52 KiB.
+   KiB, and matrices in files up to 52 KiB. The double build takes up to twice as much.
 
    Packed weights. A product whose right operand does not change reads it fastest in panels of 16
    columns, in the order in which the tiles consume them: moe_pack makes the panels once, and
@@ -297,10 +297,11 @@
                 compiler gets plain C, as do all with MOE_NO_SIMD and MOE_NO_DSP. pcc compiles
                 !(a > b) as a <= b, so the statements about NaN do not hold there. x87 rounds sums
                 twice: results then agree within rounding.
-     Library    exp, log, log1p, sqrt, tanh, erfc (and fma where it is an instruction) in the type
-                of the build, or MOE_NO_LIBM; memcpy, memmove, memset and the rest of <string.h>.
-                Files and heap can be left out; threads, locale and time are not used, errno only by
-                files.
+     Library    exp, log, log1p, sqrt, tanh, erfc, fabs (and fma where it is an instruction) in the
+                type of the build, in moe_routers.h and moe.h also pow, ceil, floor, sin and cos and
+                some of them in double, or MOE_NO_LIBM; memcpy, memmove, memset and the rest of
+                <string.h>. Files and heap can be left out; threads, locale and time are not used,
+                errno only by files.
      Bare metal See "freestanding builds"; MOE_NO_FLOAT on processors without floating point.
                 Constants stay in flash; there is no initialization at startup.
      Linker     Files of different versions do not link (see moe_version): through a reference that
@@ -316,9 +317,9 @@
      MOE_KEEP_SELECTS  MOE_SELECT_    MOE_KEEP_WEIGHTS  MOE_WEIGHT_    MOE_KEEP_INPUTS   MOE_INPUT_
      MOE_KEEP_REFINES  MOE_REFINE_    MOE_KEEP_MODULES  MOE_MODULE_    MOE_KEEP_EXTRAS   MOE_EXTRA_
    Only the implementation reads them. A call that needs a stage that was left out fails with
-   MOE_ERR_UNSUPPORTED, and moe_router_check names the stage; moe_activate and moe_gated copy their
-   input when the activation was left out. Headers written by moe_export_c set the masks for float
-   models, and MOE_NO_MESSAGES with them.
+   MOE_ERR_UNSUPPORTED, and moe_router_check names the stage; in plain C moe_activate and moe_gated
+   take the identity for an activation that was left out. Headers written by moe_export_c set the
+   masks for float models, and MOE_NO_MESSAGES with them.
 
    Freestanding builds (__STDC_HOSTED__ == 0, as with -ffreestanding) include only <stddef.h>,
    <stdint.h>, <float.h> and <stdarg.h> if MOE_NO_TRAIN is defined. They need memcpy, memmove and
@@ -3404,7 +3405,7 @@ MOEI_AVX2 static void moei_axpy_rows_avx2(size_t count, size_t n, const float *a
     for (i = 0; n > 0 && i < count; i++) moei_axpy_avx2(n, alpha[i], x + i * ldx, y);
 }
 
-/* ---- exp and activations: relative error below 3 epsilon, gelu 4 (tests/unit/kernels.c) ---- */
+/* ---- exp and activations; their errors: see the manual (tests/unit/kernels.c) ---- */
 
 /* x = n log 2 + r with |r| <= log(2) / 2. Returns exp(r) - 1 by a polynomial fitted to relative
    error 3e-9. */

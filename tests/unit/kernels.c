@@ -571,13 +571,13 @@ static wide slope_reference(int act, wide x) {
 
 /* Relative error in epsilons that an activation may have. Plain C computes gelu through erfc(-x /
    sqrt 2), which turns the rounding of its argument into x^2 epsilons in the negative tail;
-   gelu_tanh is exp(a) there, with twice the rounding of a. */
+   gelu_tanh is exp(a) there, with twice the rounding of a, and |a| is at most x^2 beyond 2. */
 static wide act_bound(const moe_kernels *table, int act, wide x) {
     if (act == MOE_ACT_GELU)
         return x < 0 && table->activate == moe_kernels_select(MOE_KERNELS_C)->activate ? 4 + x * x : 4;
-    if (act == MOE_ACT_GELU_TANH) return x < 0 ? 3 - 2 * gelu_tanh_exponent(x) : 3;
+    if (act == MOE_ACT_GELU_TANH && x < 0) return 3 + 2 * (x > -2 ? x * x : -gelu_tanh_exponent(x));
     if (act == MOE_ACT_RELU2) return 1;
-    return act == MOE_ACT_TANH || act == MOE_ACT_SILU || act == MOE_ACT_SIGMOID ? 3 : 0;
+    return act == MOE_ACT_TANH || act == MOE_ACT_SILU || act == MOE_ACT_SIGMOID || act == MOE_ACT_GELU_TANH ? 3 : 0;
 }
 
 static void test_activations(const moe_kernels *table) {
