@@ -2690,7 +2690,7 @@ unsigned moe_router_traits(const moe_router_config *c) {
         traits |= MOE_TRAIT_STOCHASTIC;
     if (c->input == MOE_INPUT_JITTER || c->drop_order == MOE_DROP_RANDOM || c->drop_rule != 0)
         traits |= MOE_TRAIT_STOCHASTIC;
-    if (later || moei_shares_draws(c)) traits |= MOE_TRAIT_NEEDS_BATCH;
+    if (later || c->sample_scope != 0) traits |= MOE_TRAIT_NEEDS_BATCH;
     if (!later) traits |= MOE_TRAIT_CAUSAL;
     return traits;
 }

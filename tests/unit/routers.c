@@ -860,6 +860,8 @@ static void test_names(void) {
         {"select=soft", BATCH},
         {"select=sinkhorn", BATCH},
         {"select=sample", CAUSAL | MOE_TRAIT_STOCHASTIC},
+        {"select=sample sample_scope=sequence", CAUSAL | BATCH | MOE_TRAIT_STOCHASTIC},
+        {"select=sample sample_scope=call", CAUSAL | BATCH | MOE_TRAIT_STOCHASTIC},
         {"select=hash table_size=3", CAUSAL | MOE_TRAIT_NEEDS_TOKEN_IDS},
         {"select=grouped_top_k groups=2", CAUSAL},
         {"select=grouped_each groups=2", CAUSAL},
