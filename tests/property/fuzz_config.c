@@ -233,16 +233,30 @@ static int is_zero(const moe_field *field, const void *config) {
     return value == 0 && !(real < 0) && !(real > 0) && moe_is_finite(real);
 }
 
+/* Whether a message has "name = " and a number that is this one, rounded to at least four digits. */
+static int has_real(const char *message, const char *name, double value) {
+    const char *p = message;
+    for (; (p = strstr(p, name)) != NULL; p++) {
+        double said;
+        if (strncmp(p + strlen(name), " = ", 3) != 0) continue;
+        said = strtod(p + strlen(name) + 3, NULL);
+        if (said != said ? value != value : said == value || fabs(said - value) <= 1e-3 * fabs(value)) return 1;
+    }
+    return 0;
+}
+
 /* A message that names a field and the value that it has, or that defaults give it; "is set" stands
    for a value where any is too much. */
 static int names_a_field(const char *message, const moe_field *fields, const void *config) {
     char value[64];
+    moe_real real;
     for (; fields->name != NULL; fields++) {
         if (!holds_word(message, fields->name)) continue;
         moe_field_text(fields, config, value, sizeof value);
-        if (is_zero(fields, config) || strstr(message, value) != NULL || strstr(message, "is set") != NULL ||
-            fields->kind == MOE_FIELD_REAL)
-            return 1;
+        if (is_zero(fields, config) || strstr(message, value) != NULL || strstr(message, "is set") != NULL) return 1;
+        if (fields->kind != MOE_FIELD_REAL) continue;
+        memcpy(&real, (const char *)config + fields->offset, sizeof real);
+        if (has_real(message, fields->name, (double)real)) return 1;
     }
     return 0;
 }
@@ -549,8 +563,8 @@ static void draw_mask(fuzz *f, moe_call *call, size_t d, int poison) {
 #define BIT_IF_BY_K(value, name, select, flags, traits) | (((flags) & MOEI_SELECT_AT_MOST_K) != 0) << value
 
 static size_t most_choices(const moe_router_config *c) {
-    const int by_k = 0 MOE_SELECTS(BIT_IF_BY_K);
-    if (!(by_k >> c->select & 1) || (c->switch_at > 0 && !(by_k >> c->switch_from & 1))) return (size_t)c->n_experts;
+    const int by_k = 0 MOE_SELECTS(BIT_IF_BY_K), switches = c->switch_at > 0 || c->switch_share > 0;
+    if (!(by_k >> c->select & 1) || (switches && !(by_k >> c->switch_from & 1))) return (size_t)c->n_experts;
     return (size_t)(c->k_end > c->top_k ? c->k_end : c->top_k);
 }
 
@@ -742,7 +756,8 @@ static void check_sums(fuzz *f, const moe_router_config *c, const moe_routing *r
     for (t = 0; t < r->n_tokens; t++) {
         double sum = 0.0;
         for (i = 0; i < (size_t)r->n_choices[t]; i++) sum += (double)r->choice_weights[t * r->max_choices + i];
-        CHECK(f, r->n_choices[t] == 0 || fabs(sum - 1.0) < 1e-3 || !(sum > 0.0), "weights of a token sum to 1");
+        CHECK(f, r->n_choices[t] == 0 || fabs(sum - 1.0) < 1e-3 || !(sum < 0.0 || sum > 0.0),
+              "weights of a token sum to 1");
     }
 }
 
@@ -782,6 +797,7 @@ static int same_routing(const moe_call *call, const moe_routing *a, const moe_ro
         same = memcmp(a->logits + t * columns, b->logits + t * columns, columns * sizeof(moe_real)) == 0;
         same = same &&
                memcmp(a->probabilities + t * columns, b->probabilities + t * columns, columns * sizeof(moe_real)) == 0;
+        same = same && memcmp(a->gate + t * columns, b->gate + t * columns, columns * sizeof(moe_real)) == 0;
         same = same && memcmp(a->weights + t * e, b->weights + t * e, e * sizeof(moe_real)) == 0;
     }
     return same;
@@ -975,7 +991,7 @@ static void route_alone(fuzz *f, bench *b, const moe_routing *all) {
     moe_call whole = b->call;
     moe_routing one;
     if (!(traits & MOE_TRAIT_CAUSAL) || traits & alone || all->n_tokens == 0 || !is_real(&whole, t) ||
-        whole.given != NULL || whole.training)
+        (traits & MOE_TRAIT_STOCHASTIC && whole.training))
         return;
     b->call.n_tokens = 1;
     b->call.mask = NULL;
@@ -984,10 +1000,36 @@ static void route_alone(fuzz *f, bench *b, const moe_routing *all) {
     b->call.x = whole.x + t * d;
     if (whole.router_x != NULL) b->call.router_x = whole.router_x + t * d;
     if (whole.token_ids != NULL) b->call.token_ids = whole.token_ids + t;
+    if (whole.given != NULL) b->call.given = whole.given + t * all->max_choices;
+    if (whole.teacher != NULL) b->call.teacher = whole.teacher + t * e;
+    if (whole.token_machine != NULL) b->call.token_machine = whole.token_machine + t;
     if (CHECK(f, route(f, b, &one) == MOE_OK, "a token alone")) {
         CHECK(f, memcmp(one.logits, all->logits + t * e, e * sizeof(moe_real)) == 0, "logits of a token alone");
         CHECK(f, memcmp(one.weights, all->weights + t * e, e * sizeof(moe_real)) == 0, "weights of a token alone");
     }
+    b->call = whole;
+}
+
+/* The first tokens have the results that they have before others, where the traits say so. */
+static void route_first(fuzz *f, bench *b, const moe_routing *all) {
+    const unsigned traits = moe_router_traits(&b->router.config);
+    const size_t e = all->n_experts, n = all->n_tokens > 0 ? draw(f, (unsigned)all->n_tokens) : 0;
+    moe_call whole = b->call;
+    moe_routing first;
+    size_t t;
+    if (!(traits & MOE_TRAIT_CAUSAL) || traits & (MOE_TRAIT_NEEDS_ALL_EXPERTS | MOE_TRAIT_NEEDS_ATTENTION) ||
+        (traits & MOE_TRAIT_STOCHASTIC && whole.training) || whole.sequences != NULL)
+        return;
+    b->call.n_tokens = n;
+    b->call.distances = NULL;
+    if (CHECK(f, route(f, b, &first) == MOE_OK, "the first tokens"))
+        for (t = 0; t < n; t++) {
+            if (!is_real(&whole, t)) continue;
+            CHECK(f,
+                  memcmp(first.logits + t * e, all->logits + t * e, e * sizeof(moe_real)) == 0 &&
+                      memcmp(first.weights + t * e, all->weights + t * e, e * sizeof(moe_real)) == 0,
+                  "logits and weights of the first tokens");
+        }
     b->call = whole;
 }
 
@@ -1112,6 +1154,7 @@ static void run_router(fuzz *f, const moe_router_config *c, const matter *m) {
     check_routing(f, &b.router.config, &b.call, &r, b.tame);
     check_metrics(f, &b, &r);
     route_alone(f, &b, &r);
+    route_first(f, &b, &r);
     route_again(f, &b, &r);
     if (!b.call.training) return;
     router_backward(f, &b, &r);
@@ -1645,7 +1688,7 @@ static double largest(const moe_real *x, size_t n) {
     double most = 0.0;
     size_t i;
     for (i = 0; i < n; i++)
-        most = !moe_is_finite(x[i]) ? HUGE_VAL : fabs((double)x[i]) > most ? fabs((double)x[i]) : most;
+        if (moe_is_finite(x[i]) && fabs((double)x[i]) > most) most = fabs((double)x[i]);
     return most;
 }
 
@@ -1727,14 +1770,6 @@ static void net_backward(fuzz *f, net_run *r, const plan *p) {
     }
 }
 
-/* Whether a router decides otherwise in decoding. */
-static int predicts(const moe_net *net) {
-    size_t i;
-    for (i = 0; i < net->n_modules; i++)
-        if (net->modules[i].layer.config.router.predictor) return 1;
-    return 0;
-}
-
 /* Token by token the same bits as at once. */
 static void net_decode(fuzz *f, net_run *r) {
     const size_t n = r->m.n, most = n + draw(f, 3);
@@ -1752,7 +1787,10 @@ static void net_decode(fuzz *f, net_run *r) {
     r->call.mask = NULL;
     r->call.sequences = NULL;
     r->call.n_sequences = 0;
-    if (net_forward(f, r) != MOE_OK) return;
+    r->call.decoding = 1;
+    status = net_forward(f, r);
+    r->call.decoding = 0;
+    if (status != MOE_OK) return;
     CHECK(f,
           moe_net_decode_size(&r->net, most, 1, &size, NULL, NULL) == MOE_OK &&
               moe_net_decode_size(&r->net, most, 3, NULL, &work_size, NULL) == MOE_OK,
@@ -1770,7 +1808,7 @@ static void net_decode(fuzz *f, net_run *r) {
         if (call.token_machine != NULL) call.token_machine += at;
         if (!CHECK(f, moe_net_decode(&r->net, &cache, &call, work, work_size, &pass) == MOE_OK, "decoding")) return;
         CHECK(f,
-              r->m.data >= DATA_FINITE || predicts(&r->net) ||
+              r->m.data >= DATA_FINITE ||
                   memcmp(pass.y, r->pass.y + at * (size_t)r->net.d_out, call.n_tokens * wide) == 0,
               "decoding has the same bits");
         at += call.n_tokens;
@@ -2368,6 +2406,7 @@ static void fuzz_hme(fuzz *f) {
     const moe_allocator a = heap(f);
     const size_t n = draw(f, 40);
     const int kind = draw_data(f);
+    moe_real *answer;
     double *h, *more, before = 0.0, after = 0.0;
     size_t all;
     int i;
@@ -2387,6 +2426,7 @@ static void fuzz_hme(fuzz *f) {
     all = (size_t)m.config.n_groups * (size_t)m.config.n_experts;
     h = (double *)grab(f, n * all, sizeof *h);
     more = (double *)grab(f, n * (size_t)m.config.n_groups, sizeof *more);
+    answer = numbers(f, n * (size_t)c.d_out, DATA_ZERO);
     data.n = n;
     data.x = numbers(f, n * (size_t)c.d_in, kind);
     data.labels = integers(f, n, 0, c.d_out);
@@ -2398,7 +2438,8 @@ static void fuzz_hme(fuzz *f) {
         if (status != MOE_OK) break;
         CHECK(f, after - after >= 0.0, "a log-likelihood is finite");
         CHECK(f, moe_hme_posteriors(&m, &data, more, h, &error) == MOE_OK || kind >= DATA_BIG, "posteriors");
-        status = moe_hme_predict(&m, n, data.x, numbers(f, n * (size_t)c.d_out, DATA_ZERO), &error);
+        status = moe_hme_predict(&m, n, data.x, answer, &error);
+        CHECK(f, status != MOE_OK || all_finite(answer, n * (size_t)c.d_out), "an answer is finite");
     }
     CHECK(f, status == MOE_OK || status == MOE_ERR_NONFINITE || status == MOE_ERR_ARGUMENT,
           "what a hierarchical mixture answers");
