@@ -734,8 +734,10 @@ static void test_packed(const moe_kernels *k) {
             if (type == MOE_TYPE_BF16 && special == 9) expected = infinity_of(1);
             if (type == MOE_TYPE_BF16 && MOE_REAL_IS_DOUBLE && special < FIRST_ENDLESS && special > 6)
                 expected = infinity_of(expected > 0 ? 1 : -1);
-            CHECKF(alike(want, expected, WIDE(fabs)((wide)expected) / 200 + SMALLEST_NORMAL), "type %d: %s becomes %g",
-                   type, special_names[special], (double)want);
+            CHECKF(type == MOE_TYPE_REAL && special != IS_NAN
+                       ? same_bits(&want, &expected, sizeof want)
+                       : alike(want, expected, WIDE(fabs)((wide)expected) / 200 + SMALLEST_NORMAL),
+                   "type %d: %s becomes %g", type, special_names[special], (double)want);
             T(moe_matmul_packed)(k, type, M, N, K, a, K, packed, c, N);
             for (i = 0; i < M; i++)
                 for (j = 0; j < N; j++)
@@ -995,7 +997,8 @@ static int begin_scene(scene *s, const moe_layer_config *config) {
     memset(s, 0, sizeof *s);
     if (T(moe_layer_create)(&s->layer, config, 1, 5, NULL, &error) != MOE_OK) return 0;
     if (config->router.score == MOE_SCORE_CUSTOM) s->layer.router.custom.score = custom_score;
-    if (config->router.select == MOE_SELECT_CUSTOM) s->layer.router.custom.select = custom_select;
+    if (config->router.select == MOE_SELECT_CUSTOM || config->router.switch_from == MOE_SELECT_CUSTOM)
+        s->layer.router.custom.select = custom_select;
     for (i = 0; T(moe_layer_tensor)(&s->layer, i, &tensor) == MOE_OK; i++) s->n_gradients += tensor.count;
     for (i = 0; i < TOKENS; i++) {
         s->mask[i] = i != 4;
@@ -1021,7 +1024,8 @@ static int begin_scene(scene *s, const moe_layer_config *config) {
     s->call.teacher = add_array(s, "teacher", TOKENS, EXPERTS, 1);
     s->call.distances = add_array(s, "distances", 1, TOKENS * TOKENS, 0);
     if (config->router.noise != MOE_NOISE_NONE) s->call.noise = add_array(s, "noise", TOKENS, EXPERTS, 1);
-    if (config->router.select == MOE_SELECT_GIVEN) s->call.given = s->given;
+    if (config->router.select == MOE_SELECT_GIVEN || config->router.switch_from == MOE_SELECT_GIVEN)
+        s->call.given = s->given;
     s->dy = normals_of(&rng, TOKENS * WIDTH, 1);
     return 1;
 }
@@ -1089,8 +1093,10 @@ static int routing_is_sound(const moe_routing *r) {
 static int choices_are_whole(const scene *s, const moe_routing *r) {
     const int select = s->layer.config.router.select;
     size_t t;
+    if (s->layer.config.router.switch_at > 0) return 1; /* until then another one takes them */
     if (select != MOE_SELECT_TOP_K && select != MOE_SELECT_GROUPED_TOP_K && select != MOE_SELECT_SINKHORN &&
-        select != MOE_SELECT_HASH && select != MOE_SELECT_GIVEN && select != MOE_SELECT_BALANCED)
+        select != MOE_SELECT_HASH && select != MOE_SELECT_GIVEN && select != MOE_SELECT_BALANCED &&
+        select != MOE_SELECT_GROUPED_EACH)
         return 1;
     for (t = 0; t < TOKENS; t++)
         if (r->n_choices[t] != (s->mask[t] ? r->top_k : 0)) return 0;
@@ -1187,12 +1193,13 @@ static void test_scales(scene *s, const char *name, int training, outcome *r) {
     memcpy(x, kept, sizeof kept);
 }
 
-static void test_layer_config(const moe_layer_config *config, const char *name, int tries) {
+/* 0: there is no such layer. */
+static int test_layer_config(const moe_layer_config *config, const char *name, int tries) {
     scene s;
     outcome plain, r;
     int training, special, i;
     size_t a;
-    if (!begin_scene(&s, config)) return;
+    if (!begin_scene(&s, config)) return 0;
     memset(&plain, 0, sizeof plain);
     memset(&r, 0, sizeof r);
     plain.gradients = (moe_real *)grab(s.n_gradients, sizeof *plain.gradients);
@@ -1213,6 +1220,7 @@ static void test_layer_config(const moe_layer_config *config, const char *name, 
     free(r.gradients);
     free(r.work);
     end_scene(&s);
+    return 1;
 }
 
 static void test_layer_scales(const moe_layer_config *config, const char *name) {
@@ -1245,6 +1253,7 @@ static void complete(moe_layer_config *c) {
     if (r->select == MOE_SELECT_GROUPED_TOP_K) {
         r->groups = 4;
         r->groups_kept = 2;
+        if (r->top_k > 4) r->top_k = 4;
     }
     if (r->select == MOE_SELECT_EXPERT_CHOICE) r->capacity_factor = 2;
     if (r->select == MOE_SELECT_BALANCED || r->select == MOE_SELECT_AFFINITY) {
@@ -1262,12 +1271,59 @@ static void complete(moe_layer_config *c) {
     if (r->refine == MOE_REFINE_ATTENTION) r->heads = 2;
     if (r->heads > 2) r->heads = 2;
     if (r->n_experts == 0 || r->n_experts > EXPERTS) r->n_experts = EXPERTS;
+    TEST_FEWER_EXPERTS(*r);
     if (r->top_k > EXPERTS) r->top_k = EXPERTS;
     if (r->groups > EXPERTS) {
         r->groups = 4;
         r->groups_kept = 2;
     }
     r->untrained = 1;
+}
+
+/* What a field or one of its values needs to have an effect. */
+static const char *needed_by(const char *setting) {
+    static const char *const rows[][2] = {
+        {"ac_", "input=adaptive_clustering"},
+        {"cosine_", "score=cosine"},
+        {"norm_", "score=norm"},
+        {"router_act", "score=mlp"},
+        {"grap_", "score=grap"},
+        {"attention_", "refine=attention"},
+        {"group_score", "select=grouped_top_k"},
+        {"custom_batch", "score=custom"},
+        {"threshold_sigmoid", "gate=sigmoid select=threshold threshold_learned=1"},
+        {"threshold_", "gate=sigmoid select=threshold"},
+        {"expert_choice_", "select=expert_choice"},
+        {"predictor", "select=expert_choice"},
+        {"sample_", "select=sample"},
+        {"expert_dropout_scope", "expert_dropout=0.5"},
+        {"soft_normalise", "select=soft slots=2"},
+        {"weight_over", "n_zero=1"},
+        {"sparsemixer_sample", "weight=sparsemixer"},
+        {"drop_order", "capacity_factor=1"},
+        {"renormalize", "capacity_factor=1"},
+        {"zero_average", "n_zero=1 n_copy=1 loss_balance=1"},
+        {"importance_over", "loss_importance=1"},
+        {"unbiased", "loss_importance=1"},
+        {"distill", "loss_distill=1"},
+        {"student", "student=1 freeze_at=3 loss_distill=1"},
+        {"compete", "compete_rate=0.5"},
+        {"bias_", "gate=sigmoid selection_bias=1 bias_rate=0.01"},
+        {"l1_controller", "gate=relu select=positive weight=raw"},
+        {"tau_schedule=cosine", "score=cosine schedule_steps=9 tau_end=0.5"},
+        {"tau_schedule=similarity", "refine=similarity schedule_steps=9 tau_end=0.5"},
+        {"tau_schedule=attention", "refine=attention schedule_steps=9 tau_end=0.5"},
+        {"tau_schedule", "schedule_steps=9 tau_end=0.5"},
+        {"switch_from=hash", "switch_at=3 table_size=8"},
+        {"switch_from=balanced", "switch_at=3 top_k=1 weight=raw"},
+        {"switch_from", "switch_at=3"},
+        {"act", "expert=mlp"},
+        {"no_expert_bias", "expert=mlp"},
+        {"shared_", "n_shared=1"}};
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof rows[0]; i++)
+        if (strncmp(setting, rows[i][0], strlen(rows[i][0])) == 0) return rows[i][1];
+    return "";
 }
 
 static void test_routers(void) {
@@ -1281,26 +1337,28 @@ static void test_routers(void) {
         c.router.d_model = WIDTH;
         c.d_ff = 5;
         complete(&c);
-        test_layer_config(&c, preset->name, 1);
+        CHECKF(test_layer_config(&c, preset->name, 1), "%s is not tested", preset->name);
     }
     for (f = T(moe_layer_fields)(); f->name != NULL; f++)
         for (i = 1; f->kind == MOE_FIELD_CHOICE ? f->choices[i] != NULL : f->kind == MOE_FIELD_FLAG && i < 2; i++) {
-            moe_layer_config c = small_layer();
-            int both;
+            int both, tested_ones = 0;
             if (strcmp(f->name, "kernels") == 0) continue;
             for (both = 0; both < 2; both++) {
-                c = small_layer();
+                moe_layer_config c = small_layer();
+                sprintf(name, "%s=%s", f->name, f->kind == MOE_FIELD_CHOICE ? f->choices[i] : "1");
                 if (both) {
                     c.router.refine = MOE_REFINE_SIMILARITY;
                     c.router.gate = MOE_GATE_SIGMOID;
                     c.router.loss_z = 1;
                     c.router.loss_balance = 1;
                 }
+                CHECKF(T(moe_fields_apply)(T(moe_layer_fields)(), &c, needed_by(name), NULL) == MOE_OK, "%s", name);
                 *(int *)(void *)((unsigned char *)&c + f->offset) = i;
                 complete(&c);
-                sprintf(name, "%s = %d%s", f->name, i, both ? " with similarity" : "");
-                if (T(moe_layer_check)(&c, NULL, NULL) == MOE_OK) test_layer_config(&c, name, 1);
+                if (both) strcat(name, " with similarity");
+                if (T(moe_layer_check)(&c, NULL, NULL) == MOE_OK) tested_ones += test_layer_config(&c, name, 1);
             }
+            CHECKF(tested_ones > 0 || strncmp(name, "switch_from=soft", 16) == 0, "%s is not tested", name);
         }
 }
 
@@ -1314,7 +1372,7 @@ static void test_shaped(void) {
     for (i = 0; i < sizeof settings / sizeof *settings; i++) {
         moe_layer_config c = small_layer();
         CHECKF(T(moe_fields_apply)(T(moe_layer_fields)(), &c, settings[i], NULL) == MOE_OK, "%s", settings[i]);
-        test_layer_config(&c, settings[i], 1);
+        CHECK(test_layer_config(&c, settings[i], 1), settings[i]);
         test_layer_scales(&c, settings[i]);
     }
 }
@@ -2402,8 +2460,10 @@ static void test_layer_files(void) {
         memset(&buffer, 0, sizeof buffer);
         stream = T(moe_buffer_stream)(&buffer);
         CHECK(T(moe_trainer_write)(&s.trainer, &stream, &error) == MOE_OK, "writes moments");
+        memset(s.trainer.memory, 1, 6 * sizeof *s.trainer.memory);
         CHECK(T(moe_trainer_read)(&s.trainer, buffer.data, buffer.size, &error) == MOE_OK &&
-                  is_nan(s.trainer.memory[3]) && s.trainer.memory[4] > 0,
+                  is_nan(s.trainer.memory[3]) && same_bits(&s.trainer.memory[4], &specials[2], sizeof(moe_real)) &&
+                  same_bits(&s.trainer.memory[5], &specials[1], sizeof(moe_real)),
               "and reads them");
         T(moe_buffer_free)(&buffer);
         end_lesson(&s);
