@@ -2177,9 +2177,11 @@ static void test_float_predictor(void) {
     moe_net_free(&net);
 }
 
-/* Calibration takes a sequence as a whole, however long, and short ones many at a time. */
+/* Calibration takes a sequence as a whole, however long, and short ones many at a time: a token
+   whose row is 100 times as large widens the range from the last place of all, and sequences that
+   were there before do not. */
 static void test_long_calibration(void) {
-    enum { LONG = 300, MANY = 290 };
+    enum { LONG = 300, MANY = 290, WORDS = 8 };
     moe_rng rng;
     int turn;
     moe_rng_seed(&rng, 43);
@@ -2191,7 +2193,7 @@ static void test_long_calibration(void) {
         moe_error error;
         moe_net net;
         size_t i, n = turn ? 2 * MANY : LONG;
-        for (i = 0; i < n; i++) ids[i] = one_of(&rng, 7);
+        for (i = 0; i < n; i++) ids[i] = i < n / 2 || !turn ? one_of(&rng, WORDS - 1) : ids[i - n / 2];
         memset(&data, 0, sizeof data);
         data.n = n;
         data.token_ids = ids;
@@ -2199,17 +2201,22 @@ static void test_long_calibration(void) {
         config = int8_config(&data);
         config.length = LONG;
         (void)moe_net_init(&net, 0, MOE_KERNELS_C, NULL);
-        (void)moe_net_embedding(&net, 7, 8);
+        (void)moe_net_embedding(&net, WORDS, 8);
         (void)moe_net_attention(&net, NULL);
+        (void)moe_net_residual(&net, 1);
         (void)moe_net_linear(&net, 3);
         if (!CHECK_SAYS(moe_net_build(&net, 0, 1, &error), MOE_OK, "a net that reads texts", error)) return;
+        for (i = 0; i < 8; i++) net.tensors[0].data[(WORDS - 1) * 8 + i] *= 100;
         if (CHECK_SAYS(moe_model_create(&built, &net, &config, &error), MOE_OK, "calibration", error)) {
-            /* the same sequences once more widen no range */
-            for (i = 0; i < n / 2 && turn; i++) ids[n / 2 + i] = ids[i];
-            if (turn) data.n = n / 2;
+            data.n = turn ? n / 2 : n;
             CHECK_SAYS(moe_model_create(&twice, &net, &config, &error), MOE_OK, "calibration", error);
-            CHECK(built.model.output_scale >= twice.model.output_scale && twice.model.output_scale > 0,
-                  "more rows make no smaller range");
+            CHECK_NEAR(built.model.output_scale, twice.model.output_scale, 0);
+            moe_model_free(&twice);
+            data.n = n;
+            ids[n - 1] = WORDS - 1;
+            CHECK_SAYS(moe_model_create(&twice, &net, &config, &error), MOE_OK, "calibration", error);
+            CHECKF(twice.model.output_scale > 2 * built.model.output_scale, "%g, %g", (double)built.model.output_scale,
+                   (double)twice.model.output_scale);
             moe_model_free(&twice);
             moe_model_free(&built);
         }

@@ -567,6 +567,40 @@ static void of_rows(void) {
     }
 }
 
+/* ---- memory that fails ---- */
+
+/* Fills what the next call finds on the stack. */
+static int litter(int depth) {
+    volatile char room[4096];
+    size_t i;
+    for (i = 0; i < sizeof room; i++) room[i] = '~';
+    return depth > 0 ? litter(depth - 1) + room[depth] : room[0];
+}
+
+/* Whichever allocation fails, the error says that memory is missing. */
+static void of_no_memory(const moe_import_source *sources, size_t n, const char *prefix) {
+    moe_allocator allocator;
+    moe_layer layer;
+    moe_error error;
+    moe_status status = MOE_ERR_MEMORY;
+    test_heap h;
+    long at;
+    allocator = test_allocator(&h, 0);
+    for (at = 1; at < 200 && status == MOE_ERR_MEMORY; at++) {
+        h.calls = 0;
+        h.fail_at = at;
+        (void)litter(16);
+        status = moe_import_read(&layer, sources, n, prefix, NULL, &allocator, &error);
+        if (status == MOE_OK) break;
+        CHECK(status == MOE_ERR_MEMORY && strstr(error.message, "memory") != NULL && strchr(error.message, '~') == NULL,
+              error.message);
+        CHECK(h.blocks == 0);
+    }
+    CHECK(status == MOE_OK && at > 3);
+    if (status == MOE_OK) moe_layer_free(&layer);
+    CHECK(h.blocks == 0);
+}
+
 /* ---- indexes ---- */
 
 static void index_says(const moe_import_source *sources, size_t n, const char *prefix, moe_status wanted,
@@ -671,6 +705,7 @@ static void of_indexes(void) {
     sources[1] = source("a.safetensors", &a);
     sources[2] = source("b.safetensors", &b);
     INDEX(sources, n, MOE_OK, "");
+    of_no_memory(sources, n, AT);
     index_says(sources, n, "model.layers.7", MOE_ERR_NOT_FOUND, "(1): model.layers.3.mlp", __LINE__);
     n = 2;
     INDEX(sources, n, MOE_ERR_NOT_FOUND, "the file 'b.safetensors', which holds 'experts.0.w3.weight', is missing");
@@ -1096,6 +1131,7 @@ static void of_gguf_parts(void) {
         CHECK(has_settings(&layer.config, "top_k=3 n_experts=4 d_ff=32"));
         moe_layer_free(&layer);
     }
+    of_no_memory(s, 3, "blk.3");
     REFUSED(moe_import_read(&layer, s + 1, 2, "blk.3", "mixtral", NULL, &error), MOE_ERR_NOT_FOUND,
             "m-00002-of-00003.gguf: part 1 of 3 of this split file is missing");
     swapped = s[0];
@@ -1631,7 +1667,6 @@ static moe_status refuse_read(void *ctx, uint64_t at, void *to, size_t size) {
     return MOE_ERR_IO;
 }
 
-
 static void of_reading_calls(const text *file) {
     char name[300], *longer = (char *)grab(1, 5000);
     moe_import_source s = source(NULL, file), none = s;
@@ -1883,41 +1918,6 @@ static void of_large_numbers(void) {
 #endif
 }
 
-/* ---- memory that fails ---- */
-
-/* Fills what the next call finds on the stack. */
-static int litter(int depth) {
-    volatile char room[4096];
-    size_t i;
-    for (i = 0; i < sizeof room; i++) room[i] = '~';
-    return depth > 0 ? litter(depth - 1) + room[depth] : room[0];
-}
-
-/* Whichever allocation fails, the error says that memory is missing. */
-static void of_no_memory(const text *file) {
-    moe_import_source s = source(NULL, file);
-    moe_allocator allocator;
-    moe_layer layer;
-    moe_error error;
-    moe_status status = MOE_ERR_MEMORY;
-    test_heap h;
-    long at;
-    allocator = test_allocator(&h, 0);
-    for (at = 1; at < 200 && status == MOE_ERR_MEMORY; at++) {
-        h.calls = 0;
-        h.fail_at = at;
-        (void)litter(16);
-        status = moe_import_read(&layer, &s, 1, AT, NULL, &allocator, &error);
-        if (status == MOE_OK) break;
-        CHECK(status == MOE_ERR_MEMORY && strstr(error.message, "memory") != NULL && strchr(error.message, '~') == NULL,
-              error.message);
-        CHECK(h.blocks == 0);
-    }
-    CHECK(status == MOE_OK && at > 3);
-    if (status == MOE_OK) moe_layer_free(&layer);
-    CHECK(h.blocks == 0);
-}
-
 /* Files that say they are too large, or that end too early. */
 static void of_sizes(const text *file) {
     static const char shards[] = "{\"weight_map\":{\"model.layers.3.mlp.gate.weight\":\"b\"}}";
@@ -2001,6 +2001,7 @@ static void of_long_texts(void) {
 
 static void of_hands(void) {
     static text file;
+    moe_import_source one;
     gguf g;
     of_rows();
     of_indexes();
@@ -2013,7 +2014,8 @@ static void of_hands(void) {
     of_gguf_biases();
     of_presets();
     make_file(&file, AT, mixtral, NULL, NULL);
-    of_no_memory(&file);
+    one = source(NULL, &file);
+    of_no_memory(&one, 1, AT);
     of_reading_calls(&file);
     of_writing_calls(&file);
     of_written_headers();

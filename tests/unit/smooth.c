@@ -100,7 +100,7 @@ static moe_status block(moe_net *net, const char *settings, const char *second, 
     return status;
 }
 
-/* The output, [ROWS,d_out], and the expert of every assignment; NULL if the network needs more. */
+/* The output, [ROWS,d_out]; NULL if the network needs more of a call. */
 static moe_real *outputs(const moe_net *net, int training) {
     moe_data data = rows_of(net);
     int32_t starts[ROWS / LENGTH + 1];

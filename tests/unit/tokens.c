@@ -641,7 +641,7 @@ static void test_decoder_pieces(void) {
     moe_buffer_free(&b);
 }
 
-/* Long words do not take the square of their length. */
+/* Long words do not take the square of their length, and come back. */
 static void test_long(void) {
     enum { LONG = 200000 };
     vocab v;
@@ -656,10 +656,21 @@ static void test_long(void) {
     vocab_gguf(&v, &b);
     if (!CHECKF(load(&t, "a.gguf", &b) == MOE_OK, "%s", error.message)) return;
     for (k = 0; k < 4; k++) {
+        char back[16];
+        moe_decoder d;
+        size_t same = 0;
+        memset(&d, 0, sizeof d);
+        d.tokenizer = &t;
         for (i = 0; i < LONG; i++) text[i] = "a  h"[k];
         if (k == 2) text[LONG - 1] = 'x';
         CHECK_STATUS(moe_tokenizer_encode(&t, text, LONG, 0, ids, LONG + 8, &n), MOE_OK);
         if (k == 0) CHECK(n == LONG / 8 && ids[0] == vocab_find(&v, "aaaaaaaa"));
+        for (i = 0; i < n; i++) {
+            const size_t size = moe_tokenizer_decode(&d, ids[i], back, sizeof back);
+            if (size > LONG - same || memcmp(back, text + same, size) != 0) break;
+            same += size;
+        }
+        CHECKF(same == LONG, "%d bytes", (int)same);
     }
     moe_tokenizer_free(&t);
     moe_buffer_free(&b);
