@@ -1004,8 +1004,15 @@ static void route_alone(fuzz *f, bench *b, const moe_routing *all) {
     if (whole.teacher != NULL) b->call.teacher = whole.teacher + t * e;
     if (whole.token_machine != NULL) b->call.token_machine = whole.token_machine + t;
     if (CHECK(f, route(f, b, &one) == MOE_OK, "a token alone")) {
-        CHECK(f, memcmp(one.logits, all->logits + t * e, e * sizeof(moe_real)) == 0, "logits of a token alone");
+        CHECK(f,
+              memcmp(one.logits, all->logits + t * e, e * sizeof(moe_real)) == 0 &&
+                  memcmp(one.gate, all->gate + t * e, e * sizeof(moe_real)) == 0,
+              "logits and gate of a token alone");
         CHECK(f, memcmp(one.weights, all->weights + t * e, e * sizeof(moe_real)) == 0, "weights of a token alone");
+        CHECK(f,
+              one.n_choices[0] == all->n_choices[t] && memcmp(one.choices, all->choices + t * all->max_choices,
+                                                              (size_t)one.n_choices[0] * sizeof *one.choices) == 0,
+              "choices of a token alone");
     }
     b->call = whole;
 }
@@ -1299,7 +1306,7 @@ static void layer_pack(fuzz *f, layer_run *l) {
     status = layer_forward(f, l);
     CHECK(f, status == MOE_OK || !l->tame, "a packed layer");
     if (status == MOE_OK && l->tame) CHECK(f, layer_is_finite(l), "a packed layer's output is finite");
-    if (type == MOE_TYPE_REAL && bytes > 0 && l->tame && l->call.mask == NULL)
+    if (type == MOE_TYPE_REAL && bytes > 0 && l->tame)
         CHECK(f, memcmp(before, l->y, bytes) == 0, "packing as reals keeps every bit");
 }
 
