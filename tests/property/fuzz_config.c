@@ -233,7 +233,7 @@ static int is_zero(const moe_field *field, const void *config) {
     return value == 0 && !(real < 0) && !(real > 0) && moe_is_finite(real);
 }
 
-/* Whether a message has "name = " and a number that is this one, rounded to at least four digits. */
+/* Whether a message has "name = " and a number that is this one, rounded to four digits or more. */
 static int has_real(const char *message, const char *name, double value) {
     const char *p = message;
     for (; (p = strstr(p, name)) != NULL; p++) {
