@@ -191,8 +191,9 @@
        of transformers (folders), and with small layers of the families against outputs of
        tests/unit/published.py. Not tested with published weights.
      - Tokenizers: pre-tokenizer expressions are recognized by their text; others are refused by
-       name, as are WordPiece, tokenizer.model and tiktoken files, and normalizers other than
-       SentencePiece's spaces; NFC is not applied (moe_tokenizer.wants_nfc). Character classes are
+       name, as are WordPiece, tokenizer.model and tiktoken files, normalizers other than
+       SentencePiece's spaces, and post-processors that add more than one token at an end of the
+       text; NFC is not applied (moe_tokenizer.wants_nfc). Character classes are
        those of Unicode 14. At most 4,194,304 tokens; tokenizer.json up to 128 MiB; unigram tokens
        up to 256 bytes.
      - Token ids agree with llama.cpp's on its own vocabularies and texts (gpt-2, refact, starcoder,
@@ -449,9 +450,9 @@ typedef struct moe_tokenizer {
      allocator  NULL: the standard heap
    Free it with moe_tokenizer_free. On failure *t is untouched.
      MOE_ERR_NOT_FOUND    the file has no vocabulary
-     MOE_ERR_UNSUPPORTED  a kind of tokenizer, pre-tokenizer or normalizer; an added token with
-                          single_word; more than 4,194,304 tokens or 8,388,608 merges; named in
-                          the message
+     MOE_ERR_UNSUPPORTED  a kind of tokenizer, pre-tokenizer, normalizer or post-processor; an added
+                          token with single_word; more than 4,194,304 tokens or 8,388,608 merges;
+                          named in the message
      MOE_ERR_FORMAT       a malformed file: a missing or short array, an id beyond the vocabulary,
                           a merge that is not a pair of strings, a score that is not a number
      MOE_ERR_ARGUMENT     t or path is NULL; path is too long
@@ -4030,7 +4031,7 @@ static const moei_arch moei_archs[] = {
     {"minimax-m2", "minimax_m2", MOEI_ARCH_PLAIN | MOEI_ARCH_WHOLE_NORM, 0, 0, "rope_theta=5000000"},
     {"llama4", "llama4 llama4_text",
      MOEI_ARCH_PLAIN | MOEI_ARCH_DENSE | MOEI_ARCH_NEIGHBOURS | MOEI_ARCH_CHUNKS, MOEI_ARCH_FREQS, 0,
-     "rope_theta=500000 attention_chunk_size=8192"},
+     "rope_theta=500000 attention_chunk_size=8192 attn_scale=0.1 floor_scale=8192"},
     {"dbrx", "",
      MOEI_ARCH_SEPARATE | MOEI_ARCH_FUSED | MOEI_ARCH_LAYER_NORM | MOEI_ARCH_SECOND_ATTN | MOEI_ARCH_CLAMP, 0, 0, ""},
     {"grok", "", MOEI_ARCH_PLAIN | MOEI_ARCH_POST_NORM | MOEI_ARCH_GROK, 0, 0, ""},
@@ -4504,7 +4505,7 @@ static moe_status moei_model_read(moei_importer *r, moei_model *m, size_t block)
     if (!moei_model_is_folder(r)) m->blocks -= m->nextn;
     moei_model_widths(r, m);
     moei_default_real(&m->base, MOEI_R(10000.0));
-    moei_default_real(&m->factor, MOEI_R(1.0));
+    if (!moei_model_is_folder(r)) moei_default_real(&m->factor, MOEI_R(1.0));
     if (m->original == 0) m->original = m->context;
     status = moei_model_windows(r, m);
     if (!moei_model_is_folder(r) && moei_import_value(r, "rope.scaling.type", type) == MOEI_VALUE_TEXT &&
@@ -4655,7 +4656,7 @@ static void moei_model_block_chunks(const moei_importer *r, const moei_model *m,
     const int folder = moei_model_is_folder(r);
     const int last = (r->block + 1) % (size_t)(m->interval > 0 ? m->interval : 4) == 0; /* of each four blocks */
     b->rotates = folder ? moei_model_flag(r, "no_rope_layers", !last) : !last || m->window == 0;
-    b->tuned = !b->rotates && (!folder || moei_model_flag(r, "attn_temperature_tuning", 1));
+    b->tuned = !b->rotates && (!folder || (m->tuning > 0 && moei_model_flag(r, "attn_temperature_tuning", 1)));
     b->qk_plain = b->rotates && (folder ? moei_model_flag(r, "use_qk_norm", 1) : m->experts != 128);
     b->chunk = folder ? (m->chunk > 0 ? m->chunk : 0) : m->window == 0 ? 0 : 8192;
     if (by_type ? !is_chunked : !b->rotates) b->chunk = 0;
@@ -4706,6 +4707,8 @@ static moe_status moei_folder_rotary(const moei_importer *r, const moei_model *m
     for (i = 0; i < 3 && kind == MOEI_VALUE_NONE; i++) kind = moei_import_value(r, keys[i], type);
     if (kind == MOEI_VALUE_NONE) kind = moei_model_absent(r, m, keys[0], type);
     if (kind == MOEI_VALUE_NONE || moei_strcmp(type, "default") == 0) return MOE_OK;
+    if (moei_is_zero(m->factor) && moei_is_word_of(type, "linear llama3 yarn"))
+        return moei_error(r->error, MOE_ERR_NOT_FOUND, "config.json: rope_scaling.factor is missing");
     c->rotary_factor = m->factor;
     if (moei_strcmp(type, "linear") == 0) c->rotary_scaling = MOE_ROTARY_LINEAR;
     else if (moei_strcmp(type, "dynamic") == 0) { /* without alpha, angles do not change up to context */
@@ -4819,9 +4822,8 @@ static moe_status moei_model_block_attention(const moei_importer *r, const moei_
     if ((m->traits & MOEI_ARCH_GROK) != 0) c->cap = m->score_cap > 0 ? m->score_cap : MOEI_R(30.0);
     if ((m->traits & MOEI_ARCH_CLAMP) != 0) c->clamp = m->clamp;
     if (b->tuned) {
-        const int folder = moei_model_is_folder(r);
-        c->query_floor = folder && m->tuning_floor > 0 ? m->tuning_floor : 8192;
-        c->query_growth = folder && m->tuning > 0 ? m->tuning : MOEI_R(0.1);
+        c->query_floor = moei_model_is_folder(r) ? m->tuning_floor : 8192;
+        c->query_growth = moei_model_is_folder(r) ? m->tuning : MOEI_R(0.1);
     }
     if (!b->rotates) return MOE_OK;
     c->rotary = 1;
@@ -7665,16 +7667,19 @@ static moe_status moei_vocab_post(moei_vocab *v, size_t at, const char *type) {
     const moe_buffer *text = &v->r.index;
     moei_json j;
     int first = 1, behind = 0;
-    at = moei_strcmp(type, "TemplateProcessing") == 0 ? moei_import_json_member(text, at, "single") : 0;
+    if (moei_strcmp(type, "ByteLevel") == 0) return MOE_OK; /* concerns offsets alone */
+    if (moei_strcmp(type, "TemplateProcessing") != 0) return moei_vocab_refuse(v, "post_processor", type);
+    at = moei_import_json_member(text, at, "single");
     if (at == 0) return MOE_OK;
     for (j = moei_import_json_at(text, at, NULL); moei_vocab_item(&j, first); first = 0) {
         char name[MOEI_IMPORT_NAME];
         const size_t special = text->data[j.at] == '{' ? moei_import_json_member(text, j.at, "SpecialToken") : 0;
         if (special > 0 && text->data[special] == '{' && moei_vocab_text(text, special, "id", name, sizeof name)) {
             const int32_t id = moei_token_find(&v->t, name);
-            if (id >= 0 && !behind) v->t.bos = id;
-            if (id >= 0 && behind) v->t.eos = id;
-            if (id >= 0) *(behind ? &v->t.add_eos : &v->t.add_bos) = 1;
+            int *const adds = behind ? &v->t.add_eos : &v->t.add_bos;
+            if (id >= 0 && *adds) return moei_vocab_refuse(v, "post_processor: a further token", name);
+            if (id >= 0) *(behind ? &v->t.eos : &v->t.bos) = id;
+            if (id >= 0) *adds = 1;
         } else behind = 1;
         (void)moei_config_skip(&j);
     }

@@ -260,6 +260,10 @@ static void test_rotary(void) {
         {"\"rope_scaling\": {\"type\": \"longrope\", \"short_factor\": [1,1,1,1,1,1,1,0], "
          "\"original_max_position_embeddings\": 64}", NULL, MOE_ERR_CONFIG, 0, 32, 0, 0, 0, {0, 0}},
         {"\"rope_scaling\": {\"type\": \"spiral\"}", NULL, MOE_ERR_UNSUPPORTED, 0, 0, 0, 0, 0, {0, 0}},
+        {"\"rope_scaling\": {\"type\": \"linear\"}", NULL, MOE_ERR_NOT_FOUND, 0, 0, 0, 0, 0, {0, 0}},
+        {"\"rope_scaling\": {\"type\": \"yarn\", \"factor\": null}", NULL, MOE_ERR_NOT_FOUND, 0, 0, 0, 0, 0, {0, 0}},
+        {"\"rope_scaling\": {\"type\": \"llama3\", \"low_freq_factor\": 1, \"high_freq_factor\": 4}", NULL,
+         MOE_ERR_NOT_FOUND, 0, 0, 0, 0, 0, {0, 0}},
         {"\"rope_scaling\": null", "\"layer_kinds\": [\"x\"],", MOE_OK, MOE_ROTARY_PLAIN, 0, 0, 150000, 0, {8, 0}},
         {"\"rope_scaling\": null", "\"layer_types\": [\"full_attention\", \"sliding_attention\"],", MOE_OK,
          MOE_ROTARY_PLAIN, 0, 0, 150000, 0, {0, 8}},
@@ -1170,7 +1174,7 @@ static void test_gguf_attention(void) {
     CHECK_NEAR(c.query_growth, 0.1, 1e-6);
 }
 
-/* Keys of config.json that deepseek_v3 has. */
+/* Keys of config.json that few families have. */
 static void test_folder_keys(void) {
     static const char *const interleave[] = {"", "\"rope_interleave\": true", "\"rope_interleave\": false"};
     int i;
@@ -1179,6 +1183,17 @@ static void test_folder_keys(void) {
     for (i = 0; i < 3; i++) {
         CHECKF(import_seed(&model, "deepseek2", NULL, NULL, interleave[i], &error) == MOE_OK, "%s", error.message);
         CHECKF(attention_of(&model, 0)->rotary_neighbours == (i < 2), "%s", interleave[i]);
+        moe_import_free(&model);
+    }
+    /* queries grow by attn_scale, which may be 0; without a word on it by 0.1 */
+    for (i = 0; i < 3; i++) {
+        static const char *const scales[] = {"\"attn_scale\": 0", "\"attn_scale\": 0.3", ""};
+        char last[100];
+        sprintf(last, "\"no_rope_layers\": [0, 0]%s%s", i < 2 ? ", " : "", scales[i]);
+        CHECKF(import_seed(&model, "llama4", "\"attn_scale\"", "\"attn_scalz\"", last, &error) == MOE_OK, "%s",
+               error.message);
+        CHECK(attention_of(&model, 0)->query_floor == (i > 0 ? 3 : 0));
+        CHECK_NEAR(attention_of(&model, 0)->query_growth, i == 0 ? 0 : i == 1 ? 0.3 : 0.1, 1e-6);
         moe_import_free(&model);
     }
     /* without a matrix of logits and without a word on it, they are the embedding's */

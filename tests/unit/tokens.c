@@ -824,6 +824,11 @@ static void test_refused_json(void) {
          MOE_ERR_UNSUPPORTED},
         {"{\"added_tokens\":[{\"id\":1,\"content\":\"x\",\"single_word\":true}],\"model\":{\"vocab\":{\"a\":0}}}",
          "single_word", MOE_ERR_UNSUPPORTED},
+        {"{\"model\":{\"vocab\":{\"a\":0,\"b\":1},\"merges\":[]},\"post_processor\":{\"type\":"
+         "\"TemplateProcessing\",\"single\":[{\"SpecialToken\":{\"id\":\"a\"}},{\"SpecialToken\":{\"id\":\"b\"}},"
+         "{\"Sequence\":{}}]}}", "\"b\"", MOE_ERR_UNSUPPORTED},
+        {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[]},\"post_processor\":{\"type\":\"RobertaProcessing\","
+         "\"sep\":[\"a\",0],\"cls\":[\"a\",0]}}", "RobertaProcessing", MOE_ERR_UNSUPPORTED},
         {"[]", "object", MOE_ERR_FORMAT}};
     char longest[700];
     size_t i;
