@@ -126,7 +126,7 @@ typedef struct moe_figure {
     const char *value_label;      /* what a number is, with its unit: "tokens", "loss (nats)" [none] */
     const double *x;              /* [columns] positions of the columns of LINES [1, 2, ...] and MAP [no axis] */
     const double *y;              /* [rows] positions of the rows of MAP [no axis] */
-    int n_experts;                /* of TOKENS and MAP: number of experts in the legend [those that occur] */
+    int n_experts;                /* of TOKENS and MAP: the legend has experts 0 to n_experts - 1, and all that occur */
     int decimals;                 /* digits after the point, up to 9; -1: none [0: as many as the numbers need] */
     double reference;             /* BARS, LINES: a line at this value, such as an even load or chance [0: none] */
     const char *reference_name;   /* ["reference"] */
@@ -793,7 +793,7 @@ static double moei_legend(moei_plot *q, double y, int draw) {
     for (e = 0; e < moei_min_size(q->n_experts, MOEI_LEGEND_MOST + 1); e++) {
         double share = moei_expert_share(q, SIZE_MAX, (int32_t)e);
         double x = (double)(shown % 4) * 85.0, at = y + (double)(shown / 4) * 22.0;
-        if (!(share > 0.0) && (q->f->n_experts <= 0 || e == MOEI_LEGEND_MOST)) continue;
+        if (!(share > 0.0) && (q->f->n_experts <= (int)e || e == MOEI_LEGEND_MOST)) continue;
         if (draw) {
             if (e < MOEI_LEGEND_MOST) moei_chip(q, x, at, 28.0, 18.0, (int32_t)e);
             else moei_write_at(q, x, at + 14.0, "m", MOEI_OTHERS, 4);
@@ -817,7 +817,7 @@ static size_t moei_digits_of(size_t n) {
 static void moei_count_experts(moei_plot *q) {
     size_t r, c;
     q->n_experts = q->f->n_experts > 0 ? (size_t)q->f->n_experts : 0;
-    for (r = 0; r < q->f->rows && q->f->n_experts <= 0; r++)
+    for (r = 0; r < q->f->rows; r++)
         for (c = 0; c < q->f->columns; c++) {
             int32_t e = q->f->experts[moei_at(q->f, r, c)];
             if (e >= 0 && (size_t)e >= q->n_experts) q->n_experts = (size_t)e + 1;
@@ -2193,7 +2193,7 @@ static void moei_page_tokens(moei_plot *q) {
     moei_pen_print(q->p, " Shares of the experts:</p>\n<p>");
     for (i = 0; i < moei_min_size(q->n_experts, MOEI_LEGEND_MOST + 1); i++) {
         double percent = 100.0 * moei_expert_share(q, SIZE_MAX, (int32_t)i);
-        if (!(percent > 0.0) && (q->f->n_experts <= 0 || i == MOEI_LEGEND_MOST)) continue;
+        if (!(percent > 0.0) && (q->f->n_experts <= (int)i || i == MOEI_LEGEND_MOST)) continue;
         if (i == MOEI_LEGEND_MOST) moei_pen_print(q->p, "<span class=\"y\"><i>" MOEI_OTHERS "</i> ");
         else moei_pen_print(q->p, "<span class=\"y\"><i class=\"e c%d\">%z</i> ", (int)(i % MOEI_TINTS), i);
         moei_pen_print(q->p, "%s %%</span>\n", moei_number(buffer, percent, 1));

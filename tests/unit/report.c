@@ -1181,8 +1181,6 @@ static void test_bar_reference(void) {
     }
 }
 
-/* What lies at an edge: a wide letter that no longer fits, a number that rounds to 0, the lower end
-   of an interval, the scale of values far from 0, heads of merged columns. */
 /* Experts beyond the legend count as others, in words and in the legend. */
 static void test_others(void) {
     static const int32_t shown[2][4] = {{0, 64, 100, 300}, {0, 63, 0, 63}};
@@ -1203,6 +1201,11 @@ static void test_others(void) {
             CHECK(write_as(&f, HTML) == MOE_OK);
             if (k == 0) CHECK(holds("<i>64+</i> 75.0 %<") == (i == 0));
             CHECK(holds("others 75.0 %") == (i == 0));
+            f.n_experts = 2; /* fewer than occur: expert 1 is named, too */
+            CHECK(write_as(&f, SVG) == MOE_OK && holds(i == 0 ? "others 75.0 %. " : "expert 63 50.0 %, no other. "));
+            CHECKF(holds(">0.0 %</text>") && holds(">50.0 %</text>") == (i == 1), "%d %d", i, k);
+            CHECK(write_as(&f, HTML) == MOE_OK);
+            if (k == 0) CHECK(holds("</i> 0.0 %<") && holds("</i> 50.0 %<") == (i == 1));
         }
 }
 
@@ -1228,6 +1231,8 @@ static void test_even(void) {
     CHECK(write_as(&f, SVG) == MOE_OK && holds(">even 62.5<") && holds(">100.0<"));
 }
 
+/* What lies at an edge: a wide letter that no longer fits, a number that rounds to 0, the lower end
+   of an interval, the scale of values far from 0, heads of merged columns. */
 static void test_edges(void) {
     static const double far_away[] = {100, 101, 100, 101}, tiny[] = {-0.001, 1, 1, 1};
     static const double ones[] = {1, 1}, wide[] = {3, 1};
