@@ -4186,7 +4186,7 @@ static const moei_model_key moei_model_keys[] = {
     MOEI_MODEL_INT("attention.key_length", "head_dim", key, 1, 65536),
     MOEI_MODEL_INT("attention.value_length", "v_head_dim", value, 1, 65536),
     MOEI_MODEL_INT("rope.dimension_count", "rotary_dim qk_rope_head_dim", n_rot, 1, 65536),
-    MOEI_MODEL_REAL("", "partial_rotary_factor rope_parameters.partial_rotary_factor", rotated_part, 0, 1),
+    MOEI_MODEL_REAL("", "partial_rotary_factor rope_parameters.partial_rotary_factor", rotated_part, 1e-6, 1),
     MOEI_MODEL_INT("expert_count", "", experts, 0, 1048576),
     MOEI_MODEL_INT("", "max_window_layers", full_blocks, 0, 1048576),
     MOEI_MODEL_INT("nextn_predict_layers", "num_nextn_predict_layers", nextn, 0, 1024),
@@ -4825,7 +4825,7 @@ static moe_status moei_model_block_attention(const moei_importer *r, const moei_
         c->query_floor = moei_model_is_folder(r) ? m->tuning_floor : 8192;
         c->query_growth = moei_model_is_folder(r) ? m->tuning : MOEI_R(0.1);
     }
-    if (!b->rotates) return MOE_OK;
+    if (!b->rotates || m->n_rot == 0) return MOE_OK; /* the part that rotates may round to 0 */
     c->rotary = 1;
     c->rotary_base = b->window > 0 && m->base_window > 0 ? m->base_window : m->base;
     c->rotary_dims = m->n_rot;

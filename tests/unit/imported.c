@@ -1196,6 +1196,11 @@ static void test_folder_keys(void) {
         CHECK_NEAR(attention_of(&model, 0)->query_growth, i == 0 ? 0 : i == 1 ? 0.3 : 0.1, 1e-6);
         moe_import_free(&model);
     }
+    /* a part of a head that rounds to 0 is none, not the whole head; 0 itself is refused */
+    CHECK_STATUS(import_seed(&model, "glm4moe", NULL, NULL, "\"partial_rotary_factor\": 0.05", &error), MOE_OK);
+    CHECK(attention_of(&model, 0) != NULL && !attention_of(&model, 0)->rotary);
+    moe_import_free(&model);
+    CHECK_STATUS(import_seed(&model, "glm4moe", NULL, NULL, "\"partial_rotary_factor\": 0", &error), MOE_ERR_CONFIG);
     /* without a matrix of logits and without a word on it, they are the embedding's */
     CHECK_STATUS(import_seed(&model, "lfm2moe", "\"tie_word_embeddings\"", "\"tie_word_embeddingz\"", "", &error),
                  MOE_OK);
