@@ -1172,11 +1172,11 @@ MOE_API moe_status moe_net_work_size(const moe_net *net, size_t n_tokens, int tr
    after another. Padding gets y = 0 from attention and convolution; all others but MoE layers
    compute it like any row. Allocates nothing. Errors: MOE_ERR_STATE before build, MOE_ERR_SPACE,
    MOE_ERR_ARGUMENT, else as moe_route; with a transport, where it is collective, MOE_ERR_STATE also
-   when training or call.rng differ between ranks. On failure *pass is untouched. Thread-safe for
-   different work (with a transport: one thread at a time). Infinities and NaN in x: MoE layers and
-   feed_forwards (these in padding too) end the call with MOE_ERR_NONFINITE; in the other modules
-   they stay in their token's row, and attention and convolution spread them to the tokens that read
-   it; all others keep every bit. */
+   when training or call.rng differ between ranks. A failed call leaves *pass and rng as they were.
+   Thread-safe for different work (with a transport: one thread at a time). Infinities and NaN in x:
+   MoE layers and feed_forwards (these in padding too) end the call with MOE_ERR_NONFINITE; in other
+   modules they stay in their token's row, and attention and convolution spread them to the tokens
+   that read it; all others keep every bit. */
 MOE_API moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size,
                                    moe_net_pass *pass);
 /* moe_layer_pack for the layers of a built network and for the matrices of linear, tied,
@@ -8411,7 +8411,7 @@ static moe_status moei_module_call_check(const moe_net *net, const moe_call *cal
     return MOE_OK;
 }
 
-/* Checks what modules other than mixtures require of a call, before anything is computed. */
+/* Checks what modules other than mixtures require of a call. */
 static moe_status moei_net_call_check(const moe_net *net, const moe_call *call, size_t past) {
     const char *set = NULL;
     moe_status status = MOE_OK;
@@ -8456,8 +8456,8 @@ static int moei_rows_finite(const moe_call *call, const moe_real *rows, size_t c
     return 1;
 }
 
-/* Adds to the message where infinity or NaN arose: in the first of the modules before `end` whose
-   output or losses have one, else in module `end`; and in its first tensor that has one. */
+/* Adds to the message where infinity or NaN arose: the first module before `end` whose output or
+   losses have one, else module `end`; and its first such tensor. */
 static void moei_nonfinite_source(const moe_net *net, const moe_net_pass *p, size_t end, moe_error *error) {
     const moe_tensor *w = net->tensors;
     const char *name = NULL;
@@ -8485,8 +8485,8 @@ static void moei_nonfinite_source(const moe_net *net, const moe_net_pass *p, siz
                      name != NULL ? "tensor " : "whose tensors are finite", name != NULL ? name : "");
 }
 
-/* Runs all modules of a pass that is laid out. Only a feed_forward can fail on one rank alone: the
-   ranks exchange the status before the next mixture, or at the end. */
+/* Runs all modules of a pass. Only a feed_forward can fail on one rank alone: the ranks exchange
+   the status before the next mixture, or at the end. */
 static moe_status moei_net_run(const moe_net *net, const moe_call *call, const moei_tokens *share, moe_net_pass *p) {
     moe_status status = MOE_OK;
     size_t i, rows = call->n_tokens;
@@ -8503,7 +8503,7 @@ static moe_status moei_net_run(const moe_net *net, const moe_call *call, const m
             alone = 0;
         }
         if (status != MOE_OK && !alone) return status;
-        /* nothing is read: any address will do */
+        /* the last one is never read */
         r.p->x = i > 0 ? p->modules[i - 1].y : net->d_in > 0 && call->x != NULL ? call->x : r.p->y;
         if (r.n < rows) r.p->x += (rows - r.n) * r.d_in;
         rows = r.n;
@@ -8518,15 +8518,17 @@ static moe_status moei_net_run(const moe_net *net, const moe_call *call, const m
     return alone ? moei_vote(net->transport, status, call->error) : status;
 }
 
-/* Lays out a pass in work and runs it; the call has been checked. */
+/* Runs a pass that has been checked. A failure leaves rng, of which some ranks drew more. */
 static moe_status moei_net_pass(const moe_net *net, const moe_call *call, const moei_tokens *share, void *work,
                                 moe_net_pass *pass) {
     moei_layout l = moei_layout_begin(work);
     moei_extent e = moei_extent_of(share->most, moei_keeps(call));
     moe_net_pass p;
+    uint64_t state = call->rng != NULL ? call->rng->state : 0;
     moe_status status = moei_net_layout(net, &e, &l, &p);
     if (status == MOE_OK) status = moei_net_run(net, call, share, &p);
     if (status == MOE_OK) *pass = p;
+    else if (call->rng != NULL) call->rng->state = state;
     return status;
 }
 

@@ -1562,9 +1562,13 @@ static moe_status moei_ranks_pass(const moe_layer *layer, const moe_call *call, 
     return MOE_OK;
 }
 
+/* A failed call leaves call.rng as it was, because some ranks drew more numbers than others. */
 static moe_status moei_ranks_forward(const moe_layer *layer, const moe_call *call, moe_real *y, void *work,
                                      size_t work_size, moe_layer_pass *pass) {
-    return moei_transport_failed(call, moei_ranks_pass(layer, call, y, work, work_size, pass));
+    const uint64_t state = call->rng != NULL ? call->rng->state : 0;
+    const moe_status status = moei_ranks_pass(layer, call, y, work, work_size, pass);
+    if (status != MOE_OK && call->rng != NULL) call->rng->state = state;
+    return moei_transport_failed(call, status);
 }
 
 /* ---- backward ---- */

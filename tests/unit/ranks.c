@@ -1629,6 +1629,7 @@ static void compare_spoilt(const stage *g, const scene *s) {
                              (found != MOE_ERR_PEER || strncmp(p->error.message, text, strlen(text)) == 0)),
                "error says why");
         AGREES(!on_the_way_back || p->status == MOE_OK, "forward was good");
+        AGREES(p->draws == g->parts[0].results[0].draws, "the next call draws the same numbers on all ranks");
     }
 }
 
@@ -2543,6 +2544,7 @@ static void test_spoilt(void) {
                 {SPOIL_NAN, "capacity_factor=1", 2},
                 {SPOIL_NAN, "input=adaptive_clustering weight=raw", 2},
                 {SPOIL_NAN, "score=cosine", 2},
+                {SPOIL_NAN, "select=soft input=jitter", 1},
                 {SPOIL_NO_X, "top_k=2", 2},
                 {SPOIL_NO_X, "drop_capacity=2", 2},
                 {SPOIL_WORK, "top_k=2", 2},

@@ -1299,7 +1299,7 @@ static void act_forward(actor *a) {
     other = call;
     other.x = x;
     FAILS(FORWARD(&other, work, size, &pass), MOE_ERR_NONFINITE);
-    rng.state = 3;
+    CHECK(rng.state == 3, "nothing was drawn");
     STATUS(FORWARD(&call, work, size, &pass), MOE_OK, "forward", NULL);
     FAILS(moe_net_backward(&a->o.net, bad ? NULL : dy, NULL, &pass), MOE_ERR_ARGUMENT);
     STATUS(moe_net_backward(&a->o.net, dy, NULL, &pass), MOE_OK, "backward", NULL);
@@ -1318,29 +1318,33 @@ static void act_forward(actor *a) {
     free(work);
 }
 
-/* A feed_forward that fails on one rank ends the call everywhere before the next mixture. */
+/* A feed_forward that fails on one rank ends the call everywhere before the next mixture, and the
+   numbers that the other ranks drew until then are drawn again. */
 static void act_feed_forward(actor *a) {
     moe_layer_config dense = layer_of("d_ff=9"), mixture = layer_of("n_experts=5 top_k=2 d_ff=7");
     moe_data data = act_data(a);
     moe_net *net = &a->o.net;
     moe_call call;
     moe_net_pass pass;
+    moe_rng rng = {3};
     moe_real x[12 * D];
     void *work;
     size_t size = 0;
     moe_net_init(net, D, MOE_KERNELS_C, NULL);
     net->transport = begin(&a->o, a->self);
     moe_net_feed_forward(net, &dense);
-    moe_net_dropout(net, (moe_real)0.2); /* which draws nothing here: there is no call.rng */
+    moe_net_dropout(net, (moe_real)0.2);
     moe_net_mixture(net, &mixture);
     moe_net_linear(net, CLASSES);
     if (!STATUS(moe_net_build(net, 1, 17, &a->error), MOE_OK, "build", &a->error)) return;
-    STATUS(moe_net_work_size(net, 4, 0, &size), MOE_OK, "size", NULL);
+    STATUS(moe_net_work_size(net, 4, 1, &size), MOE_OK, "size", NULL);
     work = grab(size, 1);
     memcpy(x, data.x, data.n * D * sizeof *x);
     memset(&call, 0, sizeof call);
     call.n_tokens = data.n;
     call.x = x;
+    call.training = 1;
+    call.rng = &rng;
     call.error = &a->error;
     if (a->bad) x[0] = (moe_real)INFINITY;
     STATUS(moe_net_forward(net, &call, work, size, &pass), a->bad ? MOE_ERR_NONFINITE : MOE_ERR_PEER, "one fails",
