@@ -681,9 +681,8 @@ static unsigned char *moei_copy_rows(unsigned char *to, const void *rows, size_t
     return to + count * bytes;
 }
 
-/* Computes the offsets of a hop's rows, ordered by rank. Returns 0 if they exceed the buffers,
-   which is a transport error. */
-static int moei_hop_offsets(const moei_ranks *k, const moei_row_map *map, size_t row_bytes) {
+/* Computes the offsets of a hop's rows, ordered by rank. */
+static void moei_hop_offsets(const moei_ranks *k, const moei_row_map *map) {
     size_t out = 0, in = 0;
     int r;
     for (r = 0; r < k->transport->n_ranks; r++) {
@@ -692,7 +691,6 @@ static int moei_hop_offsets(const moei_ranks *k, const moei_row_map *map, size_t
         out += map->send_counts[r];
         in += map->receive_counts[r];
     }
-    return in <= k->hop_bytes / row_bytes;
 }
 
 /* The first hop of two_level, inside the machine: rows to the ranks at position j of all machines
@@ -703,6 +701,7 @@ static moe_status moei_hop_inside(moei_ranks *k, int channel, const moe_exchange
     int each = t->ranks_per_machine, machines = t->n_ranks / each;
     int first = t->rank / each * each, r, m;
     unsigned char *out = k->hop_send[channel];
+    size_t room = k->hop_bytes / e->row_bytes;
     memset(map->send_counts, 0, (size_t)t->n_ranks * sizeof *map->send_counts);
     memset(map->receive_counts, 0, (size_t)t->n_ranks * sizeof *map->receive_counts);
     memset(k->hop_counts_out, 0, (size_t)t->n_ranks * (size_t)machines * sizeof(uint64_t));
@@ -717,10 +716,11 @@ static moe_status moei_hop_inside(moei_ranks *k, int channel, const moe_exchange
     for (r = first; r < first + each; r++)
         for (m = 0; m < machines; m++) {
             uint64_t count = k->hop_counts_in[(size_t)r * (size_t)machines + (size_t)m];
-            if (count > k->hop_bytes / e->row_bytes) return MOE_ERR_TRANSPORT;
+            if (count > room) return MOE_ERR_TRANSPORT; /* more rows than ranks can send */
+            room -= (size_t)count;
             map->receive_counts[r] += (size_t)count;
         }
-    if (!moei_hop_offsets(k, map, e->row_bytes)) return MOE_ERR_TRANSPORT;
+    moei_hop_offsets(k, map);
     k->hop[channel] = *e;
     k->hop[channel].send = k->hop_send[channel];
     k->hop[channel].receive = k->hop_receive[channel];
@@ -757,7 +757,7 @@ static moe_status moei_hop_across(moei_ranks *k, int channel, const moe_exchange
             map->receive_counts[r] += e->receive_counts[m * each + i];
         }
     }
-    if (!moei_hop_offsets(k, map, e->row_bytes)) return MOE_ERR_TRANSPORT;
+    moei_hop_offsets(k, map);
     return moei_exchange_rows(t, MOE_EXCHANGE_BEGIN, &k->hop[channel]);
 }
 
