@@ -1401,6 +1401,7 @@ static moe_status moei_ranks_meet(const moe_layer *layer, const moe_call *call, 
         if (draws == 0) draws = other[MOEI_CALL_RNG];
         if (n > INT32_MAX || sum + n > INT32_MAX)
             return moei_error(call->error, MOE_ERR_OVERFLOW, "n_tokens of all ranks: too many");
+        if (other[MOEI_CALL_KIND] >> MOEI_KIND_BITS > n) return MOE_ERR_TRANSPORT; /* more jitter than tokens */
         sum += n;
         if (n > *max_tokens) *max_tokens = (size_t)n;
     }
@@ -1700,7 +1701,7 @@ static moe_status moei_ranks_backward(const moe_layer *layer, const moei_returne
     return moei_transport_failed(&pass->call, moei_ranks_return(layer, returned, dx, d_router_x, pass));
 }
 
-enum { MOEI_COUNT_PART = 4096 };
+enum { MOEI_COUNT_PART = 256 };
 
 /* *bound = its maximum over all ranks; it is not negative. */
 static moe_status moei_max_over(const moe_transport *t, moe_real *bound) {

@@ -2772,6 +2772,83 @@ static void test_mixed(void) {
     ranks_end(&w);
 }
 
+/* A rank that claims jitter for more tokens than it has: nobody skips so many numbers. */
+static void test_jitter(void) {
+    scene s;
+    stage *g;
+    unsigned long made = 0;
+    if (!begin_scene(&s, "select=soft input=jitter", 2, 1, 0)) return;
+    s.steps = 1;
+    s.with = 0;
+    s.n_of[0] = s.n_of[1] = 3;
+    CHECK(!fails_at(&s, 1000000, &made), "no failure");
+    s.fail_at = 0;
+    s.lie_at = made + 1;
+    s.lie_word = 3;
+    s.lie = 4 << 2 | 1; /* 4 tokens with jitter, no keep, training */
+    g = stage_begin(&s);
+    CHECK_STATUS(g->parts[s.fail_rank].results[0].status, MOE_ERR_TRANSPORT);
+    stage_end(g);
+}
+
+/* The sum over as many ranks as there may be, all of which bring the same. */
+static moe_status sum_of_many(void *ctx, size_t n, moe_real *values) {
+    size_t i, r;
+    (void)ctx;
+    for (i = 0; i < n; i++) {
+        const moe_real own = values[i];
+        for (r = 1; r < MOE_MAX_EXPERTS; r++) values[i] += own;
+    }
+    return MOE_OK;
+}
+
+static void count_task(ranks_rank *self, void *ctx) {
+    enum { TOKENS = 4095 };
+    static const moe_real x[TOKENS] = {0};
+    static moe_real y[TOKENS];
+    moe_transport t = ranks_transport(self);
+    moe_layer_config c;
+    moe_layer layer;
+    moe_layer_pass pass;
+    moe_tensor load;
+    moe_call call;
+    moe_error error;
+    size_t bytes = 0;
+    void *work;
+    (void)ctx;
+    memset(&c, 0, sizeof c);
+    memset(&call, 0, sizeof call);
+    c.router.d_model = c.router.n_experts = c.router.top_k = c.d_ff = c.router.selection_bias = 1;
+    c.router.bias_rate = (moe_real)0.1;
+    c.router.untrained = 1;
+    c.transport = &t;
+    t.local_routing = 1;
+    t.sum = sum_of_many;
+    call.n_tokens = TOKENS;
+    call.x = x;
+    call.training = 1;
+    CHECK_STATUS(moe_transport_begin(&t, NULL), MOE_OK);
+    if (!CHECK(moe_layer_create(&layer, &c, 1, 3, NULL, &error) == MOE_OK, error.message)) return;
+    CHECK_STATUS(moe_layer_work_size(&layer, TOKENS, 1, &bytes), MOE_OK);
+    work = grab(bytes, 1);
+    CHECK_STATUS(moe_layer_forward(&layer, &call, y, work, bytes, &pass), MOE_OK);
+    CHECK_STATUS(moe_layer_observe(&layer, &pass), MOE_OK);
+    if (CHECK_STATUS(moe_layer_find(&layer, "router.load", &load), MOE_OK))
+        CHECK(load.data[0] == (moe_real)MOE_MAX_EXPERTS * TOKENS && load.data[1] == load.data[0],
+              "the tokens of all ranks are counted to the last one");
+    free(work);
+    moe_layer_free(&layer);
+    moe_transport_end(&t);
+}
+
+/* Local routing counts the tokens of any number of ranks by sums of floats. */
+static void test_counts(void) {
+    ranks_world w;
+    ranks_begin(&w, 1, RANKS_BY_TURNS);
+    (void)ranks_run(&w, count_task, NULL);
+    ranks_end(&w);
+}
+
 /* Ranks whose layers, or whose calls, are not alike. */
 typedef struct mismatch {
     const char *name;
@@ -3628,6 +3705,7 @@ int main(int argc, char **argv) {
                  {test_unlike, "unlike"},       {test_chunks, "chunks"},
                  {test_spoilt, "spoilt"},       {test_failing, "failing"},
                  {test_lies, "lies"},           {test_mixed, "mixed"},
+                 {test_jitter, "jitter"},       {test_counts, "counts"},
                  {test_routers, "routers"},
                  {test_presets, "presets"},     {test_local_routing, "local_routing"},
                  {test_capacity, "capacity"},   {test_rules, "rules"},
