@@ -25,8 +25,8 @@
      hidden    with C chunks: (1 - 1/C) of the smaller of expert time and rows, forward and backward
                separately; the latency of rows counts C times
    Local routing (moe_transport.local_routing): every rank routes only its own tokens; no gather,
-   route of T tokens instead of N, and for the router's state a sum of E + 1 numbers and two more
-   all-to-alls of a word.
+   route of T tokens instead of N, and for the router's state a sum of 2 (E + 1) numbers and two
+   more all-to-alls of a word.
    Two levels: rows for another machine go through the rank of the sender's machine that has the
    receiver's position there: p - 1 near messages and n - 1 far ones instead of p - 1 and R - p, and
    (p - 1)/p of the far bytes travel near as well, before anything else starts; an all-to-all of n
@@ -246,22 +246,22 @@ static void predict_compute(const machine *m, const costs *c, const work *w, tim
     t->optimizer = slow * numbers * c->optimizer;
 }
 
-/* With local routing nothing is gathered; the counts for the router's state are summed: E + 1
-   numbers and a word. */
+/* With local routing nothing is gathered; the counts for the router's state are summed, each as two
+   numbers, and two words are exchanged. */
 static double gathers(const machine *m, const work *w) { return m->local_routing ? 0 : w->gathers; }
 
 static parts sum_of_state(const machine *m, const work *w) {
     enum { FEW = 512 }; /* up to this many, every rank sends all of them to all others */
-    const double numbers = w->experts + 1;
+    const double numbers = 2 * (w->experts + 1);
     const parts none = {0, 0};
     if (!m->local_routing) return none;
     return numbers <= FEW ? to_all(m, w, numbers * w->real_bytes) : sum_of(m, w, numbers * w->real_bytes);
 }
 
-/* Words of 8 bytes that every rank sends to every other for one MoE layer: 4 and 1 to begin with, 1
+/* Words of 8 bytes that every rank sends to every other for one MoE layer: 5 and 1 to begin with, 1
    before each gathering, a status and the rows of each expert; 1 in the backward pass. */
 static double count_words(const machine *m, const work *w) {
-    return 7 + gathers(m, w) + m->local_routing + ceil(w->experts / w->ranks);
+    return 8 + gathers(m, w) + 2 * m->local_routing + ceil(w->experts / w->ranks);
 }
 
 /* The same for the hops of two levels, which tell the ranks of a machine how much will pass. */
@@ -293,7 +293,7 @@ static void predict_exchange(const machine *m, const work *w, times *t) {
     t->gather.latency *= gathers(m, w);
     t->counts = to_all(m, w, counts);
     t->counts.latency *=
-        w->layers * (4 + gathers(m, w) + m->local_routing + hops(m, w)) + STEP_CALLS + m->local_routing;
+        w->layers * (4 + gathers(m, w) + 2 * m->local_routing + hops(m, w)) + STEP_CALLS + m->local_routing;
     t->sums = sum_of(m, w, w->shared_numbers * w->real_bytes);
     t->sums.latency *= w->layers + 1;
     t->sums = sum_of_two(t->sums, scaled(sum_of_state(m, w), w->layers));
