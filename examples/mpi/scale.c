@@ -241,6 +241,9 @@ static int fail(const char *what, const char *why) {
     return 2;
 }
 
+/* Flushes the output; fails if it could not be written. */
+static int finish(void) { return fflush(stdout) != 0 || ferror(stdout) ? fail("the output", "cannot be written") : 0; }
+
 static int show_help(void) {
     static const char *const levels[] = {
         "head:", "method NAME begins or continues a method; its first run has one rank:", "run R, of R ranks:"};
@@ -256,7 +259,8 @@ static int show_help(void) {
         printf("  %-18s %s\n", k->name, k->help);
     }
     printf("  %-18s in run 1: the imbalance that R = 2, 4, 8, ... ranks would have\n", "imbalance_at_R");
-    return printf("Exit status: 0 done, 1 --within failed, 2 the file or an option is wrong.\n") < 0;
+    printf("Exit status: 0 done, 1 --within or --bytes-within failed, 2 all else that fails.\n");
+    return finish();
 }
 
 static int set_option(const struct option *o, const char *value) {
@@ -304,9 +308,6 @@ static int read_file(measurements *m) {
     if (size == sizeof text) return fail(set.file, "it is larger than 1 MB");
     return read_measurements(m, text, size) ? 0 : fail(set.file, m->wrong);
 }
-
-/* Flushes the output; fails if it could not be written. */
-static int finish(void) { return fflush(stdout) != 0 || ferror(stdout) ? fail("the output", "cannot be written") : 0; }
 
 static int show_all(measurements *m) {
     errors worst;

@@ -139,7 +139,9 @@ within() {
 # What cannot be written is a failure.
 full() {
     [ -e /dev/full ] || missing /dev/full
-    ! "$prepared/scale" "$measured" >/dev/full 2>said && grep -q 'cannot be written' said
+    for word in "$measured" -h; do
+        ! "$prepared/scale" "$word" >/dev/full 2>said && grep -q 'cannot be written' said || return 1
+    done
 }
 
 # ---- real runs ----
