@@ -778,11 +778,11 @@ static double moei_hme_expect(const moe_hme *hme, const moe_data *data, double *
     return sum;
 }
 
-/* y [C] = sum_ij g_i g_{j|i} y_ij; returns 0 if it is not finite. */
+/* y [C] = sum_ij g_i g_{j|i} y_ij; returns 0 if a sum does not fit. */
 static int moei_hme_answer(const moe_hme *hme, const moe_real *x, moe_real *y) {
     double top = moei_hme_total(hme, (size_t)hme->config.n_groups, hme->gate, x), inner = 0.0;
     double total = 0.0, z, g, o;
-    int softmax = hme->config.family == MOE_HME_SOFTMAX, good = 1;
+    int softmax = hme->config.family == MOE_HME_SOFTMAX;
     size_t e, k;
     for (k = 0; k < hme->width; k++) y[k] = 0;
     for (e = 0; e < hme->all; e++) {
@@ -793,11 +793,12 @@ static int moei_hme_answer(const moe_hme *hme, const moe_real *x, moe_real *y) {
         g = exp(z - top + moei_hme_dot(hme, gate, x) - inner);
         for (k = 0; k < hme->width; k++) {
             o = moei_hme_dot(hme, w + k * hme->row, x);
-            y[k] = moei_cut((double)y[k] + g * (softmax ? exp(o - total) : o));
+            o = (double)y[k] + g * (softmax ? exp(o - total) : o);
+            if (!moei_fits_real(o)) return 0;
+            y[k] = (moe_real)o;
         }
     }
-    for (k = 0; k < hme->width; k++) good &= moe_is_finite(y[k]);
-    return good;
+    return 1;
 }
 
 /* wants_y: data must have y. result: the caller's output. */

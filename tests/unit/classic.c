@@ -1973,6 +1973,7 @@ static void test_memory(void) {
 static void refuse_calls(moe_hme *m, samples *s, double *kept) {
     moe_error error;
     double value = 77;
+    size_t i;
 #if MOE_REAL_IS_DOUBLE
     moe_real was;
 #endif
@@ -1985,6 +1986,12 @@ static void refuse_calls(moe_hme *m, samples *s, double *kept) {
     CHECK_REFUSED(moe_hme_predict(m, 10, s->x, NULL, &error), MOE_ERR_ARGUMENT, "NULL");
     CHECK_REFUSED(moe_hme_gradient(m, &s->data, not_a_number(), s->h, &value, &error), MOE_ERR_ARGUMENT,
                   "rate = nan");
+    if (m->config.family == MOE_HME_GAUSSIAN) { /* the same answer of all experts, beyond any moe_real */
+        for (i = m->row - 1; i < m->all * m->width * m->row; i += m->row)
+            m->experts[i] = MOE_REAL_IS_DOUBLE ? 1.5e308 : 1e60;
+        CHECK_REFUSED(moe_hme_predict(m, 10, s->x, s->answer, &error), MOE_ERR_NONFINITE, "y[0] is not finite");
+        memcpy(m->parameters, kept, m->n_parameters * sizeof(double));
+    }
 #if MOE_REAL_IS_DOUBLE
     if (m->config.family == MOE_HME_GAUSSIAN) {
         was = s->y[0];
