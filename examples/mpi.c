@@ -636,7 +636,8 @@ static void take_links(double steps) {
 /* Fills in the counts of the steps, which took `took` seconds. */
 static void take_counts(result *r, double took, const double assigned[2]) {
     size_t n = (size_t)n_ranks, i, per_machine = n / (size_t)(n_ranks % machines() == 0 ? machines() : 1);
-    double steps = (double)r->steps, tokens = (double)(set.batch * set.context) * steps * (double)set.layers;
+    const double steps = (double)r->steps, half = floor(steps / 2);
+    const double tokens = (double)(set.batch * set.context) * (double)set.layers; /* of all layers, in a step */
     double own[] = {took,
                     mpi.exchanging,
                     mpi.waiting,
@@ -655,8 +656,8 @@ static void take_counts(result *r, double took, const double assigned[2]) {
     r->remote = own[3] > 0 ? own[4] / own[3] : 0;
     r->off_machine = own[3] > 0 ? own[5] / own[3] : 0;
     r->per_expert = own[3] / steps / (double)set.layers / (double)set.experts;
-    r->first_half = 2 * own[6] / tokens;
-    r->second_half = 2 * own[7] / tokens;
+    r->first_half = half > 0 ? own[6] / (tokens * half) : 0;
+    r->second_half = own[7] / (tokens * (steps - half));
     for (i = 0; i < n * n; i++) {
         if (i / n == i % n) continue;
         r->rows += link_rows[i];
@@ -688,7 +689,7 @@ static void train(moe_trainer *t, uint64_t seed, int shown, result *r) {
         ended = MPI_Wtime();
         sum += (double)step.loss;
         if (step_times != NULL) step_times[t->steps - 1 - first] = ended - from;
-        assigned[t->steps > last / 2] += (double)traffic.assignments - before;
+        assigned[t->steps - first > (last - first) / 2] += (double)traffic.assignments - before;
         if (t->steps > last - (last + 9) / 10) {
             r->loss += (double)step.loss;
             r->steps++;

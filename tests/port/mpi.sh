@@ -249,6 +249,7 @@ goes_on() {
     # shellcheck disable=SC2086
     run mpi 2 "$prepared/mpi_float" $small "$prepared/text" --checkpoint c.safetensors --resume >out || return 1
     grep -q 'continues after step 4 of 8' out || { cat out; return 1; }
+    grep -q 'goes to 2.00 experts in the first half of the steps, 2.00 in the second' out || { cat out; return 1; }
     sed -n 's/^held out: loss \([0-9.]*\),.*/\1/p' out >got
     near want got 2e-5
 }
