@@ -5809,9 +5809,11 @@ static moe_status moei_select_by_logits(moei_pass *s) {
     return MOE_OK;
 }
 
-/* One half of Sinkhorn's iteration, d0 = (1/N) / (Q d1) and d1 = (1/E) / (Q^T d0); returns the mean
-   change of d1. */
+/* One step of Sinkhorn's iteration, d0 = (1/N) / (Q d1) and d1 = (1/E) / (Q^T d0); returns the mean
+   change of d1. Where Q has zeros, factors may grow without end: they are limited, as 0 times
+   infinity would reach every token. */
 static moe_real moei_sinkhorn_step(moei_pass *s, const moe_real *q, moe_real *d0, moe_real *d1, moe_real *next) {
+    const moe_real most = (moe_real)(MOE_REAL_IS_DOUBLE ? 1e280 : 1e25);
     moe_real change = 0, sum;
     size_t t, e;
     for (e = 0; e < s->experts; e++) next[e] = 0;
@@ -5820,21 +5822,16 @@ static moe_real moei_sinkhorn_step(moei_pass *s, const moe_real *q, moe_real *d0
         sum = 0;
         for (e = 0; e < s->experts; e++) sum += q[t * s->experts + e] * d1[e];
         d0[t] = moei_ratio(MOEI_R(1.0) / (moe_real)s->r->n_real, sum);
+        if (d0[t] > most) d0[t] = most;
         for (e = 0; e < s->experts; e++) next[e] += q[t * s->experts + e] * d0[t];
     }
     for (e = 0; e < s->experts; e++) {
         next[e] = moei_ratio(MOEI_R(1.0) / (moe_real)s->experts, next[e]);
+        if (next[e] > most) next[e] = most;
         change += MOEI_F(fabs)(next[e] - d1[e]);
         d1[e] = next[e];
     }
     return change / (moe_real)s->experts;
-}
-
-/* q d0 d1, reordered if the product is NaN because two factors overflow in opposite directions. */
-static moe_real moei_sinkhorn_share(moe_real q, moe_real d0, moe_real d1) {
-    const moe_real share = q * d0 * d1;
-    const int is_large = q > 0 && d0 > 0 && d1 > 0;
-    return moe_is_finite(share) ? share : is_large ? MOEI_INFINITY : 0;
 }
 
 static moe_status moei_select_sinkhorn(moei_pass *s) {
@@ -5854,8 +5851,7 @@ static moe_status moei_select_sinkhorn(moei_pass *s) {
     for (step = 0; step < 100 && moei_sinkhorn_step(s, q, d0, d1, next) >= MOEI_R(1e-4);) step++;
     for (t = 0; t < s->n; t++) {
         if (!moei_is_real(s->call, t)) continue;
-        for (e = 0; e < s->experts; e++)
-            q[t * s->experts + e] = moei_sinkhorn_share(q[t * s->experts + e], d0[t], d1[e]);
+        for (e = 0; e < s->experts; e++) q[t * s->experts + e] = q[t * s->experts + e] * d0[t] * d1[e];
         moei_mark_largest(s, t, q + t * s->experts);
     }
     return MOE_OK;

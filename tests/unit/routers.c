@@ -1977,6 +1977,33 @@ static void test_capacity_factor(void) {
     }
 }
 
+/* Factors that would leave the range: expert 3 is far behind for all tokens, or expert 1 for all
+   but the last, or each token has but one expert, too many of them expert 2. */
+static void test_sinkhorn_limits(void) {
+    enum { N = 8000 };
+    const moe_real far = (moe_real)(MOE_REAL_IS_DOUBLE ? -740 : -100), none = -4000;
+    const moe_real logits[3][3][4] = {{{0, -5, -9, far}, {-9, -5, 0, far}, {-9, 0, -9, far}},
+                                      {{0, none, -9, -5}, {-9, none, 0, -5}, {-9, 0, -9, -5}},
+                                      {{0, none, none, none}, {none, none, 0, none}, {none, 0, none, none}}};
+    static const size_t best[3] = {0, 2, 1};
+    size_t row, kind, t, e, wrong;
+    for (row = 0; row < 3; row++) {
+        moe_router_config c = config_of("select=sinkhorn weight=raw top_k=1");
+        bench b;
+        if (!CHECK(bench_start(&b, &c, NULL, N, 0.0), "routes")) return;
+        for (kind = 0; kind < 3; kind++)
+            for (e = 0; e < 4; e++) b.tensors[MOE_ROUTER_WEIGHT][e * 8 + kind] = logits[row][kind][e];
+        memset(b.x, 0, N * 8 * sizeof *b.x);
+        for (t = 0; t < N; t++) b.x[t * 8 + (t == N - 1 ? 2 : (size_t)(t % 8 > (row < 2 ? 3u : 0u)))] = 1;
+        bench_route(&b);
+        for (t = wrong = 0; t < N && CHECK_STATUS(b.status, MOE_OK); t++)
+            for (kind = 0; kind < 3; kind++)
+                wrong += b.x[t * 8 + kind] > 0 && !b.routing.selected[t * 4 + best[kind]];
+        CHECK(wrong == 0, "sinkhorn stays within the range");
+        bench_end(&b);
+    }
+}
+
 /* Sinkhorn by its definition, in double, until it stands still. */
 static void test_sinkhorn(void) {
     int trial, clear = 0;
@@ -2027,6 +2054,7 @@ static void test_sinkhorn(void) {
         bench_end(&b);
     }
     CHECK(clear > 900, "most choices of sinkhorn are clear");
+    test_sinkhorn_limits();
 }
 
 /* ---- randomness ---- */
