@@ -562,7 +562,7 @@ enum {
     X(MOE_DROP_POSITION, "position") /* first come, first served */ \
     /* descending max p (Riquelme et al. 2021, V-MoE) */ \
     X(MOE_DROP_PRIORITY, "priority") \
-    X(MOE_DROP_RANDOM, "random") /* random */ \
+    X(MOE_DROP_RANDOM, "random") /* drawn from call.rng; outside training without one as position */ \
     X(MOE_DROP_SCORE, "score")   /* the expert's largest p are kept, whichever choice they are */
 /* Random dropping before capacity, in training. */
 #define MOE_DROP_RULES(X) \
@@ -1104,7 +1104,7 @@ typedef struct moe_call {
     const int32_t *token_ids;   /* [N], select hash and student_dim: less than table_size */
     /* [N,E] n of noisy_topk, else the whole additive noise; NULL: drawn from rng */
     const moe_real *noise;
-    /* [N,d] adaptive_clustering: x of the previous MoE layer (mode paper) */
+    /* [N,d] adaptive_clustering: x of the previous MoE layer (mode paper; running: for observe) */
     const moe_real *previous_input;
     const int32_t *previous_experts;    /* [N,n_previous] its chosen experts, -1 = none */
     const moe_real *previous_weights;   /* [N,n_previous] their weights */
@@ -3800,7 +3800,7 @@ static int moei_select_now(const moe_router *router, int training) {
 static int moei_scheduled_k(const moe_router_config *c, moe_real step) {
     const int64_t steps = c->schedule_steps, at = step < (moe_real)steps ? (int64_t)step : steps;
     if (c->k_end <= 0 || steps == 0) return c->top_k;
-    return (int)((2 * c->top_k * steps + 2 * (c->k_end - c->top_k) * at + steps) / (2 * steps));
+    return (int)((2 * steps * c->top_k + 2 * at * (c->k_end - c->top_k) + steps) / (2 * steps));
 }
 
 /* effective = router->config with K, temperature, selection and L1 factor of the current step. */
@@ -4170,8 +4170,8 @@ static void moei_paper_weights(moe_real *m, size_t d) {
     for (q = 0; q < d; q++) m[q] *= (moe_real)d / sum;
 }
 
-/* Mode code with mad: clamped to 10 times the mean of all, then divided by the mean over clusters.
-   Clusters of fewer than two tokens enter neither mean. */
+/* Mode code, except with variance: clamped to 10 times the mean of all, then divided by the mean
+   over clusters. Clusters of fewer than two tokens enter neither mean. */
 static void moei_code_weights(const moei_pass *s, const size_t *starts) {
     moe_real *m = s->m.clusters, mean = 0, column;
     size_t k, q, used = 0;
@@ -6527,8 +6527,7 @@ static void moei_route_weight_backward(moei_pass *s) {
 static moe_real moei_largest_cosine(const moei_pass *s, size_t width) {
     const moe_real *v = s->c->score == MOE_SCORE_COSINE ? moei_cosine_tokens(s) : s->r->u,
                    *w = moei_tensor(s, MOE_ROUTER_WEIGHT);
-    moe_real largest = 0, *product = s->r->weights;
-    /* unused until there are weights */
+    moe_real largest = 0, *product = s->r->weights; /* unused until there are weights */
     moe_real over_block = MOEI_F(sqrt)((moe_real)s->experts / (moe_real)s->d);
     size_t t, e, q, block = s->d / s->experts;
     if (w != NULL) moei_affine(s->k, s->n, s->experts, width, v, w, NULL, product);
