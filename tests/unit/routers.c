@@ -1945,6 +1945,27 @@ static void test_affinity(void) {
     test_affinity_sum();
 }
 
+/* drop_order = random: each of six tokens is as often the one that an expert has room for; outside
+   training without random numbers it is the first. */
+static void test_random_order(void) {
+    moe_router_config c = config_of("top_k=1 drop_capacity=1 drop_order=random");
+    size_t kept[6] = {0}, calls = 3000, t;
+    bench b;
+    if (!CHECK(bench_start(&b, &c, NULL, 6, 0.0), "routes")) return;
+    for (t = 0; t < calls; t++) {
+        b.status = moe_route(&b.router, &b.call, b.memory, b.size, &b.routing);
+        if (!CHECK_STATUS(b.status, MOE_OK) || !CHECK(b.routing.plan.offsets[1] == 1, "one token")) return;
+        kept[b.routing.plan.assignments[0].token]++;
+    }
+    for (t = 0; t < 6; t++)
+        CHECK(fabs((double)kept[t] / (double)calls - 1.0 / 6) < 5.0 * sqrt(5.0 / 36 / (double)calls), "evenly");
+    b.call.training = 0;
+    b.call.rng = NULL;
+    bench_route(&b);
+    CHECK(b.status == MOE_OK && b.routing.plan.assignments[0].token == 0, "by position");
+    bench_end(&b);
+}
+
 /* C = max(capacity_min, ceil(cf K N / E)), at most N, with a factor of its own outside training.
    Equal logits send all tokens to expert 0. */
 static void test_capacity_factor(void) {
@@ -1975,6 +1996,7 @@ static void test_capacity_factor(void) {
         check_consistent(&b);
         bench_end(&b);
     }
+    test_random_order();
 }
 
 /* Factors that would leave the range: expert 3 is far behind for all tokens, or expert 1 for all
