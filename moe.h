@@ -1333,10 +1333,11 @@ typedef struct moe_data {
     /* [n] for networks with d_in = 0, which read no x, and for hash routers; those of call take
        precedence */
     const int32_t *token_ids;
-    /* samples form consecutive sequences of this length; n is a multiple of it. moe_fit and
-       moe_evaluate then split and shuffle whole sequences, and routers see them unless call has
-       others. [0: samples are split and shuffled one by one, and each call is one sequence; moe_fit
-       and moe_evaluate need a length for networks with attention, positions or convolution] */
+    /* samples form consecutive sequences of this length; n, and for moe_fit config.batch, is a
+       multiple of it. moe_fit and moe_evaluate then split and shuffle whole sequences, and routers
+       see them unless call has others. [0: samples are split and shuffled one by one, and each call
+       is one sequence; moe_fit and moe_evaluate need a length for networks with attention,
+       positions or convolution] */
     size_t length;
 } moe_data;
 
@@ -6022,6 +6023,9 @@ static moe_status moei_module_begin(moe_net *net, int kind, moe_module *m) {
     if (net == NULL) return MOE_ERR_ARGUMENT;
     if (net->error.code != MOE_OK) return net->error.code;
     if (net->built || net->kernels == NULL) return MOE_ERR_STATE;
+    if (kind < 0 || kind >= MOE_MODULE_COUNT)
+        return moei_error(&net->error, MOE_ERR_ARGUMENT, "module %z: NULL, or kind = %d: no such kind", net->n_modules,
+                          kind);
     if (net->n_modules >= MOE_NET_MAX_MODULES)
         return moei_module_refuse(net, kind, MOE_ERR_CONFIG, "at most %d modules are possible",
                                   (int)MOE_NET_MAX_MODULES);
@@ -6310,8 +6314,7 @@ moe_status moe_net_append(moe_net *net, const moe_module *module) {
     moe_module m;
     moe_error why;
     moe_status status;
-    if (net == NULL || module == NULL || module->kind < 0 || module->kind >= MOE_MODULE_COUNT) return MOE_ERR_ARGUMENT;
-    if ((status = moei_module_begin(net, module->kind, &m)) != MOE_OK) return status;
+    if ((status = moei_module_begin(net, module == NULL ? -1 : module->kind, &m)) != MOE_OK) return status;
     status = moei_module_take(&m, module, &why);
     if (status == MOE_OK) status = moei_module_complete(net, &m, &why);
     return status == MOE_OK ? moei_module_append(net, &m) : moei_module_refuse(net, m.kind, status, "%s", why.message);

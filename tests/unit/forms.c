@@ -853,11 +853,16 @@ static void test_refused_modules(void) {
         moe_net_append(&net, &m);
         CHECK_STATUS(moe_net_build(&net, 0, 1, &error), MOE_ERR_CONFIG);
         CHECK(strstr(error.message, rows[i].word) != NULL, error.message);
-        CHECK_STATUS(moe_net_append(&net, NULL), MOE_ERR_ARGUMENT);
-        m.kind = MOE_MODULE_COUNT;
-        CHECK_STATUS(moe_net_append(&net, &m), MOE_ERR_ARGUMENT);
-        m.kind = -1;
-        CHECK_STATUS(moe_net_append(&net, &m), MOE_ERR_ARGUMENT);
+        CHECK_STATUS(moe_net_append(&net, NULL), MOE_ERR_CONFIG);
+        moe_net_free(&net);
+    }
+    for (i = 0; i < 3; i++) { /* build fails as the call that appended nothing */
+        moe_module m = module_of(i == 0 ? -1 : MOE_MODULE_COUNT);
+        moe_net_init(&net, D, MOE_KERNELS_AUTO, NULL);
+        moe_net_linear(&net, D);
+        CHECK_STATUS(moe_net_append(&net, i == 2 ? NULL : &m), MOE_ERR_ARGUMENT);
+        CHECK_STATUS(moe_net_build(&net, 0, 1, &error), MOE_ERR_ARGUMENT);
+        CHECK(strncmp(error.message, "module 1: ", 10) == 0, error.message);
         moe_net_free(&net);
     }
 }
