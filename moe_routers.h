@@ -584,7 +584,8 @@ enum {
 
 /* Losses, in training. Columns: function, field with the factor (0: off). */
 #define MOE_LOSSES(X) \
-    /* alpha E sum_e f_e P_e, f the share of assignments, P the mean p (Fedus et al. 2022) */ \
+    /* alpha E sum_e f_e P_e, f the share of assignments, P the mean of p / sum p (Fedus et al. \
+       2022) */ \
     X(MOE_LOSS_BALANCE, "balance", moei_loss_balance, loss_balance) \
     /* beta mean_t (ln sum_e exp z_te)^2 (Zoph et al. 2022) */ \
     X(MOE_LOSS_Z, "z", moei_loss_z, loss_z) \
@@ -2567,7 +2568,8 @@ static const char *moei_left_out(const moe_router_config *c) {
         return "router_act";
     if (c->gate == MOE_GATE_SIGMOID && !MOEI_KEPT(ACTS, MOE_ACT_SIGMOID)) return "gate";
     if (!MOEI_KEPT(EXTRAS, MOE_EXTRA_SCHEDULE)) {
-        if (moei_has_schedule(c) || c->freeze_at > 0) return moei_has_schedule(c) ? "schedule_steps" : "freeze_at";
+        if (c->k_end != 0 || c->tau_schedule != MOE_TAU_NONE) return c->k_end != 0 ? "k_end" : "tau_schedule";
+        if (c->freeze_at > 0 || c->switch_share > 0) return c->freeze_at > 0 ? "freeze_at" : "switch_share";
         if (c->switch_at > 0 || c->l1_controller) return c->switch_at > 0 ? "switch_at" : "l1_controller";
     }
     if (MOEI_KEPT(EXTRAS, MOE_EXTRA_CAPACITY)) return NULL;
