@@ -1654,7 +1654,8 @@ MOEI_TOOL void moei_put_format(moei_text *t, const char *format, va_list argumen
     }
 }
 
-/* Appends to the message of error, which is terminated. */
+/* Appends to the message of error, which is terminated and stays one line, whatever text it
+   quotes. */
 MOEI_TOOL void moei_error_append(moe_error *error, const char *format, va_list arguments) {
 #ifndef MOE_NO_MESSAGES
     moei_text t;
@@ -1662,6 +1663,8 @@ MOEI_TOOL void moei_error_append(moe_error *error, const char *format, va_list a
     t.room = sizeof error->message;
     t.length = moei_strlen(error->message);
     moei_put_format(&t, format, arguments);
+    while (t.length-- > 0)
+        if ((unsigned char)t.out[t.length] < ' ') t.out[t.length] = '?';
 #else
     (void)error;
     (void)format;

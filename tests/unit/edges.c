@@ -1983,6 +1983,8 @@ static void test_texts(void) {
     if (!CHECK(field != NULL)) return;
     REFUSED(MOE_ERR_ARGUMENT, "config", moe_fields_apply(moe_router_fields(), NULL, "top_k=1", &error));
     IS(MOE_OK, moe_fields_apply(moe_router_fields(), NULL, NULL, NULL));
+    /* a message stays one line */
+    REFUSED(MOE_ERR_CONFIG, "top_k = 2?x: must", moe_fields_apply(moe_router_fields(), &c, "top_k=2\nx", &error));
     REFUSED(MOE_ERR_CONFIG, "score = none: must be one of linear, random, ",
             moe_fields_apply(moe_router_fields(), &c, "score=none", &error));
     for (k = -330; k <= 309; k++) {
