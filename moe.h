@@ -8512,6 +8512,8 @@ static moe_status moei_net_run(const moe_net *net, const moe_call *call, const m
         rows = r.n;
         if (status == MOE_OK) {
             status = moei_module_error(&r, moei_module_kinds[r.m->kind].forward(&r));
+            /* it computes padding too */
+            if (status != MOE_OK && r.m->kind == MOE_MODULE_FEED_FORWARD) p->call.mask = NULL;
             if (status == MOE_ERR_NONFINITE) moei_nonfinite_source(net, p, i, call->error);
         }
         if (net->transport != NULL && r.m->kind == MOE_MODULE_FEED_FORWARD) alone = 1;

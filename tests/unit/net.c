@@ -1493,6 +1493,35 @@ static void name_tensors(moe_net *net, const moe_data *data) {
     moe_trainer_free(&trainer);
 }
 
+/* A feed_forward computes padding too, so that a NaN there is the input's. */
+static void name_padding(void) {
+    const moe_real x[2 * D] = {1, 2};
+    const unsigned char mask[2] = {1, 0};
+    moe_real *rows = copy_of(x, 2 * D);
+    moe_call call;
+    moe_error error;
+    moe_net net;
+    moe_net_pass pass;
+    size_t size = 0;
+    void *work;
+    memset(&call, 0, sizeof call);
+    call.n_tokens = 2;
+    call.x = rows;
+    call.mask = mask;
+    call.error = &error;
+    rows[D] = (moe_real)NAN;
+    moe_net_init(&net, D, MOE_KERNELS_AUTO, NULL);
+    moe_net_feed_forward(&net, NULL);
+    CHECK_STATUS(moe_net_build(&net, 0, 1, &error), MOE_OK, "build");
+    CHECK_STATUS(moe_net_work_size(&net, 2, 0, &size), MOE_OK, "work size");
+    work = grab(size, 1);
+    CHECK(moe_net_forward(&net, &call, work, size, &pass) == MOE_ERR_NONFINITE &&
+              strstr(error.message, "; call.x has it") != NULL, error.message);
+    moe_net_free(&net);
+    free(rows);
+    free(work);
+}
+
 /* What is too large in finite tensors, in the losses of a router, in the input and in padding. */
 static void name_other_sources(void) {
     moe_layer_config layer = small_layer();
@@ -1603,6 +1632,7 @@ static void test_nonfinite_source(void) {
     }
     moe_net_free(&net);
     name_other_sources();
+    name_padding();
     drop_data(&data);
 }
 
