@@ -1336,8 +1336,8 @@ typedef struct moe_data {
     /* samples form consecutive sequences of this length; n, and for moe_fit config.batch, is a
        multiple of it. moe_fit and moe_evaluate then split and shuffle whole sequences, and routers
        see them unless call has others. [0: samples are split and shuffled one by one, and each call
-       is one sequence; moe_fit and moe_evaluate need a length for networks with attention,
-       positions or convolution] */
+       is one sequence; moe_fit and moe_evaluate refuse 0 with attention, positions or
+       convolution] */
     size_t length;
 } moe_data;
 
@@ -6024,8 +6024,7 @@ static moe_status moei_module_begin(moe_net *net, int kind, moe_module *m) {
     if (net->error.code != MOE_OK) return net->error.code;
     if (net->built || net->kernels == NULL) return MOE_ERR_STATE;
     if (kind < 0 || kind >= MOE_MODULE_COUNT)
-        return moei_error(&net->error, MOE_ERR_ARGUMENT, "module %z: NULL, or kind = %d: no such kind", net->n_modules,
-                          kind);
+        return moei_error(&net->error, MOE_ERR_ARGUMENT, "module %z: NULL or kind = %d", net->n_modules, kind);
     if (net->n_modules >= MOE_NET_MAX_MODULES)
         return moei_module_refuse(net, kind, MOE_ERR_CONFIG, "at most %d modules are possible",
                                   (int)MOE_NET_MAX_MODULES);
