@@ -10587,18 +10587,17 @@ static moe_status moei_config_members(moei_json *j, const char *place, const cha
     return status;
 }
 
-/* The value of one field: a text for a choice, else a number. */
+/* The value of one field: a text for a choice, else a number, as of flags that became choices. */
 static moe_status moei_config_value(moei_json *j, const char *place, const moe_field *field, void *config) {
     char shown[52];
     const char *value = shown;
+    const int c = moei_json_peek(j), text = field->kind == MOE_FIELD_CHOICE && (c < '0' || c > '9');
     moe_error why;
     moei_span s;
-    size_t at;
+    size_t at = j->at;
     int i;
     moe_status status = MOE_OK;
-    (void)moei_json_peek(j);
-    at = j->at;
-    if (field->kind == MOE_FIELD_CHOICE) {
+    if (text) {
         status = moei_json_string(j, &s);
         if (status != MOE_OK) return status;
         (void)moei_span_text(s, shown);
@@ -10610,8 +10609,7 @@ static moe_status moei_config_value(moei_json *j, const char *place, const moe_f
             return moei_json_refuse(j, at, MOE_ERR_FORMAT, "%s: %s must be a number", place, field->name);
         value = (const char *)s.p;
     }
-    status = moei_field_set_n(field, config, value,
-                              field->kind == MOE_FIELD_CHOICE ? moei_strlen(value) : moei_span_length(s), &why);
+    status = moei_field_set_n(field, config, value, text ? moei_strlen(value) : moei_span_length(s), &why);
     return status == MOE_OK ? MOE_OK : moei_json_refuse(j, at, status, "%s: %s", place, why.message);
 }
 
@@ -10836,7 +10834,7 @@ static const char *moei_shape_text(const size_t *shape, int n_dims, char out[80]
     moei_put(&t, "[", 1);
     for (i = 0; i < n_dims; i++) {
         if (i > 0) moei_put(&t, ",", 1);
-        moei_put_integer(&t, (int64_t)shape[i]);
+        moei_put_unsigned(&t, shape[i]);
     }
     moei_put(&t, "]", 1);
     return out;

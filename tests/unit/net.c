@@ -1040,6 +1040,7 @@ static void check_config(const char *config, const moe_tensor *tensors, size_t n
 #define MODULES(list) "{\"format\":1,\"net\":{\"d_in\":3,\"modules\":[" list "]}}"
 #define LINEAR "{\"module\":\"linear\",\"d_out\":4}"
 #define MIXTURE(more) "{\"module\":\"mixture\",\"n_experts\":2,\"d_ff\":3" more "}"
+#define L1 ",\"select\":\"positive\",\"gate\":\"relu\",\"weight\":\"raw\",\"l1_controller\""
 
 /* Configurations for the tensors of MODULES(LINEAR "," MIXTURE("")): what reading them says, and a
    part of the message. */
@@ -1111,7 +1112,8 @@ static const config_row config_rows[] = {
     CONFIG(MODULES("{\"module\":\"linear\",\"d_out\":4,}"), MOE_ERR_FORMAT, "\" is expected"),
     CONFIG(MODULES(LINEAR LINEAR), MOE_ERR_FORMAT, ", is expected"),
     CONFIG(MODULES("{\"module\":\"activation\",\"act\":\"cube\"}"), MOE_ERR_CONFIG, "act = cube"),
-    CONFIG(MODULES("{\"module\":\"activation\",\"act\":0}"), MOE_ERR_FORMAT, "\" is expected"),
+    CONFIG(MODULES("{\"module\":\"activation\",\"act\":0}"), MOE_ERR_CONFIG, "act = 0: must be one of relu"),
+    CONFIG(MODULES("{\"module\":\"activation\",\"act\":true}"), MOE_ERR_FORMAT, "\" is expected"),
     CONFIG(MODULES("{\"module\":\"residual\",\"span\":1}"), MOE_ERR_CONFIG, "module 0 (residual)"),
     CONFIG(MODULES(LINEAR "," MIXTURE(",\"kernels\":\"c\"")), MOE_ERR_UNSUPPORTED, "module 1: unknown key 'kernels'"),
     CONFIG(MODULES(LINEAR "," MIXTURE(",\"sparkle\":1")), MOE_ERR_UNSUPPORTED, "unknown key 'sparkle'"),
@@ -1151,7 +1153,25 @@ static const config_row config_rows[] = {
     CONFIG(MODULES("{\"module\":\"linear\",\"d_out\":5}," MIXTURE("")), MOE_ERR_SHAPE,
            "tensor '0.weight': the shape must be [5,3], the file has [4,3]"),
     CONFIG(MODULES(LINEAR "," MIXTURE(",\"router_bias\":1")), MOE_ERR_NOT_FOUND, "tensor '1.router.bias'"),
+    /* a choice that was a flag in 0.1 */
+    CONFIG(MODULES(LINEAR "," MIXTURE(L1 ":1")), MOE_ERR_NOT_FOUND, "tensor '1.router.load'"),
+    CONFIG(MODULES(LINEAR "," MIXTURE(L1 ":2")), MOE_ERR_CONFIG, "l1_controller = 2: must be one of none"),
     CONFIG(MODULES(LINEAR "," LINEAR), MOE_ERR_UNSUPPORTED, "tensor '1.router.weight'")};
+
+/* The message shows other shapes of tensor 5, also with the largest size, where it is empty. */
+static void check_shapes(moe_tensor *t, size_t n) {
+    t[5].n_dims = 3;
+    t[5].shape[0] = 4;
+    t[5].shape[1] = 3;
+    t[5].shape[2] = 1;
+    check_config(MODULES(LINEAR "," MIXTURE("")), t, n, MOE_ERR_SHAPE, "the file has [4,3,1]", __LINE__);
+    t[5].n_dims = 2;
+    t[5].shape[0] = t[5].count = 0;
+    t[5].shape[1] = SIZE_MAX;
+    check_config(MODULES(LINEAR "," MIXTURE("")), t, n, MOE_ERR_SHAPE,
+                 SIZE_MAX > 0xffffffffu ? "the file has [0,18446744073709551615]" : "the file has [0,4294967295]",
+                 __LINE__);
+}
 
 static void test_configurations(void) {
     moe_net net;
@@ -1190,11 +1210,7 @@ static void test_configurations(void) {
     t[5].shape[0] = 12;
     check_config(MODULES(LINEAR "," MIXTURE("")), t, net.n_tensors, MOE_ERR_SHAPE, "[4,3], the file has [12]",
                  __LINE__);
-    t[5].n_dims = 3;
-    t[5].shape[0] = 4;
-    t[5].shape[1] = 3;
-    t[5].shape[2] = 1;
-    check_config(MODULES(LINEAR "," MIXTURE("")), t, net.n_tensors, MOE_ERR_SHAPE, "the file has [4,3,1]", __LINE__);
+    check_shapes(t, net.n_tensors);
 
     /* nesting of notes is bounded, and every beginning of a configuration is refused */
     for (i = 15; i <= 16; i++) {
