@@ -902,7 +902,8 @@ static moe_status moei_check_op_each(moei_check *c, const moei_int_op *op) {
     MOEI_CHECK_NEED(s->k < c->model->n_ops - number, "shape.k", "more operations than the model has");
     MOEI_CHECK_NEED(op->at <= c->mixture->stride, "at", "more bytes than an expert has");
     MOEI_CHECK_NEED(experts == c->mixture->zeros, "index", "an expert of that MoE layer has no block");
-    moei_check_unknown(c, op->out, experts); /* holds the numbers of earlier experts */
+    /* holds the numbers of earlier experts, and is written by nothing else */
+    c->sum = moei_check_span_of(op->out, moei_check_up(experts, 4));
     for (e = 0; e < experts; e++) {
         MOEI_CHECK_DO(moei_check_block(c, e, op->at));
         moei_check_forget(c, (uint32_t)number + 1, s->k);
@@ -912,6 +913,7 @@ static moe_status moei_check_op_each(moei_check *c, const moei_int_op *op) {
         c->name = name;
         MOEI_CHECK_DO(moei_check_measure(c, op));
     }
+    c->sum = moei_check_span_of(0, 0);
     c->base = base;
     c->base_size = base_size;
     MOEI_CHECK_NEED(s->low <= s->high && s->low >= -MOEI_CHECK_ANY + 1, "shape.low",

@@ -920,7 +920,8 @@ static void test_places(void) {
     }
 }
 
-/* What an operation runs for each expert may read the numbers that it wrote for earlier ones. */
+/* What an operation runs for each expert may read the numbers that it wrote for earlier ones, but not
+   replace them. */
 static void test_overlap(void) {
     made m;
     copy c;
@@ -936,6 +937,9 @@ static void test_overlap(void) {
         c.mixtures[c.ops[i].index].z = c.ops[i].out;
         c.ops[i].factor2 = 14;
         CHECK_STATUS(copy_try(&c, &rng, "match"), MOE_ERR_OVERFLOW, "products of numbers of any size do not fit");
+        copy_pull(&c);
+        c.ops[i].out = c.mixtures[c.ops[i].index].z = c.ops[i].in;
+        CHECK_STATUS(copy_try(&c, &rng, "match"), MOE_ERR_FORMAT, "numbers that the next expert's operations replace");
         found++;
     }
     CHECK(found == 1, "the score has one operation for the experts");
