@@ -778,6 +778,8 @@ static moe_status moei_check_select(const moei_check *c, const moei_int_router *
                     "must divide n_experts");
     MOEI_CHECK_NEED(!grouped || each || (r->groups_kept >= 1 && r->groups_kept <= r->groups), "router.groups_kept",
                     "must be 1 to groups");
+    MOEI_CHECK_NEED(!grouped || each || r->top_k <= (uint32_t)r->n_experts / r->groups * r->groups_kept,
+                    "router.top_k", "more than the groups that are kept have");
     MOEI_CHECK_NEED(!each || r->top_k % r->groups == 0, "router.groups", "must divide top_k");
     MOEI_CHECK_NEED(r->select != moei_int_select_top_p || r->threshold <= (int32_t)1 << 30, "router.threshold",
                     "must be at most 2^30");

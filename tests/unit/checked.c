@@ -881,6 +881,17 @@ static void test_shares(void) {
     r->values = moei_int_gate_logits;
     r->weight = moei_int_weight_sum;
     CHECK_STATUS(copy_try(&c, &rng, "values"), MOE_ERR_FORMAT, "logits as weights");
+    copy_pull(&c);
+    r->gate = moei_int_gate_softmax;
+    r->select = moei_int_select_grouped;
+    r->values = NULL;
+    r->weight = moei_int_weight_softmax;
+    r->groups = 2;
+    r->groups_kept = 1;
+    r->scratch = EXPERTS + 2;
+    CHECK_STATUS(copy_try(&c, &rng, "top_k"), MOE_OK, "both experts of a group");
+    r->top_k = r->most = 3;
+    CHECK_STATUS(copy_try(&c, &rng, "top_k"), MOE_ERR_FORMAT, "one of a group that is left out, of weight -1");
     copy_end(&c);
     made_end(&m);
 }
