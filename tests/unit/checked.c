@@ -931,8 +931,8 @@ static void test_places(void) {
     }
 }
 
-/* What an operation runs for each expert may read the numbers that it wrote for earlier ones, but not
-   replace them. */
+/* What an operation runs for each expert may read the numbers that it wrote for earlier ones, but
+   not replace them. */
 static void test_overlap(void) {
     made m;
     copy c;
