@@ -255,7 +255,7 @@ typedef struct expert {
 typedef struct comparison {
     double same, chose_same, wrong, size;
     size_t n_experts;
-    expert *experts;
+    expert *experts; /* [n_experts + 1]; the last: inputs without an expert */
 } comparison;
 
 static moe_status compare_row(const samples *s, size_t row, runner *a, runner *b, comparison *c) {
@@ -273,9 +273,9 @@ static moe_status compare_row(const samples *s, size_t row, runner *a, runner *b
     }
     if (integers->n_mixtures > 0 &&
         moe_infer_choices(floats, 0, a->scratch, chosen[0], MOST_CHOSEN, &count[0]) == MOE_OK &&
-        moe_infer_choices(integers, 0, b->scratch, chosen[1], MOST_CHOSEN, &count[1]) == MOE_OK && count[0] > 0) {
-        first += chosen[0]->expert;
-        c->chose_same += count[0] == count[1] && chosen[0]->expert == chosen[1]->expert;
+        moe_infer_choices(integers, 0, b->scratch, chosen[1], MOST_CHOSEN, &count[1]) == MOE_OK) {
+        first += count[0] > 0 ? (size_t)chosen[0]->expert : c->n_experts;
+        c->chose_same += (count[0] > 0) == (count[1] > 0) && chosen[0]->expert == chosen[1]->expert;
     }
     c->wrong += d;
     c->size += y;
@@ -315,11 +315,12 @@ static void print_comparison(const samples *s, const runner *a, const runner *b,
            n, a->model->d_in > 0 ? "rows" : "tokens", percent_off(c->wrong, c->size), 100 * c->same / n);
     if (has_mixtures)
         printf("             the first MoE layer's first choice is the same for %.2f %%\n", 100 * c->chose_same / n);
-    for (size_t e = 0; has_mixtures && e < c->n_experts; e++) {
+    for (size_t e = 0; has_mixtures && e <= c->n_experts; e++) {
         const expert *one = c->experts + e;
-        if (one->rows > 0)
-            printf("             expert %2d first: %5.1f %% of them, outputs differ by %.2f %%\n", (int)e,
-                   100 * one->rows / n, percent_off(one->wrong, one->size));
+        if (!(one->rows > 0)) continue;
+        if (e < c->n_experts) printf("             expert %2d first: ", (int)e);
+        else printf("             no expert: ");
+        printf("%5.1f %% of them, outputs differ by %.2f %%\n", 100 * one->rows / n, percent_off(one->wrong, one->size));
     }
     if (s->labels != NULL)
         printf("accuracy     %.2f %% in float, %.2f %% in %s; loss %.4f, %.4f (not meaningful on rows that it "
@@ -332,7 +333,7 @@ static int compare(const samples *s, const moe_model *floats, const moe_model *i
     comparison c = {0};
     moe_status status;
     c.n_experts = integers->n_mixtures > 0 ? integers->mixtures[0].router.n_experts : 1;
-    c.experts = (expert *)calloc(c.n_experts, sizeof *c.experts);
+    c.experts = (expert *)calloc(c.n_experts + 1, sizeof *c.experts);
     status = c.experts == NULL || runner_begin(&a, floats) || runner_begin(&b, integers) ? MOE_ERR_MEMORY : MOE_OK;
     for (size_t row = 0; row < s->data.n && status == MOE_OK; row++) status = compare_row(s, row, &a, &b, &c);
     if (status == MOE_OK && report_path != NULL && integers->n_mixtures > 0) report_comparison(&c);

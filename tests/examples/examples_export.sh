@@ -53,6 +53,7 @@ refused a_second_network other.safetensors
 keeps_library
 names_of_c
 positions
+no_expert
 firmware
 TEXT
 }
@@ -154,6 +155,34 @@ TEXT
     run "$CC" $(strict_flags "$CC") -I"$root" net.c -o net -lm && ./net || return 1
     run "$prepared/export" net.safetensors --tokens net.c -o net.h >said || return 1
     grep -q ' 16 tokens at most$' said || {
+        cat said
+        return 1
+    }
+}
+
+# Inputs that no expert takes are not expert 0's, and float and integers agree on them.
+no_expert() {
+    cat >net.c <<'TEXT'
+#define MOE_IMPLEMENTATION
+#include "moe.h"
+int main(void) {
+    moe_layer_config layer = {.router = {.n_experts = 2, .gate = MOE_GATE_RELU, .select = MOE_SELECT_POSITIVE,
+                                         .weight = MOE_WEIGHT_RAW}, .expert = MOE_EXPERT_LINEAR};
+    moe_tensor weight;
+    moe_net net;
+    moe_net_init(&net, 1, MOE_KERNELS_C, NULL);
+    moe_net_mixture(&net, &layer);
+    if (moe_net_build(&net, 0, 1, NULL) || moe_layer_find(&net.modules[0].layer, "router.weight", &weight)) return 1;
+    weight.data[0] = 1;
+    weight.data[1] = 2;
+    return moe_net_save(&net, "net.safetensors", NULL);
+}
+TEXT
+    run "$CC" $(strict_flags "$CC") -I"$root" net.c -o net -lm && ./net || return 1
+    printf '1\n-1\n-1\n-1\n' >rows.csv
+    run "$prepared/export" net.safetensors --calibration rows.csv -o net.h >said || return 1
+    grep -q 'first choice is the same for 100' said && grep -q ' no expert:  *75.0 %' said &&
+        ! grep -q 'expert  0 first' said || {
         cat said
         return 1
     }
