@@ -16,8 +16,10 @@ enum { EXIT_USAGE = 2 };
 
 /* Whether a message of the library, "cannot open FILE: reason", names the file itself. */
 static inline int is_named(const char *file, const char *why) {
-    const char *at = strncmp(why, "cannot ", 7) == 0 ? strstr(why, file) : NULL;
-    return at != NULL && strncmp(at + strlen(file), ": ", 2) == 0;
+    const size_t n = strlen(file);
+    for (const char *at = strncmp(why, "cannot ", 7) == 0 ? why + 7 : ""; *at != '\0'; at++)
+        if (strncmp(at, file, n) == 0 && strncmp(at + n, ": ", 2) == 0) return 1;
+    return 0;
 }
 
 /* The command line of a program without options: the exit status; -1: the program is to run. */

@@ -159,8 +159,8 @@ typedef struct training_record {
     const moe_net *net;
     const moe_data *test;
     moe_evaluation result;         /* of the last epoch */
-    moe_history steps;             /* the losses and RIGHT over steps, the others over epochs */
-    moe_history epochs;
+    moe_history steps;             /* LOSS and ROUTER_LOSS over steps */
+    moe_history epochs;            /* all series over epochs */
     int32_t first[2][MAX_ROWS];    /* first choices of held-out digits, in this and the previous epoch */
 } training_record;
 static training_record record;

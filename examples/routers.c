@@ -1117,7 +1117,7 @@ static int suggest(const char *name) {
 static int read_number(const char *text, unsigned long *value) {
     errno = 0;
     *value = strtoul(text, NULL, 10);
-    return *text != '\0' && strspn(text, "0123456789") == strlen(text) && errno == 0;
+    return *text != '\0' && strspn(text, "0123456789") == strlen(text) && errno == 0 && *value < ANY;
 }
 
 /* The exit status; nonzero also if the output could not be written. */
@@ -1152,7 +1152,8 @@ int main(int argc, char **argv) {
             return EXIT_USAGE;
         }
     }
-    if (csv && (name != NULL || shown)) return complain("--csv lists all presets, without a name or --show; see -h");
+    if (csv && (name != NULL || shown || report_path != NULL))
+        return complain("--csv lists all presets, without a name, --show or --report; see -h");
     if (shown && name == NULL) return complain("which preset? routers lists them, routers NAME --show shows one");
     if (number[N_TOKENS] < 1 || number[N_TOKENS] > MAX_TOKENS) return complain("--tokens must be from 1 to 64");
     if (number[TOKEN] != ANY && number[TOKEN] >= number[N_TOKENS])

@@ -106,10 +106,13 @@ wrong_calls() {
 2 --router:_its_value_is_missing text --router EMPTY text
 2 -o:_its_value_is_missing text -o EMPTY text
 2 --report:_no_such_option,_its_value_is_missing routers smoe --report
+2 not_a_value routers smoe --token 18446744073709551615
+2 without_a_name,_--show_or_--report routers --csv --report page.html
 2 --steps:_is_for_training text --only-generate --steps 3
 2 --words:_is_for_training text --words --only-generate
 2 text:_is_for_training text --only-generate text
 1 none:_cannot_be_opened text --test none text
+1 export:_cannot_open_open:_No export open
 1 none:_cannot_be_opened csv in --predict none
 2 would_replace quickstart --epochs 1 -o ./in in
 2 would_replace quickstart --epochs 1 -o link in
