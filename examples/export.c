@@ -320,7 +320,8 @@ static void print_comparison(const samples *s, const runner *a, const runner *b,
         if (!(one->rows > 0)) continue;
         if (e < c->n_experts) printf("             expert %2d first: ", (int)e);
         else printf("             no expert: ");
-        printf("%5.1f %% of them, outputs differ by %.2f %%\n", 100 * one->rows / n, percent_off(one->wrong, one->size));
+        printf("%5.1f %% of them, outputs differ by %.2f %%\n", 100 * one->rows / n,
+               percent_off(one->wrong, one->size));
     }
     if (s->labels != NULL)
         printf("accuracy     %.2f %% in float, %.2f %% in %s; loss %.4f, %.4f (not meaningful on rows that it "
@@ -498,7 +499,7 @@ static int export_net(moe_net *net, samples *s, moe_built_model *floats, moe_bui
     if (made->profile != NULL) report_profile(made->profile);
     if (report_write_added("export", "A model for firmware")) return 1;
     printf("next         include it in the firmware; %s begins with instructions. To test that it compiles:\n", output);
-    printf("             cc -std=c99 -Os -I'%s' -DMOE_IMPLEMENTATION %s-x c -c %s -o /dev/null\n", example_file(".."),
+    printf("             cc -std=c99 -Os -I'%s' -DMOE_IMPLEMENTATION %s-x c -c '%s' -o /dev/null\n", example_file(".."),
            weights == MOE_WEIGHTS_FLOAT ? "-DMOE_NO_TRAIN " : "-DMOE_NO_FLOAT ", output);
     return finish();
 }

@@ -69,11 +69,11 @@ trained() {
 # The header compiles, and integers answer nearly always as the net does.
 header() { # weights option
     MOE_EXAMPLES=$root/examples run "$prepared/export" "$prepared/digits.safetensors" --calibration "$digits" \
-        --divide 16 --rows 500 --weights "$1" --name net -o net.h >said || return 1
+        --divide 16 --rows 500 --weights "$1" --name net -o 'a net.h' >said || return 1
     # the compile line that it prints, in a folder without moe.h
     sed -n 's/^ *cc \(-std=c99 .*\)/\1/p' said >options && [ -s options ] || return 1
     eval "run \"\$CC\" $(cat options)" || return 1
-    printf '#define MOE_IMPLEMENTATION\n#define %s\n#include "net.h"\n' "${2#-D}" >unit.c
+    printf '#define MOE_IMPLEMENTATION\n#define %s\n#include "a net.h"\n' "${2#-D}" >unit.c
     printf 'extern const moe_model *it;\nconst moe_model *it = &net;\n' >>unit.c
     run "$CC" $(strict_flags "$CC") -I"$root" -c unit.c -o unit.o || return 1
     [ "$1" = float ] || awk -v most="$([ "$1" = int8 ] && echo 6 || echo 25)" '

@@ -117,6 +117,11 @@ export default async ({ page, width, scheme, check, audit, shot }) => {
     const plane = page.locator('#plane');
     await plane.evaluate((e) => e.scrollIntoView({ block: 'center' }));
     const box = await plane.boundingBox(), at = (x, y) => [box.x + x * box.width, box.y + y * box.height];
+    await plane.focus();
+    await page.keyboard.press('Enter');
+    check('one-point', /^1 point in 1 class\./.test(await page.locator('#summary').textContent()),
+        await page.locator('#summary').textContent());
+    await page.keyboard.press('Delete');
     for (const [pen, x] of [['1', 0.25], ['2', 0.75]]) {
         await page.getByRole('radio', { name: pen, exact: true }).check();
         await page.mouse.move(...at(x, 0.2));
