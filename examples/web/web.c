@@ -25,8 +25,8 @@ enum {
     SCATTER = 6151
 };
 enum {
-    STEPS, LOSS, ROUTER_LOSS, MEAN_LOSS, ACCURACY, H_B, H_E, INFORMATION, INFORMATION_MOST, PER_POINT, DROPPED,
-    PARAMETERS, USED, TRAITS, LOADS, SHARES = LOADS + EXPERTS, NUMBERS = SHARES + EXPERTS
+    STEPS, MEAN_LOSS, ACCURACY, H_B, H_E, INFORMATION, INFORMATION_MOST, PER_POINT, DROPPED, PARAMETERS, USED, TRAITS,
+    LOADS, SHARES = LOADS + EXPERTS, NUMBERS = SHARES + EXPERTS
 }; /* the page uses this order */
 
 typedef struct web_settings {
@@ -82,7 +82,6 @@ WEB(unsigned char *, web_map_sure)(void) { return map_sure; }
 WEB(unsigned char *, web_map_share)(void) { return map_share; }
 WEB(int, web_most_points)(void) { return MAX_POINTS; }
 WEB(int, web_side)(void) { return SIDE; }
-WEB(int, web_most_experts)(void) { return EXPERTS; }
 
 WEB(int, web_presets)(void) {
     int n = 0;
@@ -233,7 +232,7 @@ static void input(moe_real *x, double px, double py) {
 }
 
 /* One step on BATCH points of the first n, drawn with replacement. */
-static moe_status step(web_model *m, int n, moe_step *seen) {
+static moe_status step(web_model *m, int n) {
     moe_real x[BATCH * D_IN];
     int32_t label[BATCH];
     moe_data data;
@@ -247,7 +246,7 @@ static moe_status step(web_model *m, int n, moe_step *seen) {
     data.n = BATCH;
     data.x = x;
     data.labels = label;
-    return moe_trainer_step(&m->trainer, &data, seen, &error);
+    return moe_trainer_step(&m->trainer, &data, NULL, &error);
 }
 
 static moe_status forward(web_model *m, const moe_net *net, const moe_real *x, int n, moe_net_pass *pass) {
@@ -283,7 +282,7 @@ WEB(int, web_try)(void) {
         input(x + i * D_IN, (double)corner[i], (double)corner[3 - i]);
     }
     status = build(&m);
-    if (status == MOE_OK) status = step(&m, 4, NULL);
+    if (status == MOE_OK) status = step(&m, 4);
     if (status == MOE_OK) status = forward(&m, &m.net, x, 4, &pass);
     free_model(&m);
     memcpy(points, kept, sizeof kept);
@@ -291,13 +290,14 @@ WEB(int, web_try)(void) {
     return (int)told(status);
 }
 
-/* Creates a new network from the settings. On failure the old one is kept. */
+/* Creates a new network from the settings. On failure the old one is kept, but not its numbers. */
 WEB(int, web_create)(void) {
     web_model made;
     moe_status status;
     size_t used;
     memset(&made, 0, sizeof made);
     error.message[0] = '\0';
+    memset(numbers, 0, sizeof numbers);
     status = build(&made);
     if (status != MOE_OK) {
         free_model(&made);
@@ -307,7 +307,6 @@ WEB(int, web_create)(void) {
     model = made;
     ready = 1;
     model.trainer.net = &model.net;
-    memset(numbers, 0, sizeof numbers);
     numbers[PARAMETERS] = (double)moe_net_parameter_count(&model.net, &used);
     numbers[USED] = (double)used;
     numbers[TRAITS] = (double)moe_router_traits(&model.net.modules[model.mixture].layer.config.router);
@@ -322,15 +321,11 @@ WEB(void, web_rate)(double rate) {
 
 /* Trains count steps on the first n points; stops at the first that fails. */
 WEB(int, web_train)(int n, int count) {
-    moe_step seen;
     moe_status status = ready && n > 0 ? MOE_OK : MOE_ERR_STATE;
     error.message[0] = '\0';
     while (status == MOE_OK && count-- > 0) {
-        status = step(&model, n, &seen);
-        if (status != MOE_OK) break;
+        status = step(&model, n);
         numbers[STEPS] = (double)model.trainer.steps;
-        numbers[LOSS] = (double)seen.loss;
-        numbers[ROUTER_LOSS] = (double)seen.router_loss;
     }
     return (int)told(status);
 }
@@ -433,13 +428,11 @@ static void keep_cell(int cell, const moe_routing *routing, size_t t) {
     const size_t e_count = routing->n_experts;
     const moe_real *weights = routing->weights + t * e_count;
     double sum = 0;
-    int first =
-        routing->n_choices != NULL && routing->n_choices[t] > 0 ? (int)routing->choices[t * routing->max_choices] : -1;
+    int first = routing->n_choices[t] > 0 ? (int)routing->choices[t * routing->max_choices] : -1;
     size_t e;
     for (e = 0; e < e_count; e++) {
         if (weights[e] > 0) sum += (double)weights[e];
-        if (first < 0 && weights[e] > 0) first = (int)e;
-        if (first >= 0 && routing->n_choices[t] == 0 && weights[e] > weights[first]) first = (int)e;
+        if (routing->n_choices[t] == 0 && weights[e] > (first < 0 ? 0 : weights[first])) first = (int)e;
     }
     for (e = 0; e < EXPERTS; e++) /* 0 is for experts that do not work there */
         map_share[cell * EXPERTS + (int)e] =

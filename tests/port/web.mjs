@@ -118,7 +118,7 @@ export default async ({ page, width, scheme, check, audit, shot }) => {
     await plane.evaluate((e) => e.scrollIntoView({ block: 'center' }));
     const box = await plane.boundingBox(), at = (x, y) => [box.x + x * box.width, box.y + y * box.height];
     await plane.focus();
-    await page.keyboard.press('Enter');
+    for (const key of ['Alt+Enter', 'Enter']) await page.keyboard.press(key); // the first is the browser's
     check('one-point', /^1 point in 1 class\./.test(await page.locator('#summary').textContent()),
         await page.locator('#summary').textContent());
     await page.keyboard.press('Delete');
@@ -147,6 +147,15 @@ export default async ({ page, width, scheme, check, audit, shot }) => {
     check('learns-drawn', await trainTo(page, 300) >= 98);
     await shot('drawn');
 
+    // There is an end to the room for points.
+    await page.evaluate(() => {
+        count = library.web_data(0, most, 1);
+        put(0, 0);
+        changed();
+    });
+    check('full', /^4000 points \(there is no room for more\) in /.test(await page.locator('#summary').textContent()),
+        await page.locator('#summary').textContent());
+
     // An error stays while other calls succeed, until its own does.
     for (const fails of [true, false]) {
         await page.evaluate((on) => {
@@ -160,7 +169,9 @@ export default async ({ page, width, scheme, check, audit, shot }) => {
 
     // What the library refuses is said in its words.
     await page.locator('#experts').selectOption('2');
+    await page.getByRole('button', { name: 'Step' }).click();
     await page.locator('#top_k').selectOption('4');
+    check('refusal-at-0', await number(page, 'steps') === 0);
     check('refusal', /top_k = 4: must be at most n_experts = 2/.test(await page.locator('#error').textContent()),
         await page.locator('#error').textContent());
     check('no-start', await page.locator('#start').isDisabled());
@@ -189,6 +200,12 @@ export default async ({ page, width, scheme, check, audit, shot }) => {
         await addUp(page, check, `loads of ${name}`);
     }
     check('routers', offered.length === 0 || offered.length >= 20, String(offered.length));
+
+    // The oldest browsers with SIMD know less of other things.
+    await page.addInitScript(() => { delete CanvasRenderingContext2D.prototype.roundRect; });
+    await page.reload();
+    await page.waitForFunction('made && !dirty && !waiting');
+    check('numbers-of-experts', await page.evaluate('places.length') > 0);
 
     // A browser without SIMD is told so.
     await page.addInitScript(() => { WebAssembly.validate = () => false; });
