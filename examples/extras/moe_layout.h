@@ -11,7 +11,8 @@
    Recipe
      1. Copy moe_layout.h into your project, beside moe.h.
      2. Include it where MOE_IMPLEMENTATION is defined, after moe.h and all other extras: it
-        describes the structs of the headers before it. It needs no option and no other extra.
+        describes the structs of the headers before it, but that of moe_mpi.h. It needs no option
+        and no other extra.
      3. Compile that file as a shared library.
 
    First program: what a binding asks before it calls moe_layer_check with a configuration.

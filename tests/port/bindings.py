@@ -8,6 +8,8 @@ numbers; no wrapper, no callback, no macro.
        makes all calls with NULL
    python3 tests/port/bindings.py --rows HEADER-AFTER-THE-PREPROCESSOR
        prints the lists MOEI_OF_ and MOEI_STRUCTS of moe_layout.h
+   python3 tests/port/bindings.py --offsets HEADER-AFTER-THE-PREPROCESSOR
+       prints sizes and offsets by ctypes; --offsets-program: a C program that prints the compiler's
 
 The declarations are read as they stand in the header, so every public struct and function
 becomes one of ctypes. What cannot be said in ctypes (varargs, bit fields, long double, functions

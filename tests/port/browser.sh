@@ -40,7 +40,8 @@ while [ $# -gt 0 ]; do
     -h | --help) setup_help && exit ;;
     -v) verbosely=-v ;;
     -o)
-        shots=$(absolute "${2:-.}")
+        [ -n "${2:-}" ] || setup_usage 'browser.sh: -o needs a folder; see -h'
+        shots=$(absolute "$2")
         mkdir -p "$shots" || setup_die "$shots: cannot be made"
         shift
         ;;
@@ -212,8 +213,9 @@ page() { # file width scheme [scenario]
 # The page of examples/web, worked by tests/port/web.mjs.
 web() { # width scheme
     needs_browser
-    [ -f "$prepared/web.html" ] || needs wasm-ld
     if ! [ -f "$prepared/web.html" ]; then
+        [ "${REQUIRE_TOOLS:-0}" = 1 ] || ! grep -q ' is missing\.' "$prepared/web.log" ||
+            missing 'a compiler for WebAssembly'
         cat "$prepared/web.log"
         return 1
     fi
