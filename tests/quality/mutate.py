@@ -450,8 +450,9 @@ def large_mutants(h, tokens):
         if what in ('begin', 'block', 'end'):
             continue
         if what in ('if', 'while'):
-            yield Mutant(h, a.end, a.end, '0 && ', '%s (0)' % what) if not re.search(r'\|\||\?', h.code[a.end:z.start]) else \
-                Mutant(h, a.start, z.end, '(0)', '%s (0)' % what)
+            yield Mutant(h, a.start, z.end, '(0)', '%s (0)' % what) \
+                if re.search(r'\|\||\?', h.code[a.end:z.start]) else \
+                Mutant(h, a.end, a.end, '0 && ', '%s (0)' % what)
             if what == 'if':
                 yield Mutant(h, a.start, z.end, '(1)', 'if (1)')
         elif a.text == 'return':
