@@ -144,6 +144,7 @@ plan() {
     echo compiler_of_words
     echo kept_program
     echo own_router_keeps
+    echo part_kept
     echo short_check
     echo rows_5000
     echo byte_order_mark
@@ -325,6 +326,15 @@ kept_program() {
     sh 'a repository/examples/run' word 2>said >shown && empty 'compiled again:' "$(cat said)" || return 1
     CFLAGS=-DNOTHING sh 'a repository/examples/run' word >shown 2>said || show_call 'other flags' || return 1
     sh 'a repository/examples/run' word 2>said >shown && empty 'replaced by that of other flags:' "$(cat said)"
+}
+
+# A refused call leaves the model that could not be renamed.
+part_kept() {
+    screen=shown limit=
+    cp "$prepared/in.text" text && echo model >m.part && echo stopped >m.checkpoint || return 1
+    call text - - -o m text
+    [ "$status" = 1 ] && grep -q -- '--resume continues it' said && [ "$(cat m.part)" = model ] ||
+        show_call 'it is lost'
 }
 
 # What own_router saves and removes is not a file that somebody has.
