@@ -8,7 +8,6 @@
 #define MOE_IMPLEMENTATION
 #include "moe.h"
 #include "extras/moe_import.h"
-#include <errno.h>
 #include <math.h>
 #include <signal.h>
 #include <stdio.h>
@@ -498,7 +497,6 @@ static char *read_line(char *line) {
     interrupted = 0;
     if (isatty(0)) printf("> ");
     fflush(stdout);
-    errno = 0;
     if (fgets(line, LINE_MOST, stdin) == NULL) {
         if (!interrupted) return NULL;
         clearerr(stdin);
