@@ -342,7 +342,12 @@ own_router_keeps() {
     screen=/dev/null limit=
     echo old >own_router.safetensors
     call own_router - -
-    names 'own_router.safetensors is there' && run grep -qx old own_router.safetensors
+    names 'own_router.safetensors is there' && run grep -qx old own_router.safetensors && rm own_router.safetensors ||
+        return 1
+    limit="trap '' XFSZ; ulimit -f 0"
+    call own_router - -
+    [ "$status" = 1 ] && grep -qx 'own_router: cannot write own_router.safetensors: .*[a-z]' said ||
+        show_call 'why it fails is not said'
 }
 
 # As some programs begin a table.
