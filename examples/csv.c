@@ -364,11 +364,11 @@ static int choose_columns(const csv_table *t, int header, schema *s) {
 
 /* Reports a cell that should be a number. */
 static int bad_cell(const char *file, const csv_table *t, size_t row, const column *c, int kind) {
-    char cell[CSV_SHOWN_SIZE], name[CSV_SHOWN_SIZE], skip[80] = ""; /* a saved classifier needs the column */
+    char cell[CSV_SHOWN_SIZE], name[CSV_SHOWN_SIZE], skip[80] = ""; /* what is trained needs the column */
     const char *text = t->cells[row * t->columns + c->place];
     csv_shown(text, cell);
     csv_shown(c->name, name);
-    if (load_path == NULL) sprintf(skip, ", or leave the column out with --skip %lu", (unsigned long)c->place + 1);
+    if (file == path) sprintf(skip, ", or leave the column out with --skip %lu", (unsigned long)c->place + 1);
     fprintf(stderr, "csv: %s:%lu: column %lu (%s) ", file, (unsigned long)t->lines[row], (unsigned long)c->place + 1,
             name);
     if (kind == CSV_MISSING)
@@ -379,7 +379,7 @@ static int bad_cell(const char *file, const csv_table *t, size_t row, const colu
         fprintf(stderr, "is \"%s\": write numbers with a point, 3.5 and not 3,5\n", cell);
     else
         fprintf(stderr, "is \"%s\", which is not a number as %s: correct it%s%s\n", cell,
-                load_path == NULL ? "most of this column are" : "those that the classifier was trained on", skip,
+                file == path ? "most of this column are" : "those that the classifier was trained on", skip,
                 row == 0 ? "; if this line holds the columns' names, add --header yes" : "");
     return 1;
 }
@@ -496,6 +496,7 @@ static int read_table(csv_table *t, schema *s, samples *d) {
     if (t->columns < 2)
         return fail(path, "it has one column only; cells are separated by commas, semicolons, tabs or blanks");
     header = has_header(t);
+    if (t->rows == (size_t)header) return fail(path, "there are no lines below the names");
     if (choose_columns(t, header, s) || read_samples(path, t, (size_t)header, s, 1, d)) return 1;
     if (d->n < 10) {
         sprintf(why, "%lu lines can be used%s; at least 10 are needed to learn from some and to be tested on others",

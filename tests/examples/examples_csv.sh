@@ -98,6 +98,7 @@ told only_one_of_them --load m.safetensors
 told a_second_table plain.csv
 load_only_predicts
 load_advice
+names_alone
 gallery_refuses
 TEXT
 }
@@ -325,10 +326,20 @@ load_advice() {
         "$prepared/csv" --load m.safetensors --predict in.csv >out 2>&1
         status=$?
         said_all in.csv && ! grep -q -- --skip out || return 1
+        "$prepared/csv" "$prepared/plain.csv" --epochs 1 --predict in.csv >out 2>&1
+        status=$?
+        said_all in.csv && ! grep -q -- '--skip\|most of this column' out || return 1
     done
     sed '5s/[^,]*$/unknown/' "$prepared/plain.csv" >in.csv
     run "$prepared/csv" --load m.safetensors --predict in.csv >out 2>right &&
         grep -q ' 89 lines with a known label' right
+}
+
+names_alone() {
+    sed 1q "$prepared/plain.csv" >in.csv
+    "$prepared/csv" in.csv --header yes >out 2>&1
+    status=$?
+    said_all in.csv:_there_are_no_lines_below_the_names
 }
 
 # From the table to a program of integers, in a folder, by the command that is printed.
