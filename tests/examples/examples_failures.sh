@@ -145,6 +145,7 @@ plan() {
     echo kept_program
     echo own_router_keeps
     echo part_kept
+    echo no_file
     echo short_check
     echo rows_5000
     echo byte_order_mark
@@ -326,6 +327,14 @@ kept_program() {
     sh 'a repository/examples/run' word 2>said >shown && empty 'compiled again:' "$(cat said)" || return 1
     CFLAGS=-DNOTHING sh 'a repository/examples/run' word >shown 2>said || show_call 'other flags' || return 1
     sh 'a repository/examples/run' word 2>said >shown && empty 'replaced by that of other flags:' "$(cat said)"
+}
+
+# What cannot be replaced is refused before anything is computed.
+no_file() {
+    screen=shown limit=
+    cp "$prepared/in.csv" in && call microdigits - - --epochs 1 -o /dev/null in
+    [ "$status" = 1 ] && [ ! -s shown ] && grep -qx 'microdigits: /dev/null: not a regular file' said ||
+        show_call 'not refused at once'
 }
 
 # A refused call leaves the model that could not be renamed.
