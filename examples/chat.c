@@ -8,7 +8,6 @@
 #define MOE_IMPLEMENTATION
 #include "moe.h"
 #include "extras/moe_import.h"
-#include <errno.h>
 #include <math.h>
 #include <signal.h>
 #include <stdio.h>
@@ -103,13 +102,12 @@ static int set_option(const struct option *o, const char *value) {
 
 /* Checks the options together. */
 static int check_options(void) {
-    static const char *const names[MOE_KERNELS_COUNT] = {"auto", "c", "avx2", "avx512", "neon", "wasm"};
     const char *slash = set.model != NULL ? strrchr(set.model, '/') : NULL, *file = slash != NULL ? slash : set.model;
-    while (set.instructions < MOE_KERNELS_COUNT && strcmp(names[set.instructions], set.kernels) != 0)
-        set.instructions++;
+    const char *name;
+    while ((name = moe_kernels_name(set.instructions)) != NULL && strcmp(name, set.kernels) != 0) set.instructions++;
     if (set.model == NULL) fail("which model? chat [options] MODEL", "see -h");
     else if (strstr(file, ".safetensors") != NULL) fail(set.model, "name its folder, where the vocabulary is too");
-    else if (set.instructions == MOE_KERNELS_COUNT)
+    else if (name == NULL)
         fail(set.kernels, "--kernels takes auto, c, avx2, avx512, neon, wasm");
     else if (set.plain && set.system != NULL) fail("--plain", "has no system message: leave out --system");
     else return report_checked("chat");
@@ -498,7 +496,6 @@ static char *read_line(char *line) {
     interrupted = 0;
     if (isatty(0)) printf("> ");
     fflush(stdout);
-    errno = 0;
     if (fgets(line, LINE_MOST, stdin) == NULL) {
         if (!interrupted) return NULL;
         clearerr(stdin);

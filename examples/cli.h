@@ -102,8 +102,13 @@ static inline int is_header_of_moe(const char *file) {
 static inline const char *not_writable(const char *path) {
     char beside[2048];
     const char *tried = path;
-    int there = file_is_there(path);
+    int there;
     FILE *f;
+#ifndef _WIN32
+    struct stat old; /* the library replaces files only, and to open a pipe would wait for its other end */
+    if (stat(path, &old) == 0 && !S_ISREG(old.st_mode) && !S_ISDIR(old.st_mode)) return "not a regular file";
+#endif
+    there = file_is_there(path);
     if (*path == '\0' || strlen(path) + sizeof ".try" > sizeof beside) return *path == '\0' ? "no name" : "too long";
     if (!there) {
         sprintf(beside, "%s.try", path);

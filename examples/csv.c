@@ -33,7 +33,7 @@ static const char help[] =
     "  --save MODEL.safetensors   the classifier; and MODEL.calibration.csv, with which `sh examples/run export` "
     "quantizes it\n"
     "  --firmware FILE.c   a program for a microcontroller that includes the header that export writes for MODEL\n"
-    "  --predict FILE.csv  prints label, probability and expert for every line of another table\n"
+    "  --predict FILE.csv  prints label, probability and expert (-1: none) for every line of another table\n"
     "  --load MODEL.safetensors   predicts with a saved classifier, instead of training one\n"
     "Example: sh examples/run csv examples/data/digits.csv --save digits.safetensors\n";
 
@@ -115,18 +115,25 @@ static const char *beside(const char *file, const char *ending, char out[PATH_SI
     return out;
 }
 
+/* The file that export writes for a model of this name: in the folder of the program that includes
+   it. */
+static const char *header_of(const char *name, char out[PATH_SIZE]) {
+    const char *folder = firmware_path != NULL ? firmware_path : "", *slash = strrchr(folder, '/');
+    sprintf(out, "%.*s%s.h", slash != NULL ? (int)(slash + 1 - folder) : 0, folder, name);
+    return out;
+}
+
 /* NULL, or the first file that would be written over what is read or written too. A model brings
    its calibration, and a program the header that export writes for it. */
 static const char *file_written_twice(void) {
-    static char calibration[PATH_SIZE], header[C_NAME_SIZE + 3]; /* what is returned may be one of them */
+    static char calibration[PATH_SIZE], header[PATH_SIZE]; /* what is returned may be one of them */
     char name[C_NAME_SIZE + 1];
     const char *const inputs[] = {path, predict_path, load_path};
     const char *outputs[5] = {save_path, NULL, NULL, firmware_path, report_path};
     if (save_path == NULL) return written_twice(outputs, 5, inputs, 3);
     outputs[1] = beside(save_path, ".calibration.csv", calibration);
     c_name_of_file(save_path, name);
-    sprintf(header, "%s.h", name);
-    if (firmware_path != NULL) outputs[2] = header;
+    if (firmware_path != NULL) outputs[2] = header_of(name, header);
     return written_twice(outputs, 5, inputs, 3);
 }
 
@@ -149,7 +156,10 @@ static int is_name_taken(const char *file) {
 /* Checks the names of the files before anything is read. */
 static int check_files(void) {
     const char *twice;
-    if (save_path != NULL && strlen(save_path) > PATH_SIZE - 40) return fail(save_path, "the name is too long");
+    for (int i = 0; i < 2; i++) {
+        const char *file = i == 0 ? save_path : firmware_path;
+        if (file != NULL && strlen(file) > PATH_SIZE - 60) return fail(file, "the name is too long");
+    }
     twice = file_written_twice();
     if (twice != NULL) return fail(twice, WRITTEN_TWICE);
     if (save_path != NULL && is_name_taken(save_path))
@@ -354,22 +364,22 @@ static int choose_columns(const csv_table *t, int header, schema *s) {
 
 /* Reports a cell that should be a number. */
 static int bad_cell(const char *file, const csv_table *t, size_t row, const column *c, int kind) {
-    char cell[CSV_SHOWN_SIZE], name[CSV_SHOWN_SIZE], skip[80] = ""; /* a saved classifier needs the column */
+    char cell[CSV_SHOWN_SIZE], name[CSV_SHOWN_SIZE], skip[80] = ""; /* what is trained needs the column */
     const char *text = t->cells[row * t->columns + c->place];
     csv_shown(text, cell);
     csv_shown(c->name, name);
-    if (load_path == NULL) sprintf(skip, ", or leave the column out with --skip %lu", (unsigned long)c->place + 1);
+    if (file == path) sprintf(skip, ", or leave the column out with --skip %lu", (unsigned long)c->place + 1);
     fprintf(stderr, "csv: %s:%lu: column %lu (%s) ", file, (unsigned long)t->lines[row], (unsigned long)c->place + 1,
             name);
     if (kind == CSV_MISSING)
         fprintf(stderr, "has no value (\"%s\"): fill it in, or leave such lines out with --drop%s\n", cell, skip);
     else if (kind == CSV_INFINITE)
-        fprintf(stderr, "is %s: numbers must be finite; correct it%s\n", cell, skip);
+        fprintf(stderr, "is %s: numbers must be finite, at most 1e30 in magnitude; correct it%s\n", cell, skip);
     else if (strchr(text, ',') != NULL && t->separator != ',')
         fprintf(stderr, "is \"%s\": write numbers with a point, 3.5 and not 3,5\n", cell);
     else
         fprintf(stderr, "is \"%s\", which is not a number as %s: correct it%s%s\n", cell,
-                load_path == NULL ? "most of this column are" : "those that the classifier was trained on", skip,
+                file == path ? "most of this column are" : "those that the classifier was trained on", skip,
                 row == 0 ? "; if this line holds the columns' names, add --header yes" : "");
     return 1;
 }
@@ -486,6 +496,7 @@ static int read_table(csv_table *t, schema *s, samples *d) {
     if (t->columns < 2)
         return fail(path, "it has one column only; cells are separated by commas, semicolons, tabs or blanks");
     header = has_header(t);
+    if (t->rows == (size_t)header) return fail(path, "there are no lines below the names");
     if (choose_columns(t, header, s) || read_samples(path, t, (size_t)header, s, 1, d)) return 1;
     if (d->n < 10) {
         sprintf(why, "%lu lines can be used%s; at least 10 are needed to learn from some and to be tested on others",
@@ -589,7 +600,7 @@ static int show_progress(void *ctx, const moe_progress *p) {
 /* The network's answers. */
 typedef struct answers {
     moe_real *y;    /* [n,classes] */
-    int32_t *first; /* [n] the expert with the largest weight */
+    int32_t *first; /* [n] the expert with the largest weight; -1: no expert */
 } answers;
 
 static void free_answers(answers *a) {
@@ -620,9 +631,10 @@ static moe_status answer(const moe_net *net, size_t n, const moe_real *x, const 
         memcpy(a->y + at * d_out, pass.y, call.n_tokens * d_out * sizeof *a->y);
         for (size_t t = 0; t < call.n_tokens; t++) {
             const moe_real *weights = routing->weights + t * routing->n_experts;
-            size_t best = 0;
-            for (size_t e = 1; e < routing->n_experts; e++) best = weights[e] > weights[best] ? e : best;
-            a->first[at + t] = (int32_t)best;
+            int32_t best = -1;
+            for (int32_t e = 0; e < (int32_t)routing->n_experts; e++)
+                if ((weights[e] > 0 || weights[e] < 0) && (best < 0 || weights[e] > weights[best])) best = e;
+            a->first[at + t] = best;
         }
         if (metrics != NULL) status = moe_metrics_add(metrics, routing, NULL, labels + at);
     }
@@ -652,13 +664,15 @@ static void show_labels(const schema *s, const samples *d, const answers *a) {
     printf("\n  label                lines   right   most often taken for\n");
     for (size_t c = 0; c < s->n_classes; c++) {
         size_t n = 0, right = 0;
-        size_t most = s->n_classes, *taken = (size_t *)calloc(s->n_classes + 1, sizeof *taken);
-        for (size_t t = 0; t < d->n && taken != NULL; t++) {
+        size_t most = s->n_classes, taken[MOST_CLASSES] = {0};
+        for (size_t t = 0; t < d->n; t++) {
             size_t said = best_of(a->y + t * s->n_classes, s->n_classes);
             if (d->labels[t] != (int32_t)c) continue;
             n++;
             right += said == c;
-            if (said != c && ++taken[said] > (most < s->n_classes ? taken[most] : 0)) most = said;
+            if (said == c) continue;
+            taken[said]++;
+            if (most == s->n_classes || taken[said] > taken[most]) most = said;
         }
         printf("  ");
         print_cut(s->classes[c], -16);
@@ -666,7 +680,6 @@ static void show_labels(const schema *s, const samples *d, const answers *a) {
         if (n > 0) printf("%6.1f %%", 100.0 * (double)right / (double)n);
         if (most < s->n_classes) printf("   %s", csv_shown(s->classes[most], shown));
         printf("\n");
-        free(taken);
     }
 }
 
@@ -699,20 +712,21 @@ static void show_experts(const moe_report *r, const schema *s) {
            r->information_chance);
 }
 
-/* Statistics of the lines by first choice. */
+/* Statistics of the lines by first choice; the last of experts + 1: lines without an expert. */
 typedef struct kinds {
-    double *mean;  /* [experts,features] in standard deviations */
-    double *lines; /* [experts] number of lines */
+    double *mean;  /* [experts + 1,features] in standard deviations */
+    double *lines; /* [experts + 1] number of lines */
     size_t experts;
 } kinds;
 
 static int find_kinds(kinds *k, size_t experts, const schema *s, const samples *d, const answers *a) {
     k->experts = experts;
-    k->mean = (double *)calloc(experts, s->n_features * sizeof *k->mean);
-    k->lines = (double *)calloc(experts, sizeof *k->lines);
+    k->mean = (double *)calloc(experts + 1, s->n_features * sizeof *k->mean);
+    k->lines = (double *)calloc(experts + 1, sizeof *k->lines);
     if (k->mean == NULL || k->lines == NULL) return 1;
     for (size_t t = 0; t < d->n; t++) {
-        double *mean = k->mean + (size_t)a->first[t] * s->n_features, n = ++k->lines[a->first[t]];
+        const size_t e = a->first[t] < 0 ? experts : (size_t)a->first[t];
+        double *mean = k->mean + e * s->n_features, n = ++k->lines[e];
         for (size_t i = 0; i < s->n_features; i++) mean[i] += ((double)d->x[t * s->n_features + i] - mean[i]) / n;
     }
     return 0;
@@ -724,16 +738,15 @@ static void free_kinds(kinds *k) {
     k->mean = k->lines = NULL;
 }
 
-/* The feature in which an expert's lines are the rank-th farthest from the mean of all. */
-static size_t far_feature(const double *mean, size_t n, int rank) {
-    size_t best = n, found;
-    double limit = HUGE_VAL;
-    for (; rank >= 0; rank--) {
-        for (best = n, found = 0; found < n; found++)
-            if (fabs(mean[found]) < limit && (best == n || fabs(mean[found]) > fabs(mean[best]))) best = found;
-        if (best == n) return n;
-        limit = fabs(mean[best]);
-    }
+/* The features by how far an expert's lines are from the mean of all, farthest first: the one after
+   last; last = n: the first; n: there are no more. */
+static size_t next_feature(const double *mean, size_t n, size_t last) {
+    const double limit = last < n ? fabs(mean[last]) : HUGE_VAL;
+    size_t best = n;
+    for (size_t i = 0; i < n; i++)
+        if ((fabs(mean[i]) < limit || (i > last && fabs(mean[i]) <= limit)) &&
+            (best == n || fabs(mean[i]) > fabs(mean[best])))
+            best = i;
     return best;
 }
 
@@ -741,11 +754,14 @@ static void show_kinds(const kinds *k, const schema *s) {
     enum { SHOWN = 3 };
     printf("\nWhat the lines of each expert as first choice have in common (all lines; in standard deviations from the "
            "mean):\n");
-    for (size_t e = 0; e < k->experts; e++) {
+    for (size_t e = 0; e < k->experts + (k->lines[k->experts] > 0); e++) {
         const double *mean = k->mean + e * s->n_features;
-        printf("%8d %6.0f lines", (int)e, k->lines[e]);
+        size_t best = s->n_features;
+        if (e < k->experts) printf("%8d", (int)e);
+        else printf("    none");
+        printf(" %6.0f lines", k->lines[e]);
         for (int rank = 0; rank < SHOWN && k->lines[e] > 0; rank++) {
-            size_t best = far_feature(mean, s->n_features, rank);
+            best = next_feature(mean, s->n_features, best);
             if (best == s->n_features || !(fabs(mean[best]) >= 0.2)) break;
             printf("%s", rank > 0 ? "; " : ": ");
             print_feature(&s->features[best]);
@@ -1066,7 +1082,7 @@ static moe_status write_firmware(void *ctx, moe_stream *stream) {
 }
 
 static int save(trained *k) {
-    char calibration[PATH_SIZE];
+    char calibration[PATH_SIZE], header[PATH_SIZE];
     moe_error error = {0};
     if (save_path == NULL) return 0;
     k->error = &error;
@@ -1078,11 +1094,11 @@ static int save(trained *k) {
         return fail(firmware_path, error.message);
     printf("\nsaved as %s (with the columns' names, means and scales), calibration rows as %s\n", save_path,
            calibration);
-    printf("predict:   sh examples/run csv --load %s --predict OTHER.csv\n", save_path);
-    printf("as C:      sh examples/run export %s --calibration %s -o %s.h\n", save_path, calibration, k->name);
+    printf("predict:   sh examples/run csv --load '%s' --predict OTHER.csv\n", save_path);
+    printf("as C:      sh examples/run export '%s' --calibration '%s' -o '%s'\n", save_path, calibration,
+           header_of(k->name, header));
     if (firmware_path != NULL)
-        printf("emulator:  sh examples/mcu/run cortex-m4 %s (it includes %s.h, in the same folder)\n", firmware_path,
-               k->name);
+        printf("emulator:  sh examples/mcu/run cortex-m4 '%s' (it includes '%s')\n", firmware_path, header);
     return 0;
 }
 
@@ -1168,13 +1184,15 @@ static int is_repeated(const csv_table *t, const char *name) {
 
 /* Finds the schema's columns in another table: by name if both have names, else by position. */
 static int match_columns(const csv_table *t, int header, schema *s) {
+    char unnamed[32];
+    sprintf(unnamed, "column %lu", (unsigned long)s->label_place + 1);
+    header = header && strcmp(s->label, unnamed) != 0;
     size_t label = header ? named_column(t, s->label, s->label_place) : t->columns;
     int by_order = !header && t->columns == s->n_sources; /* without the label and the skipped columns */
     char why[400], shown[CSV_SHOWN_SIZE];
     for (size_t i = 0; i < s->n_features; i++) {
         column *c = &s->features[i];
         size_t place = header ? named_column(t, c->name, c->place) : by_order ? c->source : c->place;
-        if (header && place == t->columns && t->columns == s->n_columns) place = c->place;
         if (place >= t->columns) {
             sprintf(why,
                     header ? "there is no column %s, which the classifier was trained on; it has %lu columns"
@@ -1230,7 +1248,7 @@ static int predict(const moe_net *net, schema *s) {
         right += d.labels[i] == (int32_t)best;
     }
     if (!failed && known > 0)
-        fprintf(stderr, "%lu of the %lu lines with a label are right\n", (unsigned long)right,
+        fprintf(stderr, "%lu of the %lu lines with a known label are right\n", (unsigned long)right,
                 (unsigned long)known);
     free_answers(&a);
     free_samples(&d);

@@ -136,8 +136,8 @@ static inline size_t csv_count(const char *line, char separator) {
 /* Splits one line into the next row and advances *p. Returns 0, or 1 after writing t->why. */
 static inline int csv_line(csv_table *t, char **p, size_t line) {
     char after, *s = *p, **row;
-    size_t n = 0, there = csv_count(s, t->separator);
-    if (t->columns == 0) t->columns = there;
+    size_t n = 0;
+    if (t->columns == 0) t->columns = csv_count(s, t->separator);
     if (csv_grow(t)) {
         strcpy(t->why, "out of memory");
         return 1;
@@ -159,7 +159,7 @@ static inline int csv_line(csv_table *t, char **p, size_t line) {
         }
         if (n < t->columns) row[n] = cell;
         n++;
-        if (after != t->separator && !(t->separator == ' ' && csv_is_blank(after))) break;
+        if (after != t->separator) break;
     }
     *p = s + (after == '\n');
     if (n != t->columns) {

@@ -17,7 +17,7 @@ static const char help[] = "gallery [options]   trains each preset on the same p
                            "  -o FOLDER         an existing folder (examples/gallery)\n"
                            "  --preset NAME     only this one; the page is not written\n"
                            "  --seed N          seed of points, weights and order (1)\n"
-                           "  --steps N         training steps (400)\n"
+                           "  --steps N         training steps: the next multiple of 4 above N (400)\n"
                            "  --kernels NAME    instruction set: auto, c, avx2, ... (c, with which the pictures in the "
                            "repository are made)\n" REPORT_HELP;
 

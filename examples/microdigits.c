@@ -235,8 +235,8 @@ static int run(const microdigits *digits, moe_net *net, moe_built_model *built) 
     printf("saved as %s; exported for firmware as %s, which begins with instructions\n", saved, header);
     if (write_report(model, 100.0 * (double)result.accuracy, accuracy)) return 1;
     printf("next         firmware with it in an emulator:    sh examples/mcu/run\n");
-    printf("             other weights, or your own network: sh examples/run export %s --weights float --calibration "
-           "%s --divide 16\n",
+    printf("             other weights, or your own network: sh examples/run export '%s' --weights float --calibration "
+           "'%s' --divide 16\n",
            saved, data_path);
     return finish();
 }

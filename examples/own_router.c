@@ -44,7 +44,7 @@ int main(int argc, char *argv[]) {
     int failed = 0, ended = only_help(argc, argv, "own_router", "trains, saves and loads a custom router");
     if (ended >= 0) return ended;
     if (file_is_there(path)) {
-        fprintf(stderr, "own_router: %s is there and would be lost\n", path);
+        fprintf(stderr, "own_router: %s is there and would be lost: run this in another folder\n", path);
         return 1;
     }
     for (int i = 0; i < N * D; i++) x[i] = (moe_real)(i * 37 % 101) / 25 - 2;
@@ -58,7 +58,8 @@ int main(int argc, char *argv[]) {
         if (!failed && i > 0) net[i].modules[0].layer.router.custom = own; /* a file holds no functions */
         failed = failed || (i < 2 && moe_fit(&net[i], &data, NULL, &training, &error)) ||
                  moe_evaluate(&net[i], &data, training.criterion, &found[i], &error);
-        printf("%s %.4f\n", failed ? error.message : "squared error", failed ? 0 : (double)found[i].loss);
+        if (failed) fprintf(stderr, "own_router: %s\n", error.message);
+        else printf("squared error %.4f\n", (double)found[i].loss);
     }
     for (int i = 0; i < 3; i++) moe_net_free(&net[i]);
     return remove(path) || failed || fflush(stdout) != 0 || found[1].loss != found[2].loss;

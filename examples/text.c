@@ -916,10 +916,7 @@ static int check_names(void) {
 /* Checks the output files before training. */
 static int check_files(void) {
     const char *part = beside(set.output, ".part");
-    FILE *f = fopen(part, "wb");
-    if (f == NULL) return fail(part, strerror(errno));
-    fclose(f);
-    remove(part);
+    if (not_writable(part) != NULL) return fail(part, not_writable(part));
     if (set.resume && !exists(set.checkpoint)) return fail(set.checkpoint, "does not exist: nothing to resume");
     if (!set.resume && not_writable(set.checkpoint) != NULL) return fail(set.checkpoint, not_writable(set.checkpoint));
     if (!set.resume && exists(set.checkpoint))

@@ -51,19 +51,22 @@ int main(int argc, char **argv) {
     moe_call call = {0};
     moe_rng rng = {1};
     moe_error error;
+    moe_status status;
     int ended = only_help(argc, argv, "threads", "runs a layer on four threads, compares the bits with one thread's");
     if (ended >= 0) return ended;
     config.router.d_model = D;
     for (int i = 0; i < N * D; i++) x[i] = moe_rng_normal(&rng);
-    if (moe_layer_create(&layer, &config, 0, 1, NULL, &error) != MOE_OK) {
-        puts(error.message);
-        return 1;
-    }
+    status = moe_layer_create(&layer, &config, 0, 1, NULL, &error);
     call.n_tokens = N;
     call.x = x;
-    if (moe_layer_forward(&layer, &call, one, workspace, sizeof workspace, NULL) != MOE_OK) return 1;
+    call.error = &error;
+    if (status == MOE_OK) status = moe_layer_forward(&layer, &call, one, workspace, sizeof workspace, NULL);
     call.parallel = &parallel;
-    if (moe_layer_forward(&layer, &call, four, workspace, sizeof workspace, NULL) != MOE_OK) return 1;
+    if (status == MOE_OK) status = moe_layer_forward(&layer, &call, four, workspace, sizeof workspace, NULL);
+    if (status != MOE_OK) {
+        fprintf(stderr, "threads: %s\n", error.message);
+        return 1;
+    }
     moe_layer_free(&layer);
     puts(memcmp(one, four, sizeof one) == 0 ? "the same bits" : "different bits");
     return memcmp(one, four, sizeof one) != 0 || fflush(stdout) != 0;

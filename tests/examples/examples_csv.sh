@@ -41,6 +41,8 @@ plan() {
 learns
 without_matrices
 presets
+no_expert
+alike
 other_lines 2 expert_choice
 other_lines 0 mixtral
 forms semicolons s/,/;/g
@@ -73,6 +75,7 @@ refused 5:_column_2_(width)_has_no_value 5s/,[^,]*,/,,/
 refused fill_it_in,_or_leave_such_lines_out_with_--drop 5s/,[^,]*,/,NA,/
 refused 6:_column_1_(length)_is_"ten",_which_is_not_a_number 6s/^[^,]*/ten/
 refused 6:_column_1_(length)_is_inf:_numbers_must_be_finite 6s/^[^,]*/inf/
+refused 6:_column_1_(length)_is_1e31:_numbers_must_be_finite,_at_most_1e30 6s/^[^,]*/1e31/
 refused write_numbers_with_a_point s/,/;/g;7s/^[^;]*/3,5/
 refused 8:_the_label_(column_3)_is_missing_("None") 8s/[^,]*$/None/
 refused at_least_10 9,$d
@@ -95,6 +98,7 @@ told only_one_of_them --load m.safetensors
 told a_second_table plain.csv
 load_only_predicts
 load_advice
+names_alone
 gallery_refuses
 TEXT
 }
@@ -128,6 +132,20 @@ presets() {
         grep -q '^held-out' said || return 1
         run "$prepared/csv" --load m.safetensors --predict "$prepared/plain.csv" >answers || return 1
     done
+}
+
+# Lines that the router sends to no expert are not those of expert 0.
+no_expert() {
+    run "$prepared/csv" "$prepared/plain.csv" --router remoe --top-k 1 --epochs 8 --save m.safetensors >said || return 1
+    run "$prepared/csv" --load m.safetensors --predict "$prepared/plain.csv" >answers || return 1
+    none=$(grep -c ',-1$' answers)
+    [ "$none" -gt 0 ] && grep -q "^    none *$none lines: " said
+}
+
+# Of columns that are equally far from the mean each is named.
+alike() {
+    awk -F, '{ print (NR == 1 ? "twin" : $1) "," $0 }' "$prepared/plain.csv" >alike.csv
+    run "$prepared/csv" alike.csv --epochs 1 >said && grep -q 'twin \([-+][0-9.]*\).*; length \1' said
 }
 
 # Training and prediction tell when a line's answer depends on the other lines.
@@ -229,6 +247,8 @@ by_place() {
         run "$prepared/csv" --load m.safetensors --predict bare.csv >bare &&
         run "$prepared/csv" --load m.safetensors --predict rows.csv >whole 2>right && cmp bare whole &&
         grep -q '^[89][0-9] of the 90 lines' right || return 1
+    run "$prepared/csv" --load m.safetensors --predict "$prepared/plain.csv" >named 2>right &&
+        grep -q '^[89][0-9] of the 90 lines' right && [ "$(cut -d, -f2- named)" = "$(cut -d, -f2- whole)" ] || return 1
     cut -d, -f1 rows.csv | sed 's/$/,/' | sed 's/,$//' >narrow.csv
     ! "$prepared/csv" --load m.safetensors --predict narrow.csv >out 2>&1 &&
         grep -q 'there is no column 2; it has 1 columns, the training table had 3' out
@@ -247,12 +267,17 @@ repeated_names() {
     said_all several_columns_x
 }
 
-# A number that names a column is not its place in a table that lacks this column.
+# A column of another name is not the one at its place, nor is a number that names a column its
+# place in a table that lacks this column.
 numbers_for_names() {
     sed '1s/.*/1,2,what/' "$prepared/plain.csv" >named.csv
     run "$prepared/csv" named.csv --header yes --epochs 1 --save m.safetensors >said || return 1
     cut -d, -f2- named.csv >narrow.csv
     "$prepared/csv" --load m.safetensors --predict narrow.csv --header yes >out 2>&1
+    status=$?
+    said_all there_is_no_column_1 || return 1
+    sed '1s/.*/2,3,what/' named.csv >renamed.csv
+    "$prepared/csv" --load m.safetensors --predict renamed.csv --header yes >out 2>&1
     status=$?
     said_all there_is_no_column_1
 }
@@ -301,14 +326,29 @@ load_advice() {
         "$prepared/csv" --load m.safetensors --predict in.csv >out 2>&1
         status=$?
         said_all in.csv && ! grep -q -- --skip out || return 1
+        "$prepared/csv" "$prepared/plain.csv" --epochs 1 --predict in.csv >out 2>&1
+        status=$?
+        said_all in.csv && ! grep -q -- '--skip\|most of this column' out || return 1
     done
+    sed '5s/[^,]*$/unknown/' "$prepared/plain.csv" >in.csv
+    run "$prepared/csv" --load m.safetensors --predict in.csv >out 2>right &&
+        grep -q ' 89 lines with a known label' right
 }
 
-# From the table to a program of integers.
+names_alone() {
+    sed 1q "$prepared/plain.csv" >in.csv
+    "$prepared/csv" in.csv --header yes >out 2>&1
+    status=$?
+    said_all in.csv:_there_are_no_lines_below_the_names
+}
+
+# From the table to a program of integers, in a folder, by the command that is printed.
 firmware() {
-    run "$prepared/csv" "$prepared/plain.csv" --save kinds.of.safetensors --firmware device.c >said || return 1
-    run "$prepared/export" kinds.of.safetensors --calibration kinds.of.calibration.csv -o kinds.h >said || return 1
-    run "$CC" $(strict_flags "$CC") -Wno-double-promotion -Os -I"$root" device.c -o device || return 1
+    mkdir -p 'a device' || return 1
+    run "$prepared/csv" "$prepared/plain.csv" --save 'kinds of.2.safetensors' --firmware 'a device/device.c' >said ||
+        return 1
+    eval "run \"\$prepared/export\" $(sed -n 's|^as C: *sh examples/run export ||p' said)" >exported || return 1
+    run "$CC" $(strict_flags "$CC") -Wno-double-promotion -Os -I"$root" 'a device/device.c' -o device || return 1
     ./device >out
     [ "$(wc -l <out)" -eq 11 ] && grep -q '^\(9\|10\) of 10 right$' out &&
         grep -q 'it is small one; expert [0-3]$' out && return 0

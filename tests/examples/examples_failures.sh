@@ -144,6 +144,8 @@ plan() {
     echo compiler_of_words
     echo kept_program
     echo own_router_keeps
+    echo part_kept
+    echo no_file
     echo short_check
     echo rows_5000
     echo byte_order_mark
@@ -327,12 +329,34 @@ kept_program() {
     sh 'a repository/examples/run' word 2>said >shown && empty 'replaced by that of other flags:' "$(cat said)"
 }
 
+# What cannot be replaced is refused before anything is computed.
+no_file() {
+    screen=shown limit=
+    cp "$prepared/in.csv" in && call microdigits - - --epochs 1 -o /dev/null in
+    [ "$status" = 1 ] && [ ! -s shown ] && grep -qx 'microdigits: /dev/null: not a regular file' said ||
+        show_call 'not refused at once'
+}
+
+# A refused call leaves the model that could not be renamed.
+part_kept() {
+    screen=shown limit=
+    cp "$prepared/in.text" text && echo model >m.part && echo stopped >m.checkpoint || return 1
+    call text - - -o m text
+    [ "$status" = 1 ] && grep -q -- '--resume continues it' said && [ "$(cat m.part)" = model ] ||
+        show_call 'it is lost'
+}
+
 # What own_router saves and removes is not a file that somebody has.
 own_router_keeps() {
     screen=/dev/null limit=
     echo old >own_router.safetensors
     call own_router - -
-    names 'own_router.safetensors is there' && run grep -qx old own_router.safetensors
+    names 'own_router.safetensors is there' && run grep -qx old own_router.safetensors && rm own_router.safetensors ||
+        return 1
+    limit="trap '' XFSZ; ulimit -f 0"
+    call own_router - -
+    [ "$status" = 1 ] && grep -qx 'own_router: cannot write own_router.safetensors: .*[a-z]' said ||
+        show_call 'why it fails is not said'
 }
 
 # As some programs begin a table.
