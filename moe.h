@@ -607,8 +607,8 @@ typedef struct moe_layer_config {
     moe_router_config router;
     int d_out;                /* o, width of the output [d_model] */
     int expert;               /* MOE_EXPERT_ [swiglu] */
-    /* f, hidden width of an expert [4 d_model; factorised: as many parameters as swiglu of that
-       width has] */
+    /* f, hidden width of an expert [4 d_model; factorised: swiglu's parameter count at that
+       width if o = d_model, m = 0] */
     int d_ff;
     int d_low;                /* l, rows of reduce [(d_model + 2) / 3] */
     /* m, width of the experts' latent space; -k: d_model / k, rounded up. The experts read
@@ -3623,8 +3623,8 @@ static int moei_scored_activation(const moe_layer_config *c) {
     return -1;
 }
 
-/* The width at which a factorised expert has the parameters of a swiglu expert of width 4 d:
-   d_low d + f (d_low + 2 d) = 12 d^2, rounded down. */
+/* The width at which a factorised expert has the parameters of swiglu of width 4 d: d_low d +
+   f (d_low + 2 d) = 12 d^2, rounded down. */
 static int moei_parity_width(int d, int d_low) {
     const int64_t left = (int64_t)12 * d * d - (int64_t)d_low * d, width = left / (d_low + (int64_t)2 * d);
     return width < 1 ? 1 : width < MOE_MAX_WIDTH ? (int)width : (int)MOE_MAX_WIDTH;
@@ -4095,7 +4095,7 @@ size_t moe_layer_parameter_count(const moe_layer *layer, size_t *used_per_token)
             used += slot.count;
         else each[constant] += slot.count / slot.shape[0];
     }
-    constant = each[1] > each[0]; /* those with more parameters first */
+    constant = each[1] > each[0]; /* the larger ones first */
     most = moei_smaller(chosen, n[constant]);
     used += most * each[constant] + moei_smaller(chosen - most, n[!constant]) * each[!constant];
     if (used_per_token != NULL) *used_per_token = used;
