@@ -607,8 +607,8 @@ typedef struct moe_layer_config {
     moe_router_config router;
     int d_out;                /* o, width of the output [d_model] */
     int expert;               /* MOE_EXPERT_ [swiglu] */
-    /* f, hidden width of an expert [4 d_model; factorised: as many parameters as swiglu of that
-       width has] */
+    /* f, hidden width of an expert [4 d_model; factorised: swiglu's parameter count at that
+       width if o = d_model, m = 0] */
     int d_ff;
     int d_low;                /* l, rows of reduce [(d_model + 2) / 3] */
     /* m, width of the experts' latent space; -k: d_model / k, rounded up. The experts read
@@ -3325,9 +3325,12 @@ static moe_status moei_header_build(moei_header *h, const moe_tensor *tensors, s
 
 /* The status of a stream's function. MOE_ERR_TRANSPORT would end the exchanges in this process
    alone. */
-static moe_status moei_streamed(moe_status status) { return status != MOE_ERR_TRANSPORT ? status : MOE_ERR_IO; }
+static moe_status moei_streamed(moe_status status, moe_error *error) {
+    if (status == MOE_ERR_TRANSPORT) status = MOE_ERR_IO;
+    return status == MOE_OK ? status : moei_error(error, status, "the stream failed: %s", moe_status_text(status));
+}
 
-static moe_status moei_write_reals(moe_stream *stream, const moe_real *x, size_t n) {
+static moe_status moei_write_reals(moe_stream *stream, const moe_real *x, size_t n, moe_error *error) {
     unsigned char out[256 * sizeof(moe_real)];
     while (n > 0) {
         size_t i, b, block = n < 256 ? n : 256;
@@ -3336,7 +3339,7 @@ static moe_status moei_write_reals(moe_stream *stream, const moe_real *x, size_t
             const moei_bits bits = moei_real_bits(x[i]);
             for (b = 0; b < sizeof bits; b++) out[i * sizeof bits + b] = (unsigned char)(bits >> 8 * b & 0xffu);
         }
-        status = moei_streamed(stream->write(stream->ctx, out, block * sizeof(moe_real)));
+        status = moei_streamed(stream->write(stream->ctx, out, block * sizeof(moe_real)), error);
         if (status != MOE_OK) return status;
         x += block;
         n -= block;
@@ -3377,13 +3380,11 @@ static moe_status moei_file_write(moe_stream *stream, const moe_tensor *tensors,
     if (status == MOE_OK) status = moei_header_build(&h, tensors, n_tensors, metadata, n_metadata, error);
     if (values != NULL) status = values->ready(values->ctx, status, error);
     if (status == MOE_OK) {
-        status = moei_streamed(stream->write(stream->ctx, h.text, moei_header_length(&h)));
+        status = moei_streamed(stream->write(stream->ctx, h.text, moei_header_length(&h)), error);
         for (i = 0; i < n_tensors && status == MOE_OK && values == NULL; i++)
-            status = moei_write_reals(stream, tensors[i].data, tensors[i].count);
-        if (status != MOE_OK) (void)moei_error(error, status, "the stream failed: %s", moe_status_text(status));
+            status = moei_write_reals(stream, tensors[i].data, tensors[i].count, error);
         for (i = 0; i < n_tensors && values != NULL; i++) status = values->put(values->ctx, status, i, error);
-        if (status == MOE_OK && stream->sync != NULL && (status = moei_streamed(stream->sync(stream->ctx))) != MOE_OK)
-            (void)moei_error(error, status, "the stream failed: %s", moe_status_text(status));
+        if (status == MOE_OK && stream->sync != NULL) status = moei_streamed(stream->sync(stream->ctx), error);
     }
     moei_array_free(allocator, &h.text, 1);
     return status;
@@ -3622,8 +3623,8 @@ static int moei_scored_activation(const moe_layer_config *c) {
     return -1;
 }
 
-/* The width at which a factorised expert has the parameters of a swiglu expert of width 4 d:
-   d_low d + f (d_low + 2 d) = 12 d^2, rounded down. */
+/* The width at which a factorised expert has the parameters of swiglu of width 4 d: d_low d +
+   f (d_low + 2 d) = 12 d^2, rounded down. */
 static int moei_parity_width(int d, int d_low) {
     const int64_t left = (int64_t)12 * d * d - (int64_t)d_low * d, width = left / (d_low + (int64_t)2 * d);
     return width < 1 ? 1 : width < MOE_MAX_WIDTH ? (int)width : (int)MOE_MAX_WIDTH;
@@ -4074,23 +4075,29 @@ static int moei_all_read(const moe_layer *layer, int index) {
 }
 
 size_t moe_layer_parameter_count(const moe_layer *layer, size_t *used_per_token) {
-    size_t count = 0, used = 0, experts, chosen, first, rows;
+    size_t count = 0, used = 0, chosen, most;
+    size_t n[2], each[2] = {0, 0}; /* [1]: of constant experts */
+    moe_router_config c;
     moe_parameter slot;
-    int index;
+    int index, constant;
     if (layer == NULL) return 0;
-    experts = moei_own_experts(&layer->config, &first);
-    chosen = moei_is_soft(&layer->config.router)                  ? experts
-             : layer->config.router.select == MOE_SELECT_AFFINITY ? 1
-                                                                  : moei_max_choices(&layer->config.router);
+    c = layer->config.router;
+    if (c.select == MOE_SELECT_AFFINITY && moei_switches(&c)) c.select = c.switch_from;
+    if (c.switch_from == MOE_SELECT_AFFINITY) c.switch_from = c.select;
+    n[0] = moei_own_experts(&layer->config, &most);
+    n[1] = (size_t)c.n_constant;
+    chosen = moei_is_soft(&c) ? n[0] : c.select == MOE_SELECT_AFFINITY ? 1 : moei_max_choices(&c);
     for (index = 0; index < MOE_LAYER_PARAMETER_COUNT; index++) {
         if (moe_layer_parameter(&layer->config, index, &slot) != MOE_OK) continue;
         count += slot.count;
-        rows = slot.shape[0]; /* experts */
-        used += index >= MOE_EXPERTS_GATE && (index < MOE_SHARED_GATE || moei_is_constant(index)) &&
-                        !moei_all_read(layer, index)
-                    ? slot.count / rows * moei_smaller(chosen, rows)
-                    : slot.count;
+        constant = moei_is_constant(index);
+        if (index < MOE_EXPERTS_GATE || (index >= MOE_SHARED_GATE && !constant) || moei_all_read(layer, index))
+            used += slot.count;
+        else each[constant] += slot.count / slot.shape[0];
     }
+    constant = each[1] > each[0]; /* the larger ones first */
+    most = moei_smaller(chosen, n[constant]);
+    used += most * each[constant] + moei_smaller(chosen - most, n[!constant]) * each[!constant];
     if (used_per_token != NULL) *used_per_token = used;
     return count;
 }
@@ -4322,7 +4329,7 @@ static void moei_quantize_stage(const moei_expert_run *run, int stage, unsigned 
         int which = step->from != MOEI_X;
         const moe_external *external;
         if (step->op != MOEI_STEP_MATMUL || step->stage > stage || !(mask >> step->to & 1u)) continue;
-        external = run->layer->external[step->weight];
+        external = layer->external[step->weight];
         if (!run->packed && (external == NULL || !moei_external_quantizes(external + run->expert))) continue;
         if (done[which] || (step->stage < stage && which)) continue;
         done[which] = 1;
@@ -4637,10 +4644,9 @@ static void moei_take_quantized(const moe_layer *layer, moei_layout *l, size_t r
         const size_t width = (size_t)(i == 0 ? widest : hidden);
         p->quantized_size[i] =
             external ? moei_external_row_size(width) : moe_quantized_row_size(layer->packed_type, width);
+        if (p->quantized_size[i] == 0) l->overflow = 1;
+        p->quantized[i] = (unsigned char *)moei_take(l, rows, p->quantized_size[i]);
     }
-    if (p->quantized_size[0] == 0 || p->quantized_size[1] == 0) l->overflow = 1;
-    p->quantized[0] = (unsigned char *)moei_take(l, rows, p->quantized_size[0]);
-    p->quantized[1] = (unsigned char *)moei_take(l, rows, p->quantized_size[1]);
 }
 #endif
 
@@ -5072,10 +5078,9 @@ static void moei_weights_backward(const moei_task *task, const moei_expert_run *
         const moe_assignment *entry = run->assignments + i;
         size_t row = p->routing.plan.rows > 0 ? (size_t)entry->choice : i, t = (size_t)entry->token;
         const moe_real *dy = task->returned->dy;
-        if (dy == NULL) p->routing.d_weight_out[run->first + i] = task->returned->d_weights[run->first + i];
-        else
-            p->routing.d_weight_out[run->first + i] =
-                moe_dot(k, o, dy + t * o, run->activation[MOE_NODE_OUTPUT] + row * o);
+        p->routing.d_weight_out[run->first + i] =
+            dy == NULL ? task->returned->d_weights[run->first + i]
+                       : moe_dot(k, o, dy + t * o, run->activation[MOE_NODE_OUTPUT] + row * o);
         if (!task->plain)
             p->routing.d_weight_in[run->first + i] =
                 moe_dot(k, d, run->gradient[MOEI_X] + row * run->ld[MOEI_X], p->inputs + t * d);
@@ -10335,8 +10340,7 @@ static moe_status moei_put_tensor(moei_writing *w, moe_status status, const moe_
         return status;
     }
     if (status != MOE_OK || w->stream == NULL) return status;
-    status = moei_write_reals(w->stream, data, tensor->count);
-    return status == MOE_OK ? status : moei_error(error, status, "the stream failed: %s", moe_status_text(status));
+    return moei_write_reals(w->stream, data, tensor->count, error);
 }
 
 /* Writes tensor i of the file. */

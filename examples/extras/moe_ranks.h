@@ -2018,8 +2018,7 @@ static moe_status moei_ranks_write(const moei_writing *w, moe_status status, siz
                 return moei_error(error, MOE_ERR_TRANSPORT, "%s: the transport's exchange of rows failed",
                                   tensor->name);
             if (t->rank > 0 || status != MOE_OK) continue;
-            status = moei_write_reals(w->stream, piece, n);
-            if (status != MOE_OK) (void)moei_error(error, status, "the stream failed: %s", moe_status_text(status));
+            status = moei_write_reals(w->stream, piece, n, error);
         }
     }
     return moei_ranks_add(&t->batch, status, 0, NULL, error);

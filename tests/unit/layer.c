@@ -1139,6 +1139,27 @@ static void test_tensors(void) {
     }
 }
 
+static void test_used_per_token(void) {
+    static const struct {
+        const char *settings;
+        size_t used; /* a router has 24 parameters, an expert 90, with d_model = 8 120, a constant one 18 */
+    } rows[] = {{"n_constant=2", 24 + 2 * 90},
+                {"n_constant=3", 24 + 90 + 18},
+                {"n_constant=3 d_model=2 d_out=2 expert=linear no_expert_bias=1", 8 + 2 * 6}, /* not 2 * 2 */
+                {"d_model=8 score=grap select=affinity", 120},
+                {"d_model=8 score=grap select=affinity switch_at=9", 1 + 2 * 120}, /* from top_k */
+                {"d_model=8 score=grap switch_from=affinity switch_at=9", 1 + 2 * 120}};
+    size_t i, used;
+    for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        moe_layer_config c = small_config();
+        moe_layer layer;
+        if (!CHECK(moe_fields_apply(moe_layer_fields(), &c, rows[i].settings, NULL) == MOE_OK)) continue;
+        if (!CHECK(moe_layer_init(&layer, &c, NULL) == MOE_OK, rows[i].settings)) continue;
+        (void)moe_layer_parameter_count(&layer, &used);
+        CHECK(used == rows[i].used, rows[i].settings);
+    }
+}
+
 static void test_create(void) {
     moe_layer_config c;
     moe_layer a, b;
@@ -2466,6 +2487,7 @@ static void test_refused_upcycling(void) {
 int main(int argc, char **argv) {
     moe_rng_seed(&rng, 4711);
     CASE(test_tensors());
+    CASE(test_used_per_token());
     CASE(test_create());
     CASE(test_hash_table());
     CASE(test_messages());
