@@ -50,6 +50,11 @@ static const char *const forms[] = {
     "heads=3 d_head=10 d_value=5 rotary=1 rotary_dims=4 rotary_neighbours=1 kv_lora=9",
     "heads=3 d_head=10 rotary=1 rotary_dims=6 kv_lora=7 q_lora=8 eps=0.02 scale=0.5 window=9 output_bias=1",
     "heads=2 d_head=6 rotary=1 rotary_dims=2 kv_lora=5 sinks=1 cap=3 chunk=80",
+    "heads=4 kv_heads=2 d_head=16 rotary=1 rotary_scaling=llama3 rotary_factor=8 rotary_length=50 low_factor=2 "
+    "high_factor=7 full=1 sinks=1 qk_norm=head output_bias=1",
+    "heads=3 d_head=8 d_value=6 rotary=1 rotary_dims=4 kv_lora=6 full=1 sinks=1 rotary_scaling=yarn rotary_factor=4 "
+    "rotary_length=16 rotary_base=100",
+    "heads=2 d_head=8 rotary=1 rotary_dims=4 kv_lora=5 q_lora=6 rotary_scaling=factors query_floor=3 cap=2",
     NULL};
 
 static double *widened(const moe_real *v, size_t n) {
