@@ -5711,7 +5711,7 @@ static void moei_measured_rows(const moei_task *task, size_t e, int visited, moe
     const moe_layer_pass *p = task->p;
     const moe_assignment *entries = p->routing.plan.assignments + p->routing.plan.offsets[e];
     size_t d = run->width[MOEI_X], i, t;
-    for (i = 0, t = 0; i < run->n; i++, t++) {
+    for (i = t = 0; i < run->n; i++, t++) {
         while (!visited && t < p->call.n_tokens && !moei_is_real(&p->call, t)) t++;
         if (t == p->call.n_tokens) break;
         memcpy(p->rows + i * run->ld[MOEI_X], p->inputs + (visited ? (size_t)entries[i].token : t) * d,
@@ -6657,7 +6657,7 @@ static moe_status moei_net_check_training(const moe_net *net, moe_error *error) 
 #endif
 }
 
-/* Allocates the memory of a registered network, all zero; the last step that can fail. */
+/* Allocates the memory of a registered network, all zero. */
 static moe_status moei_net_allocate(moe_net *net, int trainable, moe_error *error) {
     size_t count, numbers, all, bytes;
     moe_status status = trainable ? moei_net_check_training(net, error) : MOE_OK;
@@ -6779,10 +6779,11 @@ size_t moe_net_parameter_count(const moe_net *net, size_t *used_per_token) {
     size_t i, t, count = 0, used = 0, by_token;
     for (i = 0; net != NULL && net->built && i < net->n_modules; i++) {
         const moe_module *m = &net->modules[i];
-        size_t before = count;
-        for (t = m->first_tensor; t < moei_last_tensor(net, i); t++) count += net->tensors[t].count;
-        by_token = count - before;
+        by_token = 0;
+        for (t = m->first_tensor; t < moei_last_tensor(net, i); t++) by_token += net->tensors[t].count;
+        count += by_token;
         if (moei_is_layer(m)) (void)moe_layer_parameter_count(&m->layer, &by_token);
+        by_token -= moei_l1_owner(net, i) != i; /* net.l1 counts once */
         if (m->n_rows > 0) by_token = (size_t)m->d_out;
         if (m->kind == MOE_MODULE_TIED) by_token += (size_t)m->d_in * (size_t)m->d_out;
         used += by_token;
