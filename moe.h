@@ -766,11 +766,11 @@ typedef struct moe_quant_error {
 /* moe_layer_pack, which needs no data, and then a report: errors[E] from running each expert with
    its tensors and with the packed weights on the tokens of `calibration` that its router sends to
    it (quantized types: activations are quantized too). An expert that receives no token is measured
-   on the first tokens of the batch, at most 64. Soft layers are measured on tokens, not on slots,
-   and rows is then N; the shared expert is packed but not measured. calibration is a call for
-   inference of at least one token. errors NULL: no report; calibration and work may then be NULL
-   too. work [work of moe_layer_pack_size]. Errors are those of moe_layer_pack, on failure as there,
-   and moe_layer_forward. */
+   on the first real tokens of the batch, at most 64. Soft layers are measured on tokens, not on
+   slots, and rows is then N; the shared expert is packed but not measured. calibration is a call
+   for inference of at least one token. errors NULL: no report; calibration and work may then be
+   NULL too. work [work of moe_layer_pack_size]. Errors are those of moe_layer_pack, on failure as
+   there, and moe_layer_forward. */
 MOE_API moe_status moe_layer_quantize(moe_layer *layer, int type, void *memory, size_t size,
                                       const moe_call *calibration, void *work, size_t work_size,
                                       moe_quant_error *errors, moe_error *error);
@@ -5711,18 +5711,18 @@ static void moei_run_stages(const moei_task *task, const moei_expert_run *run) {
     }
 }
 
-/* Gathers the rows on which expert e is measured: its tokens, or the first ones of the batch. */
+/* Gathers the rows on which expert e is measured: its tokens, or the batch's first real ones. */
 static void moei_measured_rows(const moei_task *task, size_t e, int visited, moei_expert_run *run) {
     const moe_layer_pass *p = task->p;
     const moe_assignment *entries = p->routing.plan.assignments + p->routing.plan.offsets[e];
     size_t d = run->width[MOEI_X], i, t;
-    for (i = 0, t = 0; i < run->n; i++, t++) {
+    for (i = t = 0; i < run->n; i++, t++) {
         while (!visited && t < p->call.n_tokens && !moei_is_real(&p->call, t)) t++;
-        /* fewer real tokens than rows: the last one again */
-        if (t >= p->call.n_tokens) t = p->call.n_tokens - 1;
+        if (t == p->call.n_tokens) break;
         memcpy(p->rows + i * run->ld[MOEI_X], p->inputs + (visited ? (size_t)entries[i].token : t) * d,
                d * sizeof(moe_real));
     }
+    run->n = i;
 }
 
 /* Runs expert e with the tensors, into exact [n,o], and with the packed weights. */
@@ -6662,7 +6662,7 @@ static moe_status moei_net_check_training(const moe_net *net, moe_error *error) 
 #endif
 }
 
-/* Allocates the memory of a registered network, all zero; the last step that can fail. */
+/* Allocates the memory of a registered network, all zero. */
 static moe_status moei_net_allocate(moe_net *net, int trainable, moe_error *error) {
     size_t count, numbers, all, bytes;
     moe_status status = trainable ? moei_net_check_training(net, error) : MOE_OK;
@@ -6719,7 +6719,10 @@ static void moei_net_unbuild(moe_net *net) {
 /* Whether a network can be built, as far as one process can tell. */
 static moe_status moei_net_ready(const moe_net *net, moe_error *error) {
     size_t i;
-    if (net->error.code != MOE_OK) return moei_error(error, net->error.code, "%s", net->error.message);
+    if (net->error.code != MOE_OK) {
+        if (error != NULL) *error = net->error;
+        return net->error.code;
+    }
     if (net->built) return moei_error(error, MOE_ERR_STATE, "the network is already built");
     if (net->n_modules == 0) return moei_error(error, MOE_ERR_CONFIG, "the network has no modules");
     for (i = 0; i < net->n_modules; i++)
@@ -6781,10 +6784,11 @@ size_t moe_net_parameter_count(const moe_net *net, size_t *used_per_token) {
     size_t i, t, count = 0, used = 0, by_token;
     for (i = 0; net != NULL && net->built && i < net->n_modules; i++) {
         const moe_module *m = &net->modules[i];
-        size_t before = count;
-        for (t = m->first_tensor; t < moei_last_tensor(net, i); t++) count += net->tensors[t].count;
-        by_token = count - before;
+        by_token = 0;
+        for (t = m->first_tensor; t < moei_last_tensor(net, i); t++) by_token += net->tensors[t].count;
+        count += by_token;
         if (moei_is_layer(m)) (void)moe_layer_parameter_count(&m->layer, &by_token);
+        by_token -= moei_l1_owner(net, i) != i; /* net.l1 counts once */
         if (m->n_rows > 0) by_token = (size_t)m->d_out;
         if (m->kind == MOE_MODULE_TIED) by_token += (size_t)m->d_in * (size_t)m->d_out;
         used += by_token;

@@ -50,6 +50,11 @@ static const char *const forms[] = {
     "heads=3 d_head=10 d_value=5 rotary=1 rotary_dims=4 rotary_neighbours=1 kv_lora=9",
     "heads=3 d_head=10 rotary=1 rotary_dims=6 kv_lora=7 q_lora=8 eps=0.02 scale=0.5 window=9 output_bias=1",
     "heads=2 d_head=6 rotary=1 rotary_dims=2 kv_lora=5 sinks=1 cap=3 chunk=80",
+    "heads=4 kv_heads=2 d_head=16 rotary=1 rotary_scaling=llama3 rotary_factor=8 rotary_length=50 low_factor=2 "
+    "high_factor=7 full=1 sinks=1 qk_norm=head output_bias=1",
+    "heads=3 d_head=8 d_value=6 rotary=1 rotary_dims=4 kv_lora=6 full=1 sinks=1 rotary_scaling=yarn rotary_factor=4 "
+    "rotary_length=16 rotary_base=100",
+    "heads=2 d_head=8 rotary=1 rotary_dims=4 kv_lora=5 q_lora=6 rotary_scaling=factors query_floor=3 cap=2",
     NULL};
 
 static double *widened(const moe_real *v, size_t n) {
@@ -974,26 +979,52 @@ static void check_gradients(moe_net *net, moe_call *call) {
     free(dx);
 }
 
+/* Those of an attention that a router reads. */
+static void check_read(const char *form, moe_call *call) {
+    moe_attention_config a;
+    moe_layer_config c;
+    moe_net net;
+    moe_error error;
+    memset(&a, 0, sizeof a);
+    memset(&c, 0, sizeof c);
+    if (!set_fields(test_attention_fields(), &a, form) ||
+        !set_fields(moe_layer_fields(), &c,
+                    "n_experts=3 d_ff=4 select=dense refine=attention attention_heads=all attention_u=output"))
+        return;
+    moe_net_init(&net, D, MOE_KERNELS_AUTO, NULL);
+    moe_net_attention(&net, &a);
+    moe_net_mixture(&net, &c);
+    if (CHECK_STATUS(moe_net_build(&net, 1, moe_rng_next(&rng), &error), MOE_OK, error.message)) {
+        shake(&net);
+        check_gradients(&net, call);
+    }
+    moe_net_free(&net);
+}
+
 static void test_gradients(void) {
     static const int32_t sequences[] = {0, 5, 5, 13, 14};
     static const unsigned char mask[] = {1, 1, 0, 1, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1};
     size_t i, k;
     for (i = 0; forms[i] != NULL; i++)
-        for (k = 0; k < 2; k++) {
+        for (k = 0; k < 3; k++) {
+            const size_t n = k < 2 ? 14 : 150; /* for windows and chunks of 70 tokens and more */
             moe_net net;
             moe_call call;
-            moe_real *x = normals_of(&rng, 14 * D, 1);
+            moe_real *x;
+            if (k == 2 && strstr(forms[i], "window=7") == NULL && strstr(forms[i], "chunk=8") == NULL) continue;
+            x = normals_of(&rng, n * D, 1);
             test_case(forms[i]);
             memset(&call, 0, sizeof call);
-            call.n_tokens = 14;
+            call.n_tokens = n;
             call.x = x;
-            if (k > 0) {
+            if (k == 1) {
                 call.sequences = sequences;
                 call.n_sequences = 4;
                 call.mask = mask;
             }
             if (make(&net, forms[i], 1)) check_gradients(&net, &call);
             moe_net_free(&net);
+            if (strstr(forms[i], "kv_lora") == NULL) check_read(forms[i], &call); /* others are refused */
             test_case("stack");
             if (i < 3 && make_stack(&net, (int)(2 * i + 1), 1)) {
                 check_gradients(&net, &call);

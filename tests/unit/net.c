@@ -355,8 +355,8 @@ static void test_chain(void) {
 
     CHECK_STATUS(moe_net_init(&net, -1, 0, NULL), MOE_ERR_CONFIG, "d_in = -1");
     CHECK_STATUS(moe_net_linear(&net, 3), MOE_ERR_CONFIG, "a chain that init began badly");
-    CHECK_STATUS(moe_net_build(&net, 0, 1, &error), MOE_ERR_CONFIG, "build reports init's failure");
-    CHECK(strstr(error.message, "d_in = -1") != NULL, "by name");
+    CHECK_STATUS(moe_net_build(&net, 0, 1, &net.error), MOE_ERR_CONFIG, "build reports init's failure");
+    CHECK(strstr(net.error.message, "d_in = -1") != NULL, "by name, and forgets nothing");
     moe_net_free(&net);
     CHECK_STATUS(moe_net_init(&net, 0, 0, NULL), MOE_OK, "d_in = 0: token ids");
     CHECK_STATUS(moe_net_linear(&net, 3), MOE_ERR_CONFIG, "but no embedding");

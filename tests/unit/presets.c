@@ -298,6 +298,7 @@ static void test_shared_l1(void) {
         moe_error error;
         moe_real *load[2], *l1[2];
         moe_tensor found;
+        size_t used;
         int m;
         if (!CHECK(net_of(&net, "remoe", alone ? "n_experts=8 d_ff=4 l1_controller=layer" : "n_experts=8 d_ff=4", 2,
                           &error) == MOE_OK, error.message))
@@ -308,6 +309,7 @@ static void test_shared_l1(void) {
         l1[1] = values(&net, alone ? "3.router.l1" : "net.l1");
         CHECK(alone == (moe_net_find(&net, "net.l1", &found) != MOE_OK), "one tensor or one for each layer");
         CHECK(alone == (moe_net_find(&net, "3.router.l1", &found) == MOE_OK), "not both");
+        CHECK(moe_net_parameter_count(&net, &used) == used, "a token uses all");
         for (m = 1; m < 4; m += 2) {
             moe_tensor of_layer;
             size_t t;
