@@ -1490,7 +1490,6 @@ static void test_files_without_memory(void) {
     remove(path[0]);
 }
 
-/* A router that needs more than x cannot be trained by moe_fit, and says so. */
 static const char *kind_of(const moe_net *net, size_t module) {
     static const char *const kinds[MOE_MODULE_COUNT] = {
         "linear",    "activation", "layer_norm", "mixture", "residual",     "embedding",
@@ -1685,6 +1684,7 @@ static void test_nonfinite_source(void) {
     drop_data(&data);
 }
 
+/* A router that needs more than x cannot be trained by moe_fit, and says so. */
 static void test_needs(void) {
     moe_net net;
     moe_error error;
