@@ -1923,7 +1923,7 @@ static void check_add_input(void) {
     int select, weight, k, accepted = 0;
     for (select = 0; select < MOE_SELECT_COUNT; select++)
         for (weight = 0; weight < MOE_WEIGHT_COUNT; weight++)
-            for (k = 0; k < 4; k++) {
+            for (k = 0; k < MOE_EXPERT_COUNT; k++) {
                 moe_layer_config c = small_layer();
                 c.router.select = select;
                 c.router.weight = weight;
@@ -1940,13 +1940,13 @@ static void check_add_input(void) {
                 c.d_shared = k & 1 ? 2 : 0;
                 accepted += check_accepted("add_input", &c, 6, weight % 8);
             }
-    report("add_input", "many are accepted", accepted > 350, "");
+    report("add_input", "many are accepted", accepted > 440, "");
 }
 
 /* ---- teachers and students ---- */
 
 static void check_distill(void) {
-    int kind, score, k, accepted = 0;
+    int kind, score, k;
     for (kind = 0; kind < MOE_DISTILL_COUNT; kind++)
         for (score = 0; score < MOE_SCORE_COUNT; score++)
             for (k = 0; k < 8; k++) {
@@ -1963,7 +1963,6 @@ static void check_distill(void) {
                 c.router.student = 1;
                 c.router.freeze_at = 1 + k % 3; /* at step 1: frozen for k = 0, 3, 6 */
                 check_layer("student", &c, 6, k);
-                accepted++;
             }
     for (k = 0; k < MOE_SELECT_COUNT; k++) {
         moe_layer_config c = small_layer();
@@ -1972,7 +1971,7 @@ static void check_distill(void) {
         c.router.student = 1;
         c.router.freeze_at = 1 + k % 2;
         fit(&c);
-        if (moe_layer_check(&c, NULL, NULL) == MOE_OK) check_layer("student", &c, 6, 0);
+        check_layer("student", &c, 6, 0);
     }
 }
 
