@@ -587,7 +587,7 @@ static void compare(golden *g, const char *name, const moe_real *got, size_t row
         for (i = t * width; i < (t + 1) * width; i++) {
             double size = fabs((double)want[i]), distance = fabs((double)got[i] - (double)want[i]);
             if (size > largest) largest = size;
-            if (!moe_is_finite(got[i])) difference = HUGE_VAL;
+            if (!moe_is_finite(got[i]) || !moe_is_finite(want[i])) difference = HUGE_VAL;
             else if (distance > difference) difference = distance;
         }
     }

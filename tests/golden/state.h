@@ -350,8 +350,8 @@ static void run_l1(golden *g, const value *example) {
     memset(&c, 0, sizeof c);
     memset(&w, 0, sizeof w);
     w.g = g;
-    if (layers == 0 || layers > 8 || steps == NULL ||
-        !worked_config(g, &c, "gate=relu select=positive weight=raw d_ff=2", config)) return;
+    if (layers == 0 || layers > 8) fail(g, "layers must be 1 to 8", "");
+    if (g->outcome != PASSED || !worked_config(g, &c, "gate=relu select=positive weight=raw d_ff=2", config)) return;
     error.message[0] = '\0';
     moe_net_init(&net, 2, MOE_KERNELS_AUTO, NULL);
     for (i = 0; i < layers; i++) good &= moe_net_mixture(&net, &c) == MOE_OK;
@@ -361,7 +361,11 @@ static void run_l1(golden *g, const value *example) {
         moe_real got[8];
         moe_tensor load, l1;
         pairs = seen != NULL ? member(g, seen, "pairs_of_layers") : NULL;
-        if (pairs == NULL || after == NULL || members(pairs) != layers) break;
+        if (pairs == NULL || after == NULL) break;
+        if (members(pairs) != layers) {
+            fail(g, "pairs_of_layers has another number of layers", "");
+            break;
+        }
         for (i = 0, v = pairs->first; v != NULL; v = v->next, i++) {
             if (moe_layer_find(&net.modules[i].layer, "router.load", &load) != MOE_OK) break;
             load.data[0] = (moe_real)v->number;
@@ -385,6 +389,7 @@ static void run_example(golden *g, const value *example) {
     size_t i;
     char text[VALUE_ROOM];
     if (of == NULL || steps == NULL) return;
+    if (steps->first == NULL) fail(g, "no steps", "");
     sprintf(text, "%.*s", (int)(of->length < VALUE_ROOM ? of->length : VALUE_ROOM - 1), of->text);
     if (strcmp(text, "l1_controller") == 0) {
         run_l1(g, example);
@@ -394,7 +399,6 @@ static void run_example(golden *g, const value *example) {
         if (strcmp(state_rules[i].name, text) == 0) r = &state_rules[i];
     if (r == NULL) fail(g, "no such rule", text);
     if (r == NULL || !worked_begin(&w, g, example, r->settings)) return;
-    if (steps->first == NULL) fail(g, "no steps", "");
     for (step = steps->first; step != NULL && g->outcome == PASSED; step = step->next, w.step++) r->run(&w, step);
 }
 

@@ -192,7 +192,7 @@ static void heads_of(const moe_module *m, const double *x, size_t position, doub
 }
 
 /* y [n,d] of one sequence; mask NULL: all tokens are real. */
-static double *attention(const moe_module *m, size_t n, const double *x, const int32_t *mask) {
+static double *attention(const moe_module *m, size_t n, const double *x, const unsigned char *mask) {
     const moe_attention_config *c = &m->attention;
     size_t H = (size_t)c->heads, w = (size_t)c->d_head, h, i, j, p;
     size_t u = (size_t)(c->d_value > 0 ? c->d_value : c->d_head), d = (size_t)m->d_in;
@@ -250,7 +250,7 @@ static void shake(moe_net *net) {
         }
 }
 
-/* One attention between linear modules: inputs of width D. */
+/* One attention, on inputs of width D. */
 static int make(moe_net *net, const char *form, int trainable) {
     moe_attention_config c;
     moe_error error;
@@ -291,7 +291,7 @@ static void check_rows(const moe_real *got, const double *wanted, size_t n, doub
     CHECK_NEAR(worst / (1e-3 + most), 0, bound);
 }
 
-/* Decodes tokens 0..n in pieces of 1 (piece 0: of drawn lengths). */
+/* Decodes n tokens in pieces of so many, 0: of drawn lengths. */
 static void check_decoding(moe_net *net, size_t n, size_t piece, int type, const moe_real *x, const moe_real *y,
                            double bound) {
     size_t size = 0, bytes = 0, at, count, i;
@@ -382,6 +382,29 @@ static void check_file(const moe_net *net, const moe_call *call, const moe_real 
     moe_buffer_free(&buffer);
 }
 
+/* Padding keeps its place, is attended to by no token, and its own rows are not compared. */
+static void check_mask(const moe_net *net, const moe_call *whole, const double *wide) {
+    const size_t n = whole->n_tokens;
+    unsigned char *mask = (unsigned char *)grab(n, 1);
+    moe_call call = *whole;
+    moe_real *y;
+    double *wanted;
+    size_t i, real = 0;
+    for (i = 0; i < n; i++) mask[i] = i % 3 != 1;
+    call.mask = mask;
+    y = run(net, &call);
+    wanted = attention(&net->modules[0], n, wide, mask);
+    for (i = 0; i < n; i++) { /* the real rows, one after another */
+        if (!mask[i]) continue;
+        memmove(y + real * D, y + i * D, D * sizeof *y);
+        memmove(wanted + real++ * D, wanted + i * D, D * sizeof *wanted);
+    }
+    check_rows(y, wanted, real * D, NEAR);
+    free(mask);
+    free(y);
+    free(wanted);
+}
+
 static void test_form(const char *form, size_t n) {
     moe_net net;
     moe_call call;
@@ -403,6 +426,7 @@ static void test_form(const char *form, size_t n) {
     one = run(&net, &call);
     if (!full) CHECK(same_reals(one, y, D), "a token depends on earlier ones alone");
     call.n_tokens = n;
+    check_mask(&net, &call, wide);
     if (!full) {
         check_decoding(&net, n, 1, MOE_TYPE_REAL, x, y, 0);
         check_decoding(&net, n, n, MOE_TYPE_REAL, x, y, 0);

@@ -324,7 +324,6 @@ static double *naive_plain_expert(const moe_layer *layer, size_t e, const double
     return y;
 }
 
-/* With d_latent W_out f(W_in x): W_out is linear, so each expert's output may pass it alone. */
 /* The last experts, which have no matrices: 0, x, or a1 x + a2 v. */
 static double *naive_zero(const moe_layer *layer, size_t e, const double *x) {
     const moe_router_config *c = &layer->config.router;
@@ -342,6 +341,7 @@ static double *naive_zero(const moe_layer *layer, size_t e, const double *x) {
     return out;
 }
 
+/* With d_latent W_out f(W_in x): W_out is linear, so each expert's output may pass it alone. */
 static double *naive_expert(const moe_layer *layer, size_t e, const double *x) {
     const moe_router_config *c = &layer->config.router;
     size_t width = (size_t)layer->config.d_latent;
@@ -803,7 +803,7 @@ static void test_mask(void) {
             size_t t, n = 11, real = 0;
             size_t d = 6, i;
             c.n_shared = shared;
-            c.d_latent = trial % 5;
+            c.d_latent = trial / MOE_EXPERT_COUNT; /* every width with every kind */
             c.expert = trial % MOE_EXPERT_COUNT;
             if (trial % 3 == 0 && c.expert == MOE_EXPERT_FACTORISED) c.router.score = MOE_SCORE_NORM;
             if (!start(&b, &c, 1, n)) continue;
@@ -865,7 +865,7 @@ static void test_work_memory(void) {
         unsigned char *memory, kept[sizeof pass];
         moe_real *y;
         bench b;
-        size_t shift, i, n = (size_t)(trial % 5) * 3, count;
+        size_t shift, i, n = (size_t)(trial / MOE_EXPERT_COUNT % 5) * 3, count; /* every n with every kind */
         c.router.d_model = 1 + below(30);
         c.router.n_experts = 1 + below(6);
         c.router.top_k = 1;
@@ -915,7 +915,6 @@ static void test_work_memory(void) {
     }
 }
 
-/* An allocator that fails at a chosen call and knows what is out. */
 static moe_layer_config rich_config(void) {
     moe_layer_config c = small_config();
     c.router.score = MOE_SCORE_COSINE;
@@ -1281,7 +1280,6 @@ static void test_messages(void) {
     CHECK(moe_layer_check(NULL, NULL, NULL) == MOE_ERR_ARGUMENT, "NULL");
 }
 
-/* Constants in place of owned tensors. */
 /* Whether the system was asked for huge pages at an address; -1: it does not tell. */
 static int huge_asked(const void *address) {
     char line[512];
@@ -1315,6 +1313,7 @@ static void test_huge_pages(void) {
     moe_layer_free(&layer);
 }
 
+/* Constants in place of owned tensors. */
 static void test_const_tensors(void) {
     moe_layer_config c = rich_config();
     moe_layer layer;
@@ -1635,7 +1634,7 @@ static void test_by_experts(void) {
     for (trial = 0; trial < 60; trial++) {
         moe_layer_config c = small_config();
         bench b;
-        c.expert = trial % MOE_EXPERT_COUNT;
+        c.expert = trial / 12 % MOE_EXPERT_COUNT; /* each with all that follows */
         c.d_out = below(2) * 4;
         c.router.loss_z = (moe_real)0.1;
         if (trial % 3 == 0) c.router.select = MOE_SELECT_DENSE;

@@ -24,8 +24,6 @@
 #define NEAR 1e-4
 #endif
 
-/* Says what came instead. */
-
 static moe_real *normals(size_t count, double spread, uint64_t seed) {
     moe_real *v = (moe_real *)grab(count, sizeof *v);
     moe_rng rng;
@@ -34,8 +32,6 @@ static moe_real *normals(size_t count, double spread, uint64_t seed) {
     for (i = 0; i < count; i++) v[i] = (moe_real)spread * moe_rng_normal(&rng);
     return v;
 }
-
-/* ---- memory that counts, and fails when it is told to ---- */
 
 /* ---- networks ---- */
 
@@ -615,6 +611,43 @@ static void follow_updates(int optimizer, moe_net *net, moe_trainer *trainer, mo
                   near_to((double)net->tensors[1].data[0], w[2], 10 * NEAR),
               "the step is that of the formula");
     }
+}
+
+/* Loss and accuracy of an evaluation, which takes several batches that count differently. */
+static void test_evaluation(void) {
+    enum { MANY = 150 };
+    moe_data data = toy_data(MANY, 9), some;
+    int32_t labels[MANY];
+    moe_evaluation e;
+    moe_error error;
+    moe_net net;
+    moe_real *y;
+    size_t i, j, n = 0, right = 0;
+    double loss = 0;
+    CHECK_STATUS(make_net(&net, 0, 8, NULL, &error), MOE_OK, "build");
+    y = outputs(&net, data.x, MANY);
+    for (i = 0; i < MANY; i++) {
+        double sum = 0;
+        size_t best = 0;
+        labels[i] = i % 4 > 0 && i < 128 ? -1 : data.labels[i];
+        if (labels[i] < 0) continue;
+        for (j = 0; j < CLASSES; j++) {
+            sum += exp((double)y[i * CLASSES + j]);
+            if (y[i * CLASSES + j] > y[i * CLASSES + best]) best = j;
+        }
+        loss += log(sum) - (double)y[i * CLASSES + (size_t)labels[i]];
+        right += best == (size_t)labels[i];
+        n++;
+    }
+    some = data;
+    some.labels = labels;
+    CHECK_STATUS(moe_evaluate(&net, &some, 0, &e, &error), MOE_OK, "evaluate");
+    CHECK(e.n == n && right > 0 && right < n, "the labeled samples");
+    CHECK_NEAR(e.loss, loss / (double)n, NEAR);
+    CHECK_NEAR(e.accuracy, (double)right / (double)n, 1e-6);
+    free(y);
+    drop_data(&data);
+    moe_net_free(&net);
 }
 
 /* The optimizers against their formulas, on one linear module and one sample. */
@@ -1457,7 +1490,6 @@ static void test_files_without_memory(void) {
     remove(path[0]);
 }
 
-/* A router that needs more than x cannot be trained by moe_fit, and says so. */
 static const char *kind_of(const moe_net *net, size_t module) {
     static const char *const kinds[MOE_MODULE_COUNT] = {
         "linear",    "activation", "layer_norm", "mixture", "residual",     "embedding",
@@ -1652,6 +1684,7 @@ static void test_nonfinite_source(void) {
     drop_data(&data);
 }
 
+/* A router that needs more than x cannot be trained by moe_fit, and says so. */
 static void test_needs(void) {
     moe_net net;
     moe_error error;
@@ -2362,6 +2395,7 @@ int main(int count, char **words) {
     CASE(test_gradients());
     CASE(test_losses());
     CASE(test_learning());
+    CASE(test_evaluation());
     CASE(test_updates());
     CASE(test_frozen());
     CASE(test_progress());

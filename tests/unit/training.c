@@ -32,16 +32,12 @@
 
 static char path[2][600]; /* files of this test */
 
-/* Says what came instead. */
-
 /* FNV-1a */
 static uint64_t hash_of(uint64_t hash, const void *bytes, size_t n) {
     const unsigned char *p = (const unsigned char *)bytes;
     while (n-- > 0) hash = (hash ^ *p++) * UINT64_C(0x100000001b3);
     return hash;
 }
-
-/* ---- memory that fails when it is told to ---- */
 
 /* ---- networks and samples ---- */
 
@@ -826,7 +822,6 @@ static void check_rows_resumed(const samples *s, int optimizer) {
     moe_net_free(&other);
 }
 
-/* Learning rates of single experts. */
 /* A number that is not finite is named by its place in the tensor, not in the rows that learn
    alike. */
 static void bad_number_of_rows(const samples *s) {
@@ -850,6 +845,7 @@ static void bad_number_of_rows(const samples *s) {
     moe_net_free(&net);
 }
 
+/* Learning rates of single experts. */
 static void test_rows(void) {
     samples s = samples_of(24, 6);
     place(&s);
@@ -858,6 +854,87 @@ static void test_rows(void) {
     check_rows(&s, MOE_OPTIMIZER_ADAMW);
     check_rows_resumed(&s, MOE_OPTIMIZER_SGD);
     check_rows_resumed(&s, MOE_OPTIMIZER_ADAMW);
+}
+
+/* ---- what progress says ---- */
+
+enum { MOST_STEPS = 40 };
+
+/* What a callback was told. */
+typedef struct reports {
+    moe_progress told[MOST_STEPS];
+    int calls;
+} reports;
+
+static int write_report(void *ctx, const moe_progress *p) {
+    reports *r = (reports *)ctx;
+    if (r->calls >= MOST_STEPS) return 1;
+    r->told[r->calls++] = *p;
+    return 0;
+}
+
+/* An epoch of a network that hardly moves has the loss of an evaluation, whatever its batches
+   count. */
+static void test_means(void) {
+    samples s = samples_of(22, 51), test = samples_of(10, 52);
+    moe_net net = net_of(SMOOTH, 9, NULL);
+    moe_train_config c = descent(6);
+    moe_evaluation e, of_test;
+    moe_error error;
+    reports r;
+    place(&s);
+    place(&test);
+    memset(&r, 0, sizeof r);
+    s.labels[1] = s.labels[4] = s.labels[20] = -1;
+    c.rate = (moe_real)1e-12;
+    c.epochs = 2;
+    c.accumulate = 3;
+    c.progress = write_report;
+    c.progress_ctx = &r;
+    CHECK_STATUS(moe_evaluate(&net, &s.data, 0, &e, &error), MOE_OK, "evaluate");
+    CHECK_STATUS(moe_evaluate(&net, &test.data, 0, &of_test, &error), MOE_OK, "evaluate");
+    CHECK_STATUS(moe_fit(&net, &s.data, &test.data, &c, &error), MOE_OK, "fit");
+    CHECK(r.calls == 4 && near_to((double)r.told[1].loss, (double)e.loss, NEAR) &&
+              near_to((double)r.told[3].loss, (double)e.loss, NEAR),
+          "the mean of an epoch is that of all that count");
+    CHECK(r.told[1].test.n == 10 && near_to((double)r.told[1].test.loss, (double)of_test.loss, NEAR) &&
+              near_to((double)r.told[1].test.accuracy, (double)of_test.accuracy, NEAR),
+          "the test is an evaluation");
+    moe_net_free(&net);
+}
+
+/* A step of moe_fit uses the mean gradient of its batches: where all samples are equal, that of one
+   of them, also in the last step, which has fewer batches. */
+static void test_mean_gradients(void) {
+    samples s = samples_of(18, 53);
+    moe_net net = net_of(SMOOTH, 9, NULL), one = net_of(SMOOTH, 9, NULL);
+    moe_train_config c = descent(6);
+    moe_trainer t = trainer_of(&one, &c);
+    moe_step seen;
+    moe_error error;
+    reports r;
+    size_t i;
+    place(&s);
+    memset(&r, 0, sizeof r);
+    for (i = 1; i < 18; i++) {
+        s.labels[i] = s.labels[0];
+        memcpy(s.x + i * D, s.x, D * sizeof(moe_real));
+    }
+    c.epochs = 1;
+    c.accumulate = 2;
+    c.progress = write_report;
+    c.progress_ctx = &r;
+    CHECK_STATUS(moe_fit(&net, &s.data, NULL, &c, &error), MOE_OK, "fit");
+    s.data.n = 1;
+    for (i = 0; i < 2; i++) {
+        step(&t, &s.data, &seen);
+        CHECK_NEAR(r.told[i].gradient_norm, seen.gradient_norm, NEAR);
+    }
+    CHECK(r.calls == 2 && seen.gradient_norm > (moe_real)0.05, "two steps");
+    CHECK_NEAR(net_distance(&net, &one), 0, NEAR);
+    moe_trainer_free(&t);
+    moe_net_free(&net);
+    moe_net_free(&one);
 }
 
 /* ---- settings that are refused ---- */
@@ -1202,8 +1279,6 @@ static void step_sequences(samples *s, moe_net *net, probe *p, moe_train_config 
     t = trainer_of(net, c);
     s->data.n = 8;
     s->data.call = call;
-    t.config.batch = 8;
-    t.config.batch = 6;
     CHECK_STATUS(moe_trainer_step(&t, &s->data, NULL, &error), MOE_ERR_ARGUMENT, "a step takes its batch");
     moe_trainer_free(&t);
     c->batch = 8;
@@ -1565,7 +1640,7 @@ static void test_workspace(void) {
     moe_net_free(&net);
 }
 
-/* The text of a checkpoint's settings has at most 800 characters; more is not read in part. */
+/* The text of a checkpoint's settings has fewer than 800 characters; more is not read in part. */
 static void test_long_text(void) {
     samples s = samples_of(12, 16);
     moe_net net = net_of(SPARSE, 17, NULL);
@@ -1905,6 +1980,9 @@ static void test_failed_writing(void) {
         CHECK_STATUS(moe_trainer_write(&t, &stream, &error), room < file.size ? MOE_ERR_IO : MOE_OK, "a full disk");
         CHECK(trainer_print(&t) == before, "writing changes nothing");
     }
+    t.rate = (moe_real)NAN;
+    CHECK_STATUS(moe_trainer_write(&t, &stream, &error), MOE_ERR_ARGUMENT, "a rate that no trainer would read");
+    t.rate = c.rate;
     block_writing(path[0], 1);
     CHECK_STATUS(moe_trainer_save(&t, path[0], &error), MOE_ERR_IO, "no file can be made beside it");
     c.epochs = 2;
@@ -1935,8 +2013,6 @@ static void test_failed_writing(void) {
 }
 
 /* ---- training that is resumed ---- */
-
-enum { MOST_STEPS = 40 };
 
 /* What a callback was told, and when it stops or copies the checkpoint. */
 typedef struct log {
@@ -2267,6 +2343,7 @@ static void test_resumed_schedule(void) {
     c.checkpoint = NULL;
     c.resume = 0;
     c.total_steps = 10;
+    c.final_rate = (moe_real)0.5;
     t = trainer_of(&net, &c);
     c.total_steps = 20;
     longer = trainer_of(&other, &c);
@@ -2274,7 +2351,8 @@ static void test_resumed_schedule(void) {
     step(&t, &s.data, NULL);
     CHECK_STATUS(moe_trainer_save(&t, path[0], &error), MOE_OK, "save");
     CHECK(moe_trainer_load(&longer, path[0], &error) == MOE_OK, error.message);
-    CHECK(net_print(&other) == net_print(&net) && other.modules[0].layer.config.router.schedule_steps == 20,
+    CHECK(net_print(&other) == net_print(&net) && other.modules[0].layer.config.router.schedule_steps == 20 &&
+              near_to((double)longer.rate, rate_wanted(&c, 1, 20), NEAR),
           "the trainer keeps its schedule");
     moe_trainer_free(&t);
     moe_trainer_free(&longer);
@@ -2332,11 +2410,10 @@ static void train_without_memory(samples *s, test_heap *m, moe_net *net, moe_tra
     moe_trainer t;
     moe_error error;
     moe_status status;
-    moe_buffer now, file;
+    moe_buffer file;
     uint64_t before;
     long at, held, refused;
     place(s);
-    memset(&now, 0, sizeof now);
     t = trainer_of(net, c);
     s->data.n = 12;
     step(&t, &s->data, NULL);
@@ -2390,7 +2467,7 @@ static void test_without_memory(void) {
     moe_status status;
     moe_buffer wanted, now;
     uint64_t before, print;
-    long at, held, refused;
+    long at, held, refused, resumed = 0;
     train_without_memory(&s, &m, &net, &c);
     CHECK_STATUS(moe_fit(&kept, &s.data, NULL, &c, &error), MOE_OK, "fit");
     wanted = contents(path[0]);
@@ -2409,6 +2486,7 @@ static void test_without_memory(void) {
         refused += status != MOE_OK;
         if (m.calls < at) break;
         if (status == MOE_OK || !exists(path[0])) continue;
+        resumed++;
         c.resume = 1;
         m.calls = 0;
         m.fail_at = 0;
@@ -2418,7 +2496,7 @@ static void test_without_memory(void) {
         CHECK(now.size == wanted.size && same_bits(now.data, wanted.data, now.size), "the same checkpoint");
         moe_buffer_free(&now);
     }
-    CHECK(refused > 4 && at < 400, "allocations failed");
+    CHECK(refused > 4 && resumed > 4 && at < 400, "allocations failed, also after a checkpoint");
     for (at = 1, refused = 0; at < 100; at++) { /* resuming itself */
         put_file(path[0], &wanted);
         before = net_print(&net);
@@ -2458,6 +2536,8 @@ int main(int count, char **words) {
     CASE(test_frozen_routers());
     CASE(test_failed_step());
     CASE(test_small_gradients());
+    CASE(test_means());
+    CASE(test_mean_gradients());
     CASE(test_refused_settings());
     CASE(test_stars());
     CASE(test_refused_rows());
