@@ -1044,7 +1044,7 @@ enum {
 enum { MOE_ROUTER_PARAMETERS(MOEI_ROUTER_PARAMETER, , , , ) MOE_ROUTER_PARAMETER_COUNT };
 
 /* One parameter: its name, shape, purpose, and how it starts: init_value + init_std * standard
-   normal. */
+   normal (router.ac_running: at least 0). */
 typedef struct moe_parameter {
     const char *name;
     int n_dims;
@@ -3861,7 +3861,7 @@ static moe_status moei_check_indices(const moe_call *call, const char *array, co
     return MOE_OK;
 }
 
-/* Checks the arrays of the previous layer that adaptive clustering reads. */
+/* The previous layer's arrays, which adaptive clustering reads. */
 static moe_status moei_clustering_check(const moe_router_config *c, const moe_call *call) {
     const char *needed_by = "input = adaptive_clustering";
     if (call->previous_experts == NULL) return moei_missing(call, "previous_experts", needed_by);
@@ -3987,7 +3987,7 @@ static moe_status moei_sequences_check(const moe_router_config *c, const moe_cal
     return MOE_OK;
 }
 
-/* Checks whether the MOE_KEEP_ masks exclude something that the call needs. */
+/* Whether the masks leave out what the call needs. */
 static moe_status moei_left_out_check(const moe_router *router, const moe_call *call) {
     const char *left_out = moei_left_out(&router->config);
     if (left_out == NULL && !MOEI_KEPT(SELECTS, MOE_SELECT_GIVEN) && call->given != NULL) left_out = "given";
