@@ -8349,24 +8349,6 @@ typedef struct moei_module_kind {
 
 static const moei_module_kind moei_module_kinds[] = {MOEI_MODULE_KINDS(MOEI_MODULE_CODE)};
 
-/* Whether the sequences are as moe_call requires. */
-static int moei_sequences_fit(const moe_call *call) {
-    size_t i;
-    if (call->sequences == NULL) return 1;
-    if (call->n_sequences < 1 || call->sequences[0] != 0) return 0;
-    for (i = 0; i < call->n_sequences; i++)
-        if (call->sequences[i + 1] < call->sequences[i]) return 0;
-    return (size_t)call->sequences[call->n_sequences] == call->n_tokens;
-}
-
-/* Whether each of the n token ids has a row in the embedding. */
-static int moei_ids_fit(const moe_module *embedding, size_t n, const int32_t *ids) {
-    size_t t;
-    for (t = 0; t < n; t++)
-        if (ids == NULL || ids[t] < 0 || ids[t] >= embedding->n_rows) return 0;
-    return 1;
-}
-
 /* Whether every token after `past` others has a row in positions. */
 static int moei_positions_fit(const moe_module *positions, const moe_call *call, size_t past) {
     size_t i, from, to;
@@ -8412,9 +8394,10 @@ static moe_status moei_module_call_check(const moe_net *net, const moe_call *cal
         return moei_error(call->error, MOE_ERR_UNSUPPORTED,
                           "module %z (%s): a MOE_KEEP_ macro has left it out of this build", i,
                           moei_module_names[m->kind]);
-    if (m->kind == MOE_MODULE_EMBEDDING && !moei_ids_fit(m, call->n_tokens, call->token_ids))
-        return MOEI_REFUSE(call->error, "module %z (embedding): call.token_ids is NULL, or an id is not 0 to %d", i,
-                           m->n_rows - 1);
+    if (m->kind == MOE_MODULE_EMBEDDING && call->n_tokens > 0 && call->token_ids == NULL)
+        return moei_missing(call, "token_ids", "module 0 (embedding)");
+    if (m->kind == MOE_MODULE_EMBEDDING)
+        return moei_check_indices(call, "token_ids", call->token_ids, call->n_tokens, 0, 0, m->n_rows);
     if (m->kind == MOE_MODULE_POSITIONS && !moei_positions_fit(m, call, past))
         return MOEI_REFUSE(call->error, "module %z (positions): a sequence has more than %d tokens", i, m->n_rows);
     if (m->kind == MOE_MODULE_DROPOUT && call->training && m->rate > 0 && call->rng == NULL)
@@ -8436,9 +8419,8 @@ static moe_status moei_net_call_check(const moe_net *net, const moe_call *call, 
     if (set != NULL) return MOEI_REFUSE(call->error, "call.%s is set: only a call of one layer takes it", set);
     if (call->batch != NULL)
         return MOEI_REFUSE(call->error, "call.batch is set: a net decides over several calls with net.transport only");
-    if (!moei_sequences_fit(call))
-        return MOEI_REFUSE(call->error, "call.sequences must begin with 0, not fall and end with n_tokens = %z",
-                           call->n_tokens);
+    status = moei_offsets_check(call);
+    if (status != MOE_OK) return status;
     if (net->external && call->training)
         return moei_error(call->error, MOE_ERR_UNSUPPORTED, "call.training = 1 is incompatible with net.external = 1");
     for (i = 0; i < net->n_modules && net->external && status == MOE_OK; i++)

@@ -446,8 +446,8 @@ enum {
 /* Select: S_t, the chosen experts. b is the selection bias, 0 if there is none. Columns: function,
    flags, traits. */
 #define MOE_SELECTS(X) \
-    /* The K largest of the selection score: z where p rises with it and nothing is added, else p \
-       + b */ \
+    /* The K largest of the selection score: z where sparsemixer reads it, or p rises with it and \
+       nothing is added; else p + b */ \
     X(MOE_SELECT_TOP_K, "top_k", moei_select_top_k, \
       MOEI_SELECT_IN_ORDER | MOEI_SELECT_AT_MOST_K | MOEI_SELECT_ANY_K | MOEI_SELECT_LEAVES_OUT, 0) \
     /* All experts */ \
@@ -1044,7 +1044,7 @@ enum {
 enum { MOE_ROUTER_PARAMETERS(MOEI_ROUTER_PARAMETER, , , , ) MOE_ROUTER_PARAMETER_COUNT };
 
 /* One parameter: its name, shape, purpose, and how it starts: init_value + init_std * standard
-   normal. */
+   normal (router.ac_running: at least 0). */
 typedef struct moe_parameter {
     const char *name;
     int n_dims;
@@ -3861,7 +3861,7 @@ static moe_status moei_check_indices(const moe_call *call, const char *array, co
     return MOE_OK;
 }
 
-/* Checks the arrays of the previous layer that adaptive clustering reads. */
+/* The previous layer's arrays, which adaptive clustering reads. */
 static moe_status moei_clustering_check(const moe_router_config *c, const moe_call *call) {
     const char *needed_by = "input = adaptive_clustering";
     if (call->previous_experts == NULL) return moei_missing(call, "previous_experts", needed_by);
@@ -3956,19 +3956,24 @@ static moe_status moei_supplies_check(const moe_router *router, const moe_call *
     return MOE_OK;
 }
 
-/* Checks the offsets of sequences and the past tokens. */
-static moe_status moei_sequences_check(const moe_router_config *c, const moe_call *call) {
+static moe_status moei_offsets_check(const moe_call *call) {
     size_t i;
-    if (call->sequences != NULL) {
-        if (call->n_sequences < 1 || call->sequences[0] != 0)
-            return MOEI_REFUSE(call->error, "call.sequences must begin with 0");
-        for (i = 0; i < call->n_sequences; i++)
-            if (call->sequences[i + 1] < call->sequences[i])
-                return MOEI_REFUSE(call->error, "call.sequences[%z] is below the offset before it", i + 1);
-        if ((size_t)call->sequences[call->n_sequences] != call->n_tokens)
-            return MOEI_REFUSE(call->error, "call.sequences must end with n_tokens = %z", call->n_tokens);
-    }
-    if (call->n_past == 0) return MOE_OK;
+    if (call->sequences == NULL) return MOE_OK;
+    if (call->n_sequences < 1 || call->sequences[0] != 0)
+        return MOEI_REFUSE(call->error, "call.sequences must begin with 0");
+    for (i = 1; i <= call->n_sequences; i++)
+        if (call->sequences[i] < call->sequences[i - 1])
+            return MOEI_REFUSE(call->error, "call.sequences[%z] = %d: below the offset before it", i,
+                               (int)call->sequences[i]);
+    if ((size_t)call->sequences[i - 1] != call->n_tokens)
+        return MOEI_REFUSE(call->error, "call.sequences must end with n_tokens = %z, not %d", call->n_tokens,
+                           (int)call->sequences[i - 1]);
+    return MOE_OK;
+}
+
+static moe_status moei_sequences_check(const moe_router_config *c, const moe_call *call) {
+    const moe_status status = moei_offsets_check(call);
+    if (status != MOE_OK || call->n_past == 0) return status;
     if (c->refine == MOE_REFINE_NONE || !c->causal || moei_compares_heads(c) || call->training ||
         call->batch != NULL || moei_sequence_count(call) != 1)
         return MOEI_REFUSE(call->error,
@@ -3982,7 +3987,7 @@ static moe_status moei_sequences_check(const moe_router_config *c, const moe_cal
     return MOE_OK;
 }
 
-/* Checks whether the MOE_KEEP_ masks exclude something that the call needs. */
+/* Whether the masks leave out what the call needs. */
 static moe_status moei_left_out_check(const moe_router *router, const moe_call *call) {
     const char *left_out = moei_left_out(&router->config);
     if (left_out == NULL && !MOEI_KEPT(SELECTS, MOE_SELECT_GIVEN) && call->given != NULL) left_out = "given";
@@ -4013,7 +4018,7 @@ static moe_status moei_call_check(const moe_router *router, const moe_call *call
         return moei_error(call->error, MOE_ERR_OVERFLOW, "call.n_tokens = %z: too many", call->n_tokens);
     if (call->n_tokens > 0 && call->x == NULL) return MOEI_REFUSE(call->error, "call.x is NULL");
     status = moei_tensors_check(router, call);
-    if (status == MOE_OK && (call->sequences != NULL || call->n_past > 0)) status = moei_sequences_check(c, call);
+    if (status == MOE_OK) status = moei_sequences_check(c, call);
     if (status != MOE_OK) return status;
     if (call->batch != NULL && moei_is_soft(c) && moei_crosses_sequences(c))
         return moei_error(call->error, MOE_ERR_UNSUPPORTED,
@@ -4024,8 +4029,9 @@ static moe_status moei_call_check(const moe_router *router, const moe_call *call
     if (call->training) status = moei_training_check(c, call);
     if (status != MOE_OK || !(router->parts & MOEI_PART_SUPPLIES)) return status;
     if (moei_is_soft(c) && (call->given != NULL || moei_sequence_count(call) > (size_t)c->soft_sequences))
-        return MOEI_REFUSE(call->error, "select = soft takes no call.given and at most soft_sequences = %d sequences",
-                           c->soft_sequences);
+        return MOEI_REFUSE(call->error,
+                           "select = soft takes no call.given and at most soft_sequences = %d, here %z",
+                           c->soft_sequences, moei_sequence_count(call));
     if (moei_is_soft(c) && moei_sequence_count(call) > (size_t)INT32_MAX / (size_t)c->slots)
         return moei_error(call->error, MOE_ERR_OVERFLOW, "call.n_sequences = %z: too many for slots = %d",
                           call->n_sequences, c->slots);

@@ -145,9 +145,10 @@
      Float models.   Most are lists of operations, as integer models are: a few kilobytes of code,
      and the network's results up to rounding. The others run the network's own code
      (moe_net_forward, moe_net_decode), which is twenty times as large, and compute the same bits as
-     the network; the header says so, and why: attention, scores other than linear, random and mlp,
-     grouped selections, shaped experts, MOE_NO_QUANT, and most of what integer models do not
-     support. same_bits = 1 requests that form.
+     the network with plain C kernels (with other kernels sample_at = always may draw other experts,
+     as it draws by the bits of the logits); the header says so, and why: attention, scores other
+     than linear, random and mlp, grouped selections, shaped experts, MOE_NO_QUANT, and most of what
+     integer models do not support. same_bits = 1 requests that form.
 
      Calibration.   The network runs on the calibration data in float. The largest magnitude of each
      vector sets its scale; values beyond it saturate (16-bit codes have room for four times as

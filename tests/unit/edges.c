@@ -2130,7 +2130,7 @@ static void test_net_call_errors(void) {
     call.activations = NULL;
     call.sequences = sequences;
     call.n_sequences = 1;
-    REFUSED(MOE_ERR_ARGUMENT, "call.sequences must", moe_net_forward(&net, &call, work, size, &pass));
+    REFUSED(MOE_ERR_ARGUMENT, "end with n_tokens = 6, not 5", moe_net_forward(&net, &call, work, size, &pass));
     call.sequences = NULL;
     call.n_sequences = 0;
     call.n_tokens = (size_t)INT32_MAX + 1;
@@ -2199,7 +2199,7 @@ static void test_net_batches(void) {
 
 /* What the modules of sequences and decoding ask of a call. */
 static void test_sequence_call_errors(void) {
-    static const int32_t ids[TOKENS] = {0, 1, 2, 3, 4, 9};
+    static const int32_t ids[TOKENS] = {0, 1, 2, 3, 4, 9}, falls[3] = {0, 4, 2};
     moe_call call = told_call(TOKENS, 1);
     moe_net_pass pass;
     moe_cache cache;
@@ -2214,9 +2214,14 @@ static void test_sequence_call_errors(void) {
     IS(MOE_OK, moe_net_build(&net, 1, 1, &error));
     IS(MOE_OK, moe_net_work_size(&net, TOKENS, 1, &size));
     work = grab(1, size);
-    REFUSED(MOE_ERR_ARGUMENT, "module 0 (embedding): call.token_ids", moe_net_forward(&net, &call, work, size, &pass));
+    REFUSED(MOE_ERR_ARGUMENT, "call.token_ids is NULL: module 0 (embedding)",
+            moe_net_forward(&net, &call, work, size, &pass));
     call.token_ids = ids;
-    REFUSED(MOE_ERR_ARGUMENT, "an id is not 0 to 8", moe_net_forward(&net, &call, work, size, &pass));
+    REFUSED(MOE_ERR_ARGUMENT, "call.token_ids[5] = 9: must be 0 to 8", moe_net_forward(&net, &call, work, size, &pass));
+    call.sequences = falls;
+    call.n_sequences = 2;
+    REFUSED(MOE_ERR_ARGUMENT, "call.sequences[2] = 2", moe_net_forward(&net, &call, work, size, &pass));
+    call.sequences = NULL;
     call.n_tokens = 5;
     REFUSED(MOE_ERR_ARGUMENT, "module 1 (positions): a sequence has more than 4 tokens",
             moe_net_forward(&net, &call, work, size, &pass));
