@@ -4132,9 +4132,18 @@ static void moei_layer_set_packed(moe_layer *layer, int type, const void *const 
     layer->is_packed = 1;
 }
 
-/* Weights packed in this memory are not read again, even if the call fails halfway. */
+/* Weights packed in this memory are not read again, even if the call fails halfway. old: where those
+   of the layer would end. */
+static void moei_unpack(moe_layer *layer, const moei_packing *old, const void *memory, size_t size) {
+    if (moei_overlaps(layer->packed, MOE_LAYER_PARAMETER_COUNT, old->used - (MOEI_PACK_ALIGN - 1), memory, size))
+        layer->is_packed = 0;
+}
+
 static void moei_layer_unpack(moe_layer *layer, const void *memory, size_t size) {
-    if (moei_overlaps(layer->packed, MOE_LAYER_PARAMETER_COUNT, memory, size)) layer->is_packed = 0;
+    const void *packed[MOE_LAYER_PARAMETER_COUNT];
+    moei_packing old = moei_packing_begin(NULL, layer->packed_type, 0, NULL, NULL);
+    (void)moei_pack_layer(&old, layer, packed);
+    moei_unpack(layer, &old, memory, size);
 }
 
 moe_status moe_layer_pack(moe_layer *layer, int type, void *memory, size_t size, moe_error *error) {
@@ -7325,7 +7334,13 @@ moe_status moe_net_pack(moe_net *net, int type, void *memory, size_t size, moe_e
     status = moei_pack_net(moei_packing_begin(net->kernels, type, 0, NULL, error), net, NULL, &bytes);
     if (status != MOE_OK) return status;
     if (size < bytes) return moei_error(error, MOE_ERR_SPACE, MOEI_PACK_SPACE, size, bytes);
-    for (i = 0; i < net->n_modules; i++) moei_layer_unpack(&net->modules[i].layer, memory, size);
+    for (i = 0; i < net->n_modules; i++) {
+        const void *packed[MOE_LAYER_PARAMETER_COUNT];
+        moe_layer *layer = &net->modules[i].layer;
+        moei_packing old = moei_packing_begin(NULL, layer->packed_type, 0, NULL, NULL);
+        (void)moei_pack_module(&old, net, &net->modules[i], packed);
+        moei_unpack(layer, &old, memory, size);
+    }
     status = moei_pack_net(moei_packing_begin(net->kernels, type, 1, memory, error), net, NULL, &bytes);
     if (status != MOE_OK) return status;
     return moei_pack_net(moei_packing_begin(net->kernels, type, 0, memory, error), net, net->modules, &bytes);

@@ -7118,11 +7118,12 @@ MOEI_TOOL moe_status moei_pack_matrix(moei_packing *p, const char *name, size_t 
     return MOE_OK;
 }
 
-/* Whether packed weights begin in the memory. */
-MOEI_TOOL int moei_overlaps(const void *const packed[], int count, const void *memory, size_t size) {
-    while (count-- > 0)
-        if (packed[count] != NULL && (uintptr_t)packed[count] - (uintptr_t)memory < size) return 1;
-    return 0;
+/* Whether packed weights, used bytes from the first of them on, overlap the memory. */
+MOEI_TOOL int moei_overlaps(const void *const packed[], int count, size_t used, const void *memory, size_t size) {
+    int i = 0;
+    while (i < count && packed[i] == NULL) i++;
+    return i < count && ((uintptr_t)packed[i] - (uintptr_t)memory < size ||
+                         (uintptr_t)memory - (uintptr_t)packed[i] < used);
 }
 
 /* Adds |y - exact|^2 and |exact|^2 to sums. */
