@@ -4132,8 +4132,8 @@ static void moei_layer_set_packed(moe_layer *layer, int type, const void *const 
     layer->is_packed = 1;
 }
 
-/* Weights packed in this memory are not read again, even if the call fails halfway. old: where those
-   of the layer would end. */
+/* Weights packed in this memory are not read again, even if the call fails halfway. old: their
+   layout. */
 static void moei_unpack(moe_layer *layer, const moei_packing *old, const void *memory, size_t size) {
     if (moei_overlaps(layer->packed, MOE_LAYER_PARAMETER_COUNT, old->used - (MOEI_PACK_ALIGN - 1), memory, size))
         layer->is_packed = 0;

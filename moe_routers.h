@@ -3861,7 +3861,7 @@ static moe_status moei_check_indices(const moe_call *call, const char *array, co
     return MOE_OK;
 }
 
-/* The previous layer's arrays, which adaptive clustering reads. */
+/* What adaptive clustering reads. */
 static moe_status moei_clustering_check(const moe_router_config *c, const moe_call *call) {
     const char *needed_by = "input = adaptive_clustering";
     if (call->previous_experts == NULL) return moei_missing(call, "previous_experts", needed_by);
@@ -4018,7 +4018,7 @@ static moe_status moei_call_check(const moe_router *router, const moe_call *call
         return moei_error(call->error, MOE_ERR_OVERFLOW, "call.n_tokens = %z: too many", call->n_tokens);
     if (call->n_tokens > 0 && call->x == NULL) return MOEI_REFUSE(call->error, "call.x is NULL");
     status = moei_tensors_check(router, call);
-    if (status == MOE_OK) status = moei_sequences_check(c, call);
+    if (status == MOE_OK && (call->sequences != NULL || call->n_past > 0)) status = moei_sequences_check(c, call);
     if (status != MOE_OK) return status;
     if (call->batch != NULL && moei_is_soft(c) && moei_crosses_sequences(c))
         return moei_error(call->error, MOE_ERR_UNSUPPORTED,
@@ -4029,8 +4029,7 @@ static moe_status moei_call_check(const moe_router *router, const moe_call *call
     if (call->training) status = moei_training_check(c, call);
     if (status != MOE_OK || !(router->parts & MOEI_PART_SUPPLIES)) return status;
     if (moei_is_soft(c) && (call->given != NULL || moei_sequence_count(call) > (size_t)c->soft_sequences))
-        return MOEI_REFUSE(call->error,
-                           "select = soft takes no call.given and at most soft_sequences = %d, here %z",
+        return MOEI_REFUSE(call->error, "select = soft takes no call.given and at most soft_sequences = %d, here %z",
                            c->soft_sequences, moei_sequence_count(call));
     if (moei_is_soft(c) && moei_sequence_count(call) > (size_t)INT32_MAX / (size_t)c->slots)
         return moei_error(call->error, MOE_ERR_OVERFLOW, "call.n_sequences = %z: too many for slots = %d",
