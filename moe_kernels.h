@@ -265,9 +265,10 @@
    columns, in the order in which the tiles consume them: moe_pack makes the panels once, and
    moe_matmul_packed multiplies with the bits of moe_matmul. While a tile is computed, the next
    panel is prefetched; a left operand of up to 192 rows is processed in pieces that stay in the
-   second-level cache (assumed to have at least 512 KiB). One or two rows read several panels side
-   by side; where a layer's call reads more than 32 MiB of weights, one after the other, which is
-   faster from memory and slower from a cache. The bits are the same.
+   second-level cache (assumed to have at least 512 KiB). Few rows read several panels side by
+   side; where a layer's call reads more than 32 MiB of weights, these are prefetched too, or on
+   AMD's processors read one after the other, which is faster from memory and slower from a cache.
+   The bits are the same.
 
    Pointers. k, a table of kernels, may be NULL everywhere: plain C. The description of a function
    says which other pointers may be NULL. Every other pointer points to as many elements as the
@@ -576,9 +577,6 @@ typedef struct moe_kernels {
     moe_real (*exp_sum)(size_t n, moe_real max, moe_real *y);
     moe_real (*entropy)(size_t n, const moe_real *p);
     moe_panels_fn *panels;
-    /* the same bits, for weights that come from memory and not from a cache; may equal panels, not
-       NULL */
-    moe_panels_fn *streamed;
     void (*gated)(int act, size_t m, size_t n, const moe_real *x, size_t ldx, const moe_real *times, size_t ldt,
                   moe_real *y, size_t ldy);
     void (*gated_backward)(int act, size_t n, const moe_real *x, const moe_real *times, const moe_real *dy,
@@ -586,6 +584,9 @@ typedef struct moe_kernels {
     /* may be NULL with MOE_NO_TRAIN */
     void (*adamw)(const moe_adamw_step *step, size_t n, const moe_real *gradient, moe_real *m, moe_real *v,
                   moe_real *w);
+    /* the bits of panels, for weights that come from memory and not from a cache; may equal panels,
+       not NULL */
+    moe_panels_fn *streamed;
     /* NULL for types that are not quantized; with MOE_NO_QUANT these, quantize and unpacked are
        NULL */
     moe_quantized_fn *quantized[MOE_TYPE_COUNT];
@@ -2528,7 +2529,6 @@ static const char moei_name_c[] = "c";
     K(exp_sum,           c, avx2, avx2,    v4) \
     K(entropy,           c, avx2, avx2,    c) \
     K(panels,            c, avx2, avx512,  v4) \
-    K(streamed,          c, avx2, avx512,  v4) \
     K(gated,             c, avx2, avx512,  v4) \
     T(gated_backward,    c, avx2, avx512,  v4) \
     T(adamw,             c, avx2, avx512,  v4)
@@ -2544,15 +2544,13 @@ static const char moei_name_c[] = "c";
 #define MOEI_TABLE_ROWS(ROW) MOEI_KERNEL_ROWS(ROW, MOEI_ROW_NULL)
 #endif
 #define moei_top_k_c moe_top_k
-#define moei_streamed_c moei_panels_c
-#define moei_streamed_v4 moei_panels_v4
 
 /* A table: its products, its column of the rows, and its entries for packed weights. */
-#define MOEI_KERNEL_SET(name, id, set, ROW, quant_set, widen) \
+#define MOEI_KERNEL_SET(name, id, set, ROW, streamed, quant_set, widen) \
     { name, id, {{moei_nt_##set}, {moei_nn_##set}, {moei_tn_##set}}, MOEI_TABLE_ROWS(ROW) \
-      MOEI_QUANT_ENTRIES(quant_set, widen) }
+      moei_panels_##streamed, MOEI_QUANT_ENTRIES(quant_set, widen) }
 
-static const moe_kernels moei_kernels_c = MOEI_KERNEL_SET(moei_name_c, MOE_KERNELS_C, c, MOEI_ROW_C, c, c);
+static const moe_kernels moei_kernels_c = MOEI_KERNEL_SET(moei_name_c, MOE_KERNELS_C, c, MOEI_ROW_C, c, c, c);
 
 /* The product in all orientations for an instruction set: its moei_block_ takes block_m rows at a
    time and packs `panels` panels on the stack, aligned to a cache line. */
@@ -2853,6 +2851,10 @@ MOEI_AVX2 MOEI_INLINE void moei_prefetch_step(moei_prefetch *next, int two) {
     }
 }
 
+/* Prefetches a panel of weights from memory, 24 lines ahead, if far. */
+#define MOEI_AHEAD(far, b) \
+    if (far) _mm_prefetch((const char *)((uintptr_t)(b) + 24 * 64), _MM_HINT_T0);
+
 /* Stores the first count numbers, at most eight, in pieces: masked stores are slow on some
    processors. */
 MOEI_AVX2 MOEI_INLINE void moei_store_avx2(size_t count, float *y, __m256 value) {
@@ -2973,9 +2975,11 @@ MOEI_AVX2 static void moei_edge_avx2(size_t columns, size_t m, size_t k, const f
 
 /* Few rows over several panels at once: enough sums to hide their latency, and the panels are
    streamed side by side. rows x panels is 1 x 4, 1 x 2, 2 x 2 or 3 x 2, or 1 x 1 or 2 x 1 for
-   weights from memory, constants after inlining; otherwise as the tile above. */
-MOEI_AVX2 MOEI_INLINE void moei_wide_tile_avx2(int rows, int panels, size_t k, const float *a, size_t ra, size_t ca,
-                                               const float *b, size_t panel, float *c, size_t ldc, int load) {
+   weights from memory in one stream; with far they are prefetched, for those from memory. These
+   are constants after inlining; otherwise as the tile above. */
+MOEI_AVX2 MOEI_INLINE void moei_wide_tile_avx2(int rows, int panels, int far, size_t k, const float *a, size_t ra,
+                                               size_t ca, const float *b, size_t panel, float *c, size_t ldc,
+                                               int load) {
     const float *b1 = b + panel, *b2 = panels > 2 ? b1 + panel : b;
     const float *b3 = panels > 2 ? b2 + panel : b;
     const __m256 zero = _mm256_setzero_ps();
@@ -3008,6 +3012,8 @@ MOEI_AVX2 MOEI_INLINE void moei_wide_tile_avx2(int rows, int panels, size_t k, c
     for (p = 0; p < k; p++, a += ca, b += MOEI_PANEL, b1 += MOEI_PANEL, b2 += MOEI_PANEL, b3 += MOEI_PANEL) {
         const __m256 x0 = _mm256_broadcast_ss(a), x1 = rows > 1 ? _mm256_broadcast_ss(a + ra) : zero;
         const __m256 x2 = rows > 2 ? _mm256_broadcast_ss(a + 2 * ra) : zero;
+        MOEI_AHEAD(far, b) MOEI_AHEAD(far, b1)
+        MOEI_AHEAD(far && panels > 2, b2) MOEI_AHEAD(far && panels > 2, b3)
         MOEI_COLUMNS(0)
         MOEI_COLUMNS(1)
         MOEI_COLUMNS(2)
@@ -3035,12 +3041,13 @@ static size_t moei_wide_columns_avx2(size_t m, size_t n) {
     return m == 1 && n >= 64 ? 64 : m <= 3 && n >= 32 ? 32 : 0;
 }
 
-MOEI_AVX2 static void moei_wide_rows_avx2(size_t columns, size_t m, size_t k, const float *a, size_t ra, size_t ca,
-                                          const float *b, size_t panel, float *c, size_t ldc, int load) {
-    if (columns > 32) moei_wide_tile_avx2(1, 4, k, a, ra, ca, b, panel, c, ldc, load);
-    else if (m == 1) moei_wide_tile_avx2(1, 2, k, a, ra, ca, b, panel, c, ldc, load);
-    else if (m == 2) moei_wide_tile_avx2(2, 2, k, a, ra, ca, b, panel, c, ldc, load);
-    else moei_wide_tile_avx2(3, 2, k, a, ra, ca, b, panel, c, ldc, load);
+MOEI_AVX2 MOEI_INLINE void moei_wide_rows_avx2(size_t columns, int far, size_t m, size_t k, const float *a, size_t ra,
+                                               size_t ca, const float *b, size_t panel, float *c, size_t ldc,
+                                               int load) {
+    if (columns > 32) moei_wide_tile_avx2(1, 4, far, k, a, ra, ca, b, panel, c, ldc, load);
+    else if (m == 1) moei_wide_tile_avx2(1, 2, far, k, a, ra, ca, b, panel, c, ldc, load);
+    else if (m == 2) moei_wide_tile_avx2(2, 2, far, k, a, ra, ca, b, panel, c, ldc, load);
+    else moei_wide_tile_avx2(3, 2, far, k, a, ra, ca, b, panel, c, ldc, load);
 }
 
 MOEI_AVX2 static size_t moei_columns_avx2(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca,
@@ -3048,7 +3055,7 @@ MOEI_AVX2 static size_t moei_columns_avx2(size_t m, size_t n, size_t k, const fl
     const size_t wide = moei_wide_columns_avx2(m, n), columns = wide > 0 ? wide : moei_smaller(n, MOEI_PANEL);
     /* also beyond n: the caller continues there */
     const moei_prefetch next = moei_prefetch_begin((uintptr_t)(b + panel), k * 64, k * 64, 0);
-    if (wide > 0) moei_wide_rows_avx2(wide, m, k, a, ra, ca, b, panel, c, ldc, load);
+    if (wide > 0) moei_wide_rows_avx2(wide, 0, m, k, a, ra, ca, b, panel, c, ldc, load);
     else if (columns % 8 == 0) moei_rows_avx2(columns > 8, m, k, a, ra, ca, b, rb, c, ldc, load, next);
     else moei_edge_avx2(columns, m, k, a, ra, ca, b, c, ldc, load, next);
     return columns;
@@ -3056,18 +3063,31 @@ MOEI_AVX2 static size_t moei_columns_avx2(size_t m, size_t n, size_t k, const fl
 
 MOEI_PANELS(avx2, MOEI_AVX2, MOEI_BLOCK_M, MOEI_CACHED)
 
-/* One or two rows: panel by panel, because memory delivers one stream faster than several. In a
-   cache, panels side by side are faster: more sums hide the latency of each. */
-MOEI_AVX2 static void moei_streamed_avx2(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca,
-                                         const float *b, size_t panel, float *c, size_t ldc, int accumulate) {
+/* Memory is read fastest in several prefetched streams or, by AMD's processors, in one without
+   prefetching; a cache in several without. */
+
+MOEI_AVX2 static size_t moei_columns_streams_avx2(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca,
+                                                  const float *b, size_t rb, size_t panel, float *c, size_t ldc,
+                                                  int load) {
+    const size_t wide = moei_wide_columns_avx2(m, n);
+    if (wide == 0) return moei_columns_avx2(m, n, k, a, ra, ca, b, rb, panel, c, ldc, load);
+    moei_wide_rows_avx2(wide, 1, m, k, a, ra, ca, b, panel, c, ldc, load);
+    return wide;
+}
+
+MOEI_PANELS(streams_avx2, MOEI_AVX2, MOEI_BLOCK_M, MOEI_CACHED)
+
+/* One or two rows: panel by panel. */
+MOEI_AVX2 static void moei_panels_stream_avx2(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca,
+                                              const float *b, size_t panel, float *c, size_t ldc, int accumulate) {
     size_t j = 0, p, block;
     for (; (m == 1 || m == 2) && k > 0 && n - j >= MOEI_PANEL; j += MOEI_PANEL, b += panel)
         for (p = 0; p < k; p += block) {
             const float *left = a + p * ca, *right = b + p * MOEI_PANEL;
             const int load = accumulate || p > 0;
             block = moei_smaller(k - p, MOEI_BLOCK_K);
-            if (m == 1) moei_wide_tile_avx2(1, 1, block, left, ra, ca, right, panel, c + j, ldc, load);
-            else moei_wide_tile_avx2(2, 1, block, left, ra, ca, right, panel, c + j, ldc, load);
+            if (m == 1) moei_wide_tile_avx2(1, 1, 0, block, left, ra, ca, right, panel, c + j, ldc, load);
+            else moei_wide_tile_avx2(2, 1, 0, block, left, ra, ca, right, panel, c + j, ldc, load);
         }
     moei_panels_avx2(m, n - j, k, a, ra, ca, b, panel, c + j, ldc, accumulate);
 }
@@ -3800,11 +3820,11 @@ MOEI_AVX512 MOEI_INLINE void moei_add_to_512(float *c, __mmask16 mask, __m512 su
     }
 
 /* rows x (16 panels): C = (load ? C : 0) + the sum over one block of k; rows (1 to 14, up to 7 with
-   four panels) and panels (2 or 4) are constants after inlining. Rows of the right operand are rb
-   apart; of two panels, columns from `columns` (17 to 32) on are not stored. */
-MOEI_AVX512 MOEI_INLINE void moei_tile_avx512(int rows, int panels, size_t columns, size_t k, const float *a, size_t ra,
-                                              size_t ca, const float *b, size_t rb, size_t panel, float *c, size_t ldc,
-                                              int load, moei_prefetch *ahead) {
+   four panels), panels (2 or 4) and far, as above, are constants after inlining. Rows of the right
+   operand are rb apart; of two panels, columns from `columns` (17 to 32) on are not stored. */
+MOEI_AVX512 MOEI_INLINE void moei_tile_avx512(int rows, int panels, int far, size_t columns, size_t k, const float *a,
+                                              size_t ra, size_t ca, const float *b, size_t rb, size_t panel, float *c,
+                                              size_t ldc, int load, moei_prefetch *ahead) {
     const float *a3 = a + (rows > 3 ? 3 * ra : 0), *a6 = a3 + (rows > 6 ? 3 * ra : 0);
     const float *a9 = a6 + (rows > 9 ? 3 * ra : 0);
     const float *a12 = a9 + (rows > 12 ? 3 * ra : 0), *b1 = b + panel;
@@ -3819,6 +3839,8 @@ MOEI_AVX512 MOEI_INLINE void moei_tile_avx512(int rows, int panels, size_t colum
         for (p = 0; p < k; p++, a += ca, a3 += ca, a6 += ca, b += rb, b1 += rb, b2 += rb, b3 += rb) {
             const __m512 y0 = _mm512_loadu_ps(b), y1 = _mm512_loadu_ps(b1);
             const __m512 y2 = _mm512_loadu_ps(b2), y3 = _mm512_loadu_ps(b3);
+            MOEI_AHEAD(far, b) MOEI_AHEAD(far, b1)
+            MOEI_AHEAD(far, b2) MOEI_AHEAD(far, b3)
             MOEI_ROWS_7(MOEI_WIDE_STEP)
         }
         MOEI_ROWS_7(MOEI_WIDE_STORE)
@@ -3849,45 +3871,40 @@ MOEI_AVX512 MOEI_INLINE void moei_tile_avx512(int rows, int panels, size_t colum
 #undef MOEI_STORE
 #undef MOEI_WIDE_STORE
 
-/* m rows over the columns of two panels, or with wide over the 64 of four (then m is at most 7).
-   The rows are split evenly. */
+/* m rows over the columns of two panels, or with wide over the 64 of four (then m is at most 7);
+   wide: 2 prefetches four panels from memory. The rows are split evenly. */
 MOEI_AVX512 static void moei_rows_avx512(int wide, size_t columns, size_t m, size_t k, const float *a, size_t ra,
                                          size_t ca, const float *b, size_t rb, size_t panel, float *c, size_t ldc,
                                          int load, moei_prefetch next) {
     size_t tiles = (m + MOEI_TILE_512 - 1) / MOEI_TILE_512, rows;
-#define MOEI_CASE(rows, panels) \
-    case rows + 16 * (panels > 2): \
-        moei_tile_avx512(rows, panels, columns, k, a, ra, ca, b, rb, panel, c, ldc, load, &next); \
+#define MOEI_CASE(rows, panels, far) \
+    case rows + 16 * ((panels > 2) + far): \
+        moei_tile_avx512(rows, panels, far, columns, k, a, ra, ca, b, rb, panel, c, ldc, load, &next); \
         break;
+#define MOEI_CASES(rows) MOEI_CASE(rows, 2, 0) MOEI_CASE(rows, 4, 0) MOEI_CASE(rows, 4, 1)
     next.step = 64 / (tiles > 0 ? tiles : 1); /* the lines are divided among the tiles */
     for (; m > 0; m -= rows, tiles--, a += rows * ra, c += rows * ldc) {
         rows = (m + tiles - 1) / tiles;
-        switch (rows + (wide ? 16 : 0)) {
-            MOEI_CASE(1, 4)
-            MOEI_CASE(2, 4)
-            MOEI_CASE(3, 4)
-            MOEI_CASE(4, 4)
-            MOEI_CASE(5, 4)
-            MOEI_CASE(6, 4)
-            MOEI_CASE(7, 4)
-            MOEI_CASE(1, 2)
-            MOEI_CASE(2, 2)
-            MOEI_CASE(3, 2)
-            MOEI_CASE(4, 2)
-            MOEI_CASE(5, 2)
-            MOEI_CASE(6, 2)
-            MOEI_CASE(7, 2)
-            MOEI_CASE(8, 2)
-            MOEI_CASE(9, 2)
-            MOEI_CASE(10, 2)
-            MOEI_CASE(11, 2)
-            MOEI_CASE(12, 2)
-            MOEI_CASE(13, 2)
+        switch (rows + 16 * (size_t)wide) {
+            MOEI_CASES(1)
+            MOEI_CASES(2)
+            MOEI_CASES(3)
+            MOEI_CASES(4)
+            MOEI_CASES(5)
+            MOEI_CASES(6)
+            MOEI_CASES(7)
+            MOEI_CASE(8, 2, 0)
+            MOEI_CASE(9, 2, 0)
+            MOEI_CASE(10, 2, 0)
+            MOEI_CASE(11, 2, 0)
+            MOEI_CASE(12, 2, 0)
+            MOEI_CASE(13, 2, 0)
         default:
-            MOEI_CASE(14, 2)
+            MOEI_CASE(14, 2, 0)
         }
     }
 #undef MOEI_CASE
+#undef MOEI_CASES
 }
 
 MOEI_AVX512 static size_t moei_columns_avx512(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca,
@@ -3904,11 +3921,23 @@ MOEI_AVX512 static size_t moei_columns_avx512(size_t m, size_t n, size_t k, cons
 
 MOEI_PANELS(avx512, MOEI_AVX512, MOEI_BLOCK_M, MOEI_CACHED)
 
+MOEI_AVX512 static size_t moei_columns_streams_avx512(size_t m, size_t n, size_t k, const float *a, size_t ra,
+                                                      size_t ca, const float *b, size_t rb, size_t panel, float *c,
+                                                      size_t ldc, int load) {
+    const moei_prefetch none = moei_prefetch_begin(0, 0, 0, 0);
+    if (m > MOEI_TILE_WIDE_512 || n < 64)
+        return moei_columns_avx512(m, n, k, a, ra, ca, b, rb, panel, c, ldc, load);
+    moei_rows_avx512(2, 64, m, k, a, ra, ca, b, rb, panel, c, ldc, load, none);
+    return 64;
+}
+
+MOEI_PANELS(streams_avx512, MOEI_AVX512, MOEI_BLOCK_M, MOEI_CACHED)
+
 /* Up to two rows, and four to six of matrices below 6 MiB, take less time as with AVX2. */
-static void moei_streamed_avx512(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, const float *b,
-                                 size_t panel, float *c, size_t ldc, int accumulate) {
+static void moei_panels_stream_avx512(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca,
+                                      const float *b, size_t panel, float *c, size_t ldc, int accumulate) {
     const int narrow = m < 3 || (m > 3 && m < 7 && n * k < 1500000);
-    moe_panels_fn *product = narrow ? moei_streamed_avx2 : moei_panels_avx512;
+    moe_panels_fn *product = narrow ? moei_panels_stream_avx2 : moei_panels_avx512;
     product(m, n, k, a, ra, ca, b, panel, c, ldc, accumulate);
 }
 
@@ -5454,21 +5483,26 @@ MOEI_VNNI512 static void moei_quantize_vnni512(int type, size_t m, size_t inner,
 
 /* ---- the tables with AVX2 ---- */
 
+/* Two tables: for memory read in several streams, and in one. */
+#define MOEI_X86_SETS(name, id, set, ROW, quant_set, widen) \
+    { MOEI_KERNEL_SET(name, id, set, ROW, streams_##set, quant_set, widen), \
+      MOEI_KERNEL_SET(name, id, set, ROW, stream_##set, quant_set, widen) }
+
 /* Without F16C, which all known processors with AVX2 have, the last entries are plain C. */
-static const moe_kernels moei_kernels_avx2_fma =
-    MOEI_KERNEL_SET("avx2", MOE_KERNELS_AVX2, avx2, MOEI_ROW_AVX2, c, c);
-static const moe_kernels moei_kernels_avx2 =
-    MOEI_KERNEL_SET("avx2", MOE_KERNELS_AVX2, avx2, MOEI_ROW_AVX2, avx2, avx2);
+static const moe_kernels moei_kernels_avx2_fma[2] =
+    MOEI_X86_SETS("avx2", MOE_KERNELS_AVX2, avx2, MOEI_ROW_AVX2, c, c);
+static const moe_kernels moei_kernels_avx2[2] =
+    MOEI_X86_SETS("avx2", MOE_KERNELS_AVX2, avx2, MOEI_ROW_AVX2, avx2, avx2);
 #ifdef MOEI_HAVE_AVX512
-static const moe_kernels moei_kernels_avx512 =
-    MOEI_KERNEL_SET("avx512", MOE_KERNELS_AVX512, avx512, MOEI_ROW_AVX512, avx2, avx512);
+static const moe_kernels moei_kernels_avx512[2] =
+    MOEI_X86_SETS("avx512", MOE_KERNELS_AVX512, avx512, MOEI_ROW_AVX512, avx2, avx512);
 #endif
 #ifdef MOEI_AVXVNNI
-static const moe_kernels moei_kernels_avx2_vnni =
-    MOEI_KERNEL_SET("avx2", MOE_KERNELS_AVX2, avx2, MOEI_ROW_AVX2, avxvnni, avx2);
+static const moe_kernels moei_kernels_avx2_vnni[2] =
+    MOEI_X86_SETS("avx2", MOE_KERNELS_AVX2, avx2, MOEI_ROW_AVX2, avxvnni, avx2);
 #ifndef MOE_NO_AVX512
-static const moe_kernels moei_kernels_avx512_vnni =
-    MOEI_KERNEL_SET("avx512", MOE_KERNELS_AVX512, avx512, MOEI_ROW_AVX512, vnni512, avx512);
+static const moe_kernels moei_kernels_avx512_vnni[2] =
+    MOEI_X86_SETS("avx512", MOE_KERNELS_AVX512, avx512, MOEI_ROW_AVX512, vnni512, avx512);
 #endif
 #endif
 
@@ -6470,16 +6504,16 @@ static void moei_quantize_v4(int type, size_t m, size_t inner, const float *x, s
 
 #if defined(MOEI_V4_IEEE)
 static const moe_kernels moei_kernels_v4 =
-    MOEI_KERNEL_SET(MOEI_V4_NAME, MOEI_V4_ID, v4, MOEI_ROW_V4, v4, v4);
+    MOEI_KERNEL_SET(MOEI_V4_NAME, MOEI_V4_ID, v4, MOEI_ROW_V4, v4, v4, v4);
 #else
-static const moe_kernels moei_kernels_v4 = MOEI_KERNEL_SET(MOEI_V4_NAME, MOEI_V4_ID, v4, MOEI_ROW_V4, c, c);
+static const moe_kernels moei_kernels_v4 = MOEI_KERNEL_SET(MOEI_V4_NAME, MOEI_V4_ID, v4, MOEI_ROW_V4, v4, c, c);
 #endif
 #if defined(MOEI_DOTPROD) && !defined(MOE_NO_QUANT)
 static const moe_kernels moei_kernels_v4_dot =
-    MOEI_KERNEL_SET(MOEI_V4_NAME, MOEI_V4_ID, v4, MOEI_ROW_V4, v4_dot, v4);
+    MOEI_KERNEL_SET(MOEI_V4_NAME, MOEI_V4_ID, v4, MOEI_ROW_V4, v4, v4_dot, v4);
 #ifdef MOEI_I8MM
 static const moe_kernels moei_kernels_v4_mm =
-    MOEI_KERNEL_SET(MOEI_V4_NAME, MOEI_V4_ID, v4, MOEI_ROW_V4, v4_mm, v4);
+    MOEI_KERNEL_SET(MOEI_V4_NAME, MOEI_V4_ID, v4, MOEI_ROW_V4, v4, v4_mm, v4);
 #endif
 #endif
 
@@ -6564,24 +6598,31 @@ unsigned moe_cpu_features(void) {
 #ifdef MOEI_HAVE_AVX2
 static int moei_has_all(unsigned features, unsigned wanted) { return (features & wanted) == wanted; }
 
-/* The AVX2 table for these features, or NULL. */
-static const moe_kernels *moei_select_avx2(unsigned features) {
-    if (!moei_has_all(features, MOE_CPU_AVX2 | MOE_CPU_FMA)) return NULL;
-    if (!moei_has_all(features, MOE_CPU_F16C)) return &moei_kernels_avx2_fma;
-#ifdef MOEI_AVXVNNI
-    if (moei_has_all(features, MOE_CPU_AVXVNNI)) return &moei_kernels_avx2_vnni;
-#endif
-    return &moei_kernels_avx2;
+/* Whether the processor is AMD's, "AuthenticAMD" (measured: Zen 4; Intel's Granite Rapids). */
+static int moei_reads_one_stream(void) {
+    unsigned r[4];
+    moei_cpuid(0, 0, r);
+    return r[2] == 0x444d4163;
 }
 
-/* The AVX-512 table for these features, or NULL. */
+/* The two AVX2 tables for these features, or NULL. */
+static const moe_kernels *moei_select_avx2(unsigned features) {
+    if (!moei_has_all(features, MOE_CPU_AVX2 | MOE_CPU_FMA)) return NULL;
+    if (!moei_has_all(features, MOE_CPU_F16C)) return moei_kernels_avx2_fma;
+#ifdef MOEI_AVXVNNI
+    if (moei_has_all(features, MOE_CPU_AVXVNNI)) return moei_kernels_avx2_vnni;
+#endif
+    return moei_kernels_avx2;
+}
+
+/* The two AVX-512 tables for these features, or NULL. */
 static const moe_kernels *moei_select_avx512(unsigned features) {
 #ifdef MOEI_HAVE_AVX512
     const unsigned wanted = MOE_CPU_AVX2 | MOE_CPU_FMA | MOE_CPU_F16C | MOE_CPU_AVX512F;
 #ifdef MOEI_VNNI512
-    if (moei_has_all(features, wanted | MOE_CPU_AVX512VNNI)) return &moei_kernels_avx512_vnni;
+    if (moei_has_all(features, wanted | MOE_CPU_AVX512VNNI)) return moei_kernels_avx512_vnni;
 #endif
-    if (moei_has_all(features, wanted)) return &moei_kernels_avx512;
+    if (moei_has_all(features, wanted)) return moei_kernels_avx512;
 #endif
     (void)features;
     return NULL;
@@ -6594,7 +6635,7 @@ const moe_kernels *moe_kernels_select(int want) {
         const unsigned features = moe_cpu_features();
         const moe_kernels *avx512 = want == MOE_KERNELS_AVX2 ? NULL : moei_select_avx512(features);
         const moe_kernels *avx2 = want == MOE_KERNELS_AVX512 ? NULL : moei_select_avx2(features);
-        if (avx512 != NULL || avx2 != NULL) return avx512 != NULL ? avx512 : avx2;
+        if (avx512 != NULL || avx2 != NULL) return (avx512 != NULL ? avx512 : avx2) + moei_reads_one_stream();
     }
 #endif
 #ifdef MOEI_HAVE_V4

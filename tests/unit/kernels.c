@@ -411,6 +411,24 @@ static int panels_give(const moe_kernels *table, moe_panels_fn *panels, size_t f
     return wrong == 0;
 }
 
+/* What the table of another maker's processors reads weights from memory with, or NULL. */
+static moe_panels_fn *other_streamed(const moe_kernels *table) {
+    moe_panels_fn *streams = NULL, *stream = NULL;
+#ifdef MOEI_HAVE_AVX2
+    if (table->id == MOE_KERNELS_AVX2) {
+        streams = moei_panels_streams_avx2;
+        stream = moei_panels_stream_avx2;
+    }
+#endif
+#ifdef MOEI_HAVE_AVX512
+    if (table->id == MOE_KERNELS_AVX512) {
+        streams = moei_panels_streams_avx512;
+        stream = moei_panels_stream_avx512;
+    }
+#endif
+    return table->streamed == streams ? stream : streams;
+}
+
 static void check_panels(const moe_kernels *table, size_t m, size_t n, size_t k, int ways) {
     moe_rng rng = {m * 1000003 + n * 1009 + k};
     moe_real *a = make_matrix(&rng, m, k, k > 0 ? k : 1, 0), *w = make_matrix(&rng, n, k, k > 0 ? k : 1, 0);
@@ -429,6 +447,9 @@ static void check_panels(const moe_kernels *table, size_t m, size_t n, size_t k,
         if (table->streamed != table->panels)
             CHECK(panels_give(table, table->streamed, 0, m, n, k, a, b, panel, accumulate ? start : NULL, want, pad,
                               turned));
+        if (other_streamed(table) != NULL)
+            CHECK(panels_give(table, other_streamed(table), 0, m, n, k, a, b, panel, accumulate ? start : NULL, want,
+                              pad, turned));
         give_back(b);
     }
     give_back(a);
