@@ -225,6 +225,7 @@ typedef struct schema {
 
 /* Rows as inputs of the network. */
 typedef struct samples {
+    double *values;  /* [n,features], as in the table */
     moe_real *x;     /* [n,features], standardized */
     int32_t *labels; /* [n], -1: none */
     size_t *lines;   /* [n] */
@@ -233,6 +234,7 @@ typedef struct samples {
 } samples;
 
 static void free_samples(samples *s) {
+    free(s->values);
     free(s->x);
     free(s->labels);
     free(s->lines);
@@ -443,48 +445,46 @@ static int read_row(const char *file, const csv_table *t, size_t row, schema *s,
     return -1;
 }
 
-static void standardize(samples *d, schema *s, const double *values) {
+/* Determines means and scales by the first n rows: by those that the network learns from. */
+static void fit_scales(const samples *d, size_t n, schema *s) {
     for (size_t i = 0; i < s->n_features; i++) {
         column *c = &s->features[i];
+        const double *values = d->values + i;
         double sum = 0, squares = 0;
         int varies = 0; /* the rounding errors of a constant column's mean are no deviation */
-        for (size_t t = 0; t < d->n; t++) {
-            sum += values[t * s->n_features + i] / (double)d->n;
-            varies |= fabs(values[t * s->n_features + i] - values[i]) > 0;
+        for (size_t t = 0; t < n; t++) {
+            sum += values[t * s->n_features] / (double)n;
+            varies |= fabs(values[t * s->n_features] - values[0]) > 0;
         }
-        if (d->n > 0 && !varies) sum = values[i];
-        for (size_t t = 0; t < d->n; t++)
-            squares += (values[t * s->n_features + i] - sum) / (double)d->n * (values[t * s->n_features + i] - sum);
+        if (!varies) sum = values[0];
+        for (size_t t = 0; t < n; t++)
+            squares += (values[t * s->n_features] - sum) / (double)n * (values[t * s->n_features] - sum);
         c->mean = sum;
         c->scale = squares > 0 ? sqrt(squares) : 1;
     }
 }
 
-/* Reads rows from `first` on as samples. fit: determines the schema's classes, means and scales. */
-static int read_samples(const char *file, const csv_table *t, size_t first, schema *s, int fit, samples *d) {
-    double *values = (double *)calloc(t->rows + 1, s->n_features * sizeof *values);
+static void standardize(samples *d, const schema *s) {
+    for (size_t i = 0; i < d->n * s->n_features; i++) {
+        const column *c = &s->features[i % s->n_features];
+        d->x[i] = (moe_real)((d->values[i] - c->mean) / c->scale);
+    }
+}
+
+/* Reads rows from `first` on as samples, not yet standardized. growing: determines the schema's
+   classes. */
+static int read_samples(const char *file, const csv_table *t, size_t first, schema *s, int growing, samples *d) {
+    d->values = (double *)calloc(t->rows + 1, s->n_features * sizeof *d->values);
     d->x = (moe_real *)calloc(t->rows + 1, s->n_features * sizeof *d->x);
     d->labels = (int32_t *)calloc(t->rows + 1, sizeof *d->labels);
     d->lines = (size_t *)calloc(t->rows + 1, sizeof *d->lines);
-    if (values == NULL || d->x == NULL || d->labels == NULL || d->lines == NULL) {
-        free(values);
-        return fail(file, "out of memory");
-    }
+    if (d->values == NULL || d->x == NULL || d->labels == NULL || d->lines == NULL) return fail(file, "out of memory");
     for (size_t row = first; row < t->rows; row++) {
-        int left_out = read_row(file, t, row, s, fit, values + d->n * s->n_features, &d->labels[d->n]);
-        if (left_out < 0) {
-            free(values);
-            return 1;
-        }
+        int left_out = read_row(file, t, row, s, growing, d->values + d->n * s->n_features, &d->labels[d->n]);
+        if (left_out < 0) return 1;
         if (left_out) d->dropped++;
         else d->lines[d->n++] = t->lines[row];
     }
-    if (fit) standardize(d, s, values);
-    for (size_t i = 0; i < d->n * s->n_features; i++) {
-        const column *c = &s->features[i % s->n_features];
-        d->x[i] = (moe_real)((values[i] - c->mean) / c->scale);
-    }
-    free(values);
     return 0;
 }
 
@@ -570,9 +570,9 @@ static void shuffle(samples *d, size_t d_in, moe_rng rng) {
         size_t j = (size_t)moe_rng_below(&rng, i), line = d->lines[i - 1];
         int32_t label = d->labels[i - 1];
         for (size_t k = 0; k < d_in; k++) {
-            moe_real kept = d->x[(i - 1) * d_in + k];
-            d->x[(i - 1) * d_in + k] = d->x[j * d_in + k];
-            d->x[j * d_in + k] = kept;
+            double kept = d->values[(i - 1) * d_in + k];
+            d->values[(i - 1) * d_in + k] = d->values[j * d_in + k];
+            d->values[j * d_in + k] = kept;
         }
         d->lines[i - 1] = d->lines[j];
         d->labels[i - 1] = d->labels[j];
@@ -753,7 +753,7 @@ static size_t next_feature(const double *mean, size_t n, size_t last) {
 static void show_kinds(const kinds *k, const schema *s) {
     enum { SHOWN = 3 };
     printf("\nWhat the lines of each expert as first choice have in common (all lines; in standard deviations from the "
-           "mean):\n");
+           "mean of the training lines):\n");
     for (size_t e = 0; e < k->experts + (k->lines[k->experts] > 0); e++) {
         const double *mean = k->mean + e * s->n_features;
         size_t best = s->n_features;
@@ -850,7 +850,7 @@ static int save_report(const moe_net *net, const moe_report *r, const schema *s,
     figures[n].rows = k->experts;
     figures[n].columns = s->n_features;
     figures[n].caption = "Mean of each column over the lines that have the expert as their first choice, in standard "
-                         "deviations from the mean of all lines.";
+                         "deviations from the mean of the training lines.";
     figures[n].values = k->mean;
     figures[n].column_names = names;
     figures[n].column_label = "column";
@@ -1236,6 +1236,7 @@ static int predict(const moe_net *net, schema *s) {
     int header = 0, failed = csv_read(predict_path, (size_t)-1, &t) ? fail(predict_path, t.why) : 0;
     if (!failed) header = has_header(&t);
     failed = failed || match_columns(&t, header, s) || read_samples(predict_path, &t, (size_t)header, s, 0, &d);
+    if (!failed) standardize(&d, s);
     if (!failed && answer(net, d.n, d.x, NULL, &a, NULL))
         failed = fail(predict_path, "out of memory, or a number is too far from the training data");
     if (!failed) printf("line,label,probability,expert\n");
@@ -1339,6 +1340,8 @@ static int learn(moe_net *net, csv_table *t, schema *s) {
     if (!failed) {
         show_table(t, s, &d);
         shuffle(&d, s->n_features, rng);
+        fit_scales(&d, k.n_train, s);
+        standardize(&d, s);
     }
     failed = failed || train(net, s, &d, k.n_train, &result) || show(net, s, &d, k.n_train, &result) || save(&k);
     free_samples(&d);
