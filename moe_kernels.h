@@ -6598,7 +6598,7 @@ unsigned moe_cpu_features(void) {
 #ifdef MOEI_HAVE_AVX2
 static int moei_has_all(unsigned features, unsigned wanted) { return (features & wanted) == wanted; }
 
-/* Whether the processor is AMD's, "AuthenticAMD" (measured: Zen 4; Intel's Granite Rapids). */
+/* Whether the processor is AMD's: "AuthenticAMD". So it was on a Zen 4, not on an Intel Xeon. */
 static int moei_reads_one_stream(void) {
     unsigned r[4];
     moei_cpuid(0, 0, r);

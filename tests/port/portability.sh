@@ -248,8 +248,9 @@ plan() {
     echo 'options'
     echo 'covering'
     excluded | sed -e 's/^/refused gcc /' -e 's/ off\.[A-Z0-9_]*//'
-    for machine in 'native' 'hidden avx512' 'hidden avx2' 'emulated Nehalem' 'emulated Haswell'; do echo \
-        "dispatch $machine"; done
+    for machine in native 'hidden avx512' 'hidden avx2' 'emulated Nehalem' 'emulated Haswell' 'emulated EPYC'; do
+        echo "dispatch $machine"
+    done
     rows | sed -e 's/^/program /' -e 's/  */ /g'
     as_row <"$prepared/set" | sed 's/^/program /'
     echo 'linked gcc -std=c99 / gcc -std=c99'
@@ -424,6 +425,7 @@ dispatch() { # native | hidden NAME | emulated NAME
     'hidden avx512') tables=$(echo "$tables" | sed 's/ avx512//') ;;
     'hidden avx2' | 'emulated Nehalem') tables='tables c' ;;
     'emulated Haswell') tables='tables c avx2' ;;
+    'emulated EPYC') tables='tables c avx2-one-stream' ;; # how AMD's processors read memory
     esac
     run grep -qx "$tables" lines && echo "note: $*: $tables"
 }

@@ -653,6 +653,9 @@ static void test_layers(void) {
         if (moe_kernels_select(kernels) != NULL) {
             say(" ");
             say(moe_kernels_select(kernels)->name);
+#if defined(MOE_IMPLEMENTATION) && defined(MOEI_HAVE_AVX2)
+            if (moe_kernels_select(kernels)->streamed == moei_panels_stream_avx2) say("-one-stream");
+#endif
             for (i = 0; i < 3; i++) test_layer(&layers[i], kernels);
         }
     say("\n");
