@@ -4232,8 +4232,9 @@ static int moei_has_external(const moe_layer *layer) {
     size_t e;
     for (i = MOE_EXPERTS_GATE; i < MOE_LAYER_PARAMETER_COUNT; i++) {
         const moe_external *w = layer->external[i];
-        has = has || w != NULL;
-        for (e = i < MOE_SHARED_GATE ? (size_t)MOEI_REAL_EXPERTS(&layer->config.router) : 1; w != NULL && e-- > 0;)
+        if (w == NULL) continue;
+        has = 1;
+        for (e = i < MOE_SHARED_GATE ? (size_t)MOEI_REAL_EXPERTS(&layer->config.router) : 1; e-- > 0;)
             if (moei_external_quantizes(w + e)) return 2;
     }
     return has;
@@ -5362,7 +5363,7 @@ static moe_status moei_layer_call_check(const moe_layer *layer, const moei_exper
     if (!MOEI_FITS_INT32(call->n_tokens))
         return moei_error(call->error, MOE_ERR_OVERFLOW, "call.n_tokens = %z: too many", call->n_tokens);
     if (call->n_tokens > 0 && call->x == NULL) return MOEI_REFUSE(call->error, "call.x is NULL");
-    for (i = 0; i < MOE_LAYER_PARAMETER_COUNT; i++) set |= (uint64_t)(layer->tensors[i] != NULL) << i;
+    for (i = MOE_LAYER_PARAMETER_COUNT; i-- > 0;) set = set << 1 | (layer->tensors[i] != NULL);
     if (set == layer->present && !call->training) return MOE_OK; /* the common case */
     for (i = 0; i < MOE_LAYER_PARAMETER_COUNT; i++) {
         if (layer->external[i] != NULL && call->training)

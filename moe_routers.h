@@ -3894,7 +3894,7 @@ static moe_status moei_tensors_check(const moe_router *router, const moe_call *c
     const uint64_t present = router->present & ~((uint64_t)there << MOE_ROUTER_WEIGHT);
     uint64_t set = 0;
     int i;
-    for (i = 0; i < MOE_ROUTER_PARAMETER_COUNT; i++) set |= (uint64_t)(router->tensors[i] != NULL) << i;
+    for (i = MOE_ROUTER_PARAMETER_COUNT; i-- > 0;) set = set << 1 | (router->tensors[i] != NULL);
     if (set == present) return MOE_OK; /* the common case */
     for (i = 0; i < MOE_ROUTER_PARAMETER_COUNT; i++) {
         if (moei_parameter_is_set(i, present, router->tensors[i])) continue;
