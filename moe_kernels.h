@@ -2851,9 +2851,9 @@ MOEI_AVX2 MOEI_INLINE void moei_prefetch_step(moei_prefetch *next, int two) {
     }
 }
 
-/* Prefetches a panel of weights from memory, 24 lines ahead, if far. */
-#define MOEI_AHEAD(far, b) \
-    if (far) _mm_prefetch((const char *)((uintptr_t)(b) + 24 * 64), _MM_HINT_T0);
+/* Prefetches a panel of weights from memory (cold), 24 lines ahead. */
+#define MOEI_AHEAD(cold, b) \
+    if (cold) _mm_prefetch((const char *)((uintptr_t)(b) + 24 * 64), _MM_HINT_T0);
 
 /* Stores the first count numbers, at most eight, in pieces: masked stores are slow on some
    processors. */
@@ -2975,9 +2975,9 @@ MOEI_AVX2 static void moei_edge_avx2(size_t columns, size_t m, size_t k, const f
 
 /* Few rows over several panels at once: enough sums to hide their latency, and the panels are
    streamed side by side. rows x panels is 1 x 4, 1 x 2, 2 x 2 or 3 x 2, or 1 x 1 or 2 x 1 for
-   weights from memory in one stream; with far they are prefetched, for those from memory. These
-   are constants after inlining; otherwise as the tile above. */
-MOEI_AVX2 MOEI_INLINE void moei_wide_tile_avx2(int rows, int panels, int far, size_t k, const float *a, size_t ra,
+   weights from memory in one stream; cold: they come from memory and are prefetched. These are
+   constants after inlining; otherwise as the tile above. */
+MOEI_AVX2 MOEI_INLINE void moei_wide_tile_avx2(int rows, int panels, int cold, size_t k, const float *a, size_t ra,
                                                size_t ca, const float *b, size_t panel, float *c, size_t ldc,
                                                int load) {
     const float *b1 = b + panel, *b2 = panels > 2 ? b1 + panel : b;
@@ -3012,8 +3012,8 @@ MOEI_AVX2 MOEI_INLINE void moei_wide_tile_avx2(int rows, int panels, int far, si
     for (p = 0; p < k; p++, a += ca, b += MOEI_PANEL, b1 += MOEI_PANEL, b2 += MOEI_PANEL, b3 += MOEI_PANEL) {
         const __m256 x0 = _mm256_broadcast_ss(a), x1 = rows > 1 ? _mm256_broadcast_ss(a + ra) : zero;
         const __m256 x2 = rows > 2 ? _mm256_broadcast_ss(a + 2 * ra) : zero;
-        MOEI_AHEAD(far, b) MOEI_AHEAD(far, b1)
-        MOEI_AHEAD(far && panels > 2, b2) MOEI_AHEAD(far && panels > 2, b3)
+        MOEI_AHEAD(cold, b) MOEI_AHEAD(cold, b1)
+        MOEI_AHEAD(cold && panels > 2, b2) MOEI_AHEAD(cold && panels > 2, b3)
         MOEI_COLUMNS(0)
         MOEI_COLUMNS(1)
         MOEI_COLUMNS(2)
@@ -3041,13 +3041,13 @@ static size_t moei_wide_columns_avx2(size_t m, size_t n) {
     return m == 1 && n >= 64 ? 64 : m <= 3 && n >= 32 ? 32 : 0;
 }
 
-MOEI_AVX2 MOEI_INLINE void moei_wide_rows_avx2(size_t columns, int far, size_t m, size_t k, const float *a, size_t ra,
+MOEI_AVX2 MOEI_INLINE void moei_wide_rows_avx2(size_t columns, int cold, size_t m, size_t k, const float *a, size_t ra,
                                                size_t ca, const float *b, size_t panel, float *c, size_t ldc,
                                                int load) {
-    if (columns > 32) moei_wide_tile_avx2(1, 4, far, k, a, ra, ca, b, panel, c, ldc, load);
-    else if (m == 1) moei_wide_tile_avx2(1, 2, far, k, a, ra, ca, b, panel, c, ldc, load);
-    else if (m == 2) moei_wide_tile_avx2(2, 2, far, k, a, ra, ca, b, panel, c, ldc, load);
-    else moei_wide_tile_avx2(3, 2, far, k, a, ra, ca, b, panel, c, ldc, load);
+    if (columns > 32) moei_wide_tile_avx2(1, 4, cold, k, a, ra, ca, b, panel, c, ldc, load);
+    else if (m == 1) moei_wide_tile_avx2(1, 2, cold, k, a, ra, ca, b, panel, c, ldc, load);
+    else if (m == 2) moei_wide_tile_avx2(2, 2, cold, k, a, ra, ca, b, panel, c, ldc, load);
+    else moei_wide_tile_avx2(3, 2, cold, k, a, ra, ca, b, panel, c, ldc, load);
 }
 
 MOEI_AVX2 static size_t moei_columns_avx2(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca,
@@ -3820,9 +3820,9 @@ MOEI_AVX512 MOEI_INLINE void moei_add_to_512(float *c, __mmask16 mask, __m512 su
     }
 
 /* rows x (16 panels): C = (load ? C : 0) + the sum over one block of k; rows (1 to 14, up to 7 with
-   four panels), panels (2 or 4) and far, as above, are constants after inlining. Rows of the right
+   four panels), panels (2 or 4) and cold, as above, are constants after inlining. Rows of the right
    operand are rb apart; of two panels, columns from `columns` (17 to 32) on are not stored. */
-MOEI_AVX512 MOEI_INLINE void moei_tile_avx512(int rows, int panels, int far, size_t columns, size_t k, const float *a,
+MOEI_AVX512 MOEI_INLINE void moei_tile_avx512(int rows, int panels, int cold, size_t columns, size_t k, const float *a,
                                               size_t ra, size_t ca, const float *b, size_t rb, size_t panel, float *c,
                                               size_t ldc, int load, moei_prefetch *ahead) {
     const float *a3 = a + (rows > 3 ? 3 * ra : 0), *a6 = a3 + (rows > 6 ? 3 * ra : 0);
@@ -3839,8 +3839,8 @@ MOEI_AVX512 MOEI_INLINE void moei_tile_avx512(int rows, int panels, int far, siz
         for (p = 0; p < k; p++, a += ca, a3 += ca, a6 += ca, b += rb, b1 += rb, b2 += rb, b3 += rb) {
             const __m512 y0 = _mm512_loadu_ps(b), y1 = _mm512_loadu_ps(b1);
             const __m512 y2 = _mm512_loadu_ps(b2), y3 = _mm512_loadu_ps(b3);
-            MOEI_AHEAD(far, b) MOEI_AHEAD(far, b1)
-            MOEI_AHEAD(far, b2) MOEI_AHEAD(far, b3)
+            MOEI_AHEAD(cold, b) MOEI_AHEAD(cold, b1)
+            MOEI_AHEAD(cold, b2) MOEI_AHEAD(cold, b3)
             MOEI_ROWS_7(MOEI_WIDE_STEP)
         }
         MOEI_ROWS_7(MOEI_WIDE_STORE)
@@ -3877,9 +3877,9 @@ MOEI_AVX512 static void moei_rows_avx512(int wide, size_t columns, size_t m, siz
                                          size_t ca, const float *b, size_t rb, size_t panel, float *c, size_t ldc,
                                          int load, moei_prefetch next) {
     size_t tiles = (m + MOEI_TILE_512 - 1) / MOEI_TILE_512, rows;
-#define MOEI_CASE(rows, panels, far) \
-    case rows + 16 * ((panels > 2) + far): \
-        moei_tile_avx512(rows, panels, far, columns, k, a, ra, ca, b, rb, panel, c, ldc, load, &next); \
+#define MOEI_CASE(rows, panels, cold) \
+    case rows + 16 * ((panels > 2) + cold): \
+        moei_tile_avx512(rows, panels, cold, columns, k, a, ra, ca, b, rb, panel, c, ldc, load, &next); \
         break;
 #define MOEI_CASES(rows) MOEI_CASE(rows, 2, 0) MOEI_CASE(rows, 4, 0) MOEI_CASE(rows, 4, 1)
     next.step = 64 / (tiles > 0 ? tiles : 1); /* the lines are divided among the tiles */

@@ -91,7 +91,7 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
     M(s, correction1) M(s, correction2)
 #define MOEI_OF_moe_kernels(M, s) M(s, name) M(s, id) M(s, matmul) M(s, dot) M(s, axpy) M(s, axpy_rows) M(s, activate) \
     M(s, activate_backward) M(s, softmax) M(s, top_k) M(s, multiply) M(s, dispersion) M(s, log_posterior) \
-    M(s, exp_sum) M(s, entropy) M(s, panels) M(s, streamed) M(s, gated) M(s, gated_backward) M(s, adamw) \
+    M(s, exp_sum) M(s, entropy) M(s, panels) M(s, gated) M(s, gated_backward) M(s, adamw) M(s, streamed) \
     M(s, quantized) M(s, quantize) M(s, widen) M(s, half) M(s, unpacked)
 #define MOEI_OF_moe_external_type(M, s) M(s, name) M(s, block) M(s, bytes) M(s, unpack) M(s, group) M(s, minima) \
     M(s, fill) M(s, direct)
