@@ -464,11 +464,20 @@ static void fit_scales(const samples *d, size_t n, schema *s) {
     }
 }
 
-static void standardize(samples *d, const schema *s) {
+/* Fails where a float would hold no number. */
+static int standardize(const char *file, samples *d, const schema *s) {
+    char name[CSV_SHOWN_SIZE];
     for (size_t i = 0; i < d->n * s->n_features; i++) {
         const column *c = &s->features[i % s->n_features];
-        d->x[i] = (moe_real)((d->values[i] - c->mean) / c->scale);
+        double x = (d->values[i] - c->mean) / c->scale;
+        if (!(fabs(x) <= 1e30)) {
+            fprintf(stderr, "csv: %s:%lu: column %lu (%s) is too far from the training lines: correct it\n", file,
+                    (unsigned long)d->lines[i / s->n_features], (unsigned long)c->place + 1, csv_shown(c->name, name));
+            return 1;
+        }
+        d->x[i] = (moe_real)x;
     }
+    return 0;
 }
 
 /* Reads rows from `first` on as samples, not yet standardized. growing: determines the schema's
@@ -1236,7 +1245,7 @@ static int predict(const moe_net *net, schema *s) {
     int header = 0, failed = csv_read(predict_path, (size_t)-1, &t) ? fail(predict_path, t.why) : 0;
     if (!failed) header = has_header(&t);
     failed = failed || match_columns(&t, header, s) || read_samples(predict_path, &t, (size_t)header, s, 0, &d);
-    if (!failed) standardize(&d, s);
+    failed = failed || standardize(predict_path, &d, s);
     if (!failed && answer(net, d.n, d.x, NULL, &a, NULL))
         failed = fail(predict_path, "out of memory, or a number is too far from the training data");
     if (!failed) printf("line,label,probability,expert\n");
@@ -1341,7 +1350,7 @@ static int learn(moe_net *net, csv_table *t, schema *s) {
         show_table(t, s, &d);
         shuffle(&d, s->n_features, rng);
         fit_scales(&d, k.n_train, s);
-        standardize(&d, s);
+        failed = standardize(path, &d, s);
     }
     failed = failed || train(net, s, &d, k.n_train, &result) || show(net, s, &d, k.n_train, &result) || save(&k);
     free_samples(&d);
