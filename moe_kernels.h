@@ -267,7 +267,7 @@
    panel is prefetched; a left operand of up to 192 rows is processed in pieces that stay in the
    second-level cache (assumed to have at least 512 KiB). Few rows read several panels side by
    side; where a layer's call reads more than 32 MiB of weights, these are prefetched too, or on
-   AMD's processors read one after the other, which is faster from memory and slower from a cache.
+   AMD's Zen 3 and 4 read one after the other, which is faster from memory and slower from a cache.
    The bits are the same.
 
    Pointers. k, a table of kernels, may be NULL everywhere: plain C. The description of a function
@@ -3063,7 +3063,7 @@ MOEI_AVX2 static size_t moei_columns_avx2(size_t m, size_t n, size_t k, const fl
 
 MOEI_PANELS(avx2, MOEI_AVX2, MOEI_BLOCK_M, MOEI_CACHED)
 
-/* Memory is read fastest in several prefetched streams or, by AMD's processors, in one without
+/* Memory is read fastest in several prefetched streams or, by some processors, in one without
    prefetching; a cache in several without. */
 
 MOEI_AVX2 static size_t moei_columns_streams_avx2(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca,
@@ -6598,11 +6598,11 @@ unsigned moe_cpu_features(void) {
 #ifdef MOEI_HAVE_AVX2
 static int moei_has_all(unsigned features, unsigned wanted) { return (features & wanted) == wanted; }
 
-/* Whether it is AMD's ("AuthenticAMD"). Measured: a Zen 4, where it holds; an Intel Xeon, not. */
+/* Whether it is of AMD's family 19h. Measured: a Zen 4, where it holds; a Zen 5 and a Xeon, not. */
 static int moei_reads_one_stream(void) {
     unsigned r[4];
-    moei_cpuid(0, 0, r);
-    return r[2] == 0x444d4163;
+    moei_cpuid(1, 0, r);
+    return (r[0] >> 20 & 255) == 10; /* the extended family, 10 with AMD alone */
 }
 
 /* The two AVX2 tables for these features, or NULL. */

@@ -248,7 +248,8 @@ plan() {
     echo 'options'
     echo 'covering'
     excluded | sed -e 's/^/refused gcc /' -e 's/ off\.[A-Z0-9_]*//'
-    for machine in native 'hidden avx512' 'hidden avx2' 'emulated Nehalem' 'emulated Haswell' 'emulated EPYC'; do
+    for machine in native 'hidden avx512' 'hidden avx2' 'emulated Nehalem' 'emulated Haswell' \
+        'emulated EPYC' 'emulated EPYC-Milan'; do
         echo "dispatch $machine"
     done
     rows | sed -e 's/^/program /' -e 's/  */ /g'
@@ -424,8 +425,8 @@ dispatch() { # native | hidden NAME | emulated NAME
     native) ;;
     'hidden avx512') tables=$(echo "$tables" | sed 's/ avx512//') ;;
     'hidden avx2' | 'emulated Nehalem') tables='tables c' ;;
-    'emulated Haswell') tables='tables c avx2' ;;
-    'emulated EPYC') tables='tables c avx2-one-stream' ;; # how AMD's processors read memory
+    'emulated Haswell' | 'emulated EPYC') tables='tables c avx2' ;;
+    'emulated EPYC-Milan') tables='tables c avx2-one-stream' ;; # how a Zen 3 reads memory
     esac
     run grep -qx "$tables" lines && echo "note: $*: $tables"
 }
