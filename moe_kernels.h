@@ -2582,7 +2582,8 @@ MOEI_TOOL size_t moei_cached_steps(size_t cached, size_t rows, size_t k) {
 }
 
 /* The product with packed panels for an instruction set: its moei_columns_ computes up to block_m
-   rows of the first remaining columns and returns how many columns it took. */
+   rows of the first remaining columns and returns how many columns it took. It may prefetch: b is
+   at step `done` of the `chunk` steps that all columns read. */
 #define MOEI_PANELS(isa, target, block_m, cached) \
     target static void moei_panels_##isa(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, \
                                          const float *b, size_t panel, float *c, size_t ldc, int accumulate) { \
@@ -2597,7 +2598,7 @@ MOEI_TOOL size_t moei_cached_steps(size_t cached, size_t rows, size_t k) {
                         columns = moei_columns_##isa(rows, n - j, moei_smaller(from + chunk - p, MOEI_BLOCK_K), \
                                                      a + i * ra + p * ca, ra, ca, \
                                                      b + j / MOEI_PANEL * panel + p * MOEI_PANEL, MOEI_PANEL, panel, \
-                                                     c + i * ldc + j, ldc, accumulate || p > 0); \
+                                                     c + i * ldc + j, ldc, accumulate || p > 0, p - from, chunk); \
             } \
         } \
     }
@@ -2842,13 +2843,21 @@ static moei_prefetch moei_prefetch_begin(uintptr_t at, size_t length, size_t str
 }
 
 MOEI_AVX2 MOEI_INLINE void moei_prefetch_step(moei_prefetch *next, int two) {
-    _mm_prefetch((const char *)next->at, _MM_HINT_T1);
-    if (two) _mm_prefetch((const char *)(next->at + next->second), _MM_HINT_T1);
-    next->at += next->step;
     if (next->at >= next->end) {
         next->at += next->stride - next->length;
         next->end += next->stride;
     }
+    _mm_prefetch((const char *)next->at, _MM_HINT_T1);
+    if (two) _mm_prefetch((const char *)(next->at + next->second), _MM_HINT_T1);
+    next->at += next->step;
+}
+
+/* A block ahead of b in the order in which tiles of so many panels read a chunk. */
+static moei_prefetch moei_prefetch_panels(const float *b, size_t done, size_t chunk, size_t panel, size_t panels) {
+    const uintptr_t start = (uintptr_t)b - done * 64;
+    moei_prefetch next = moei_prefetch_begin(start, chunk * 64, panels * panel * sizeof(float), panel * sizeof(float));
+    next.at += (done + moei_smaller(chunk, MOEI_BLOCK_K)) * 64;
+    return next;
 }
 
 /* Prefetches a panel of weights from memory (cold), 24 lines ahead. */
@@ -3051,10 +3060,11 @@ MOEI_AVX2 MOEI_INLINE void moei_wide_rows_avx2(size_t columns, int cold, size_t 
 }
 
 MOEI_AVX2 static size_t moei_columns_avx2(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca,
-                                          const float *b, size_t rb, size_t panel, float *c, size_t ldc, int load) {
+                                          const float *b, size_t rb, size_t panel, float *c, size_t ldc, int load,
+                                          size_t done, size_t chunk) {
     const size_t wide = moei_wide_columns_avx2(m, n), columns = wide > 0 ? wide : moei_smaller(n, MOEI_PANEL);
     /* also beyond n: the caller continues there */
-    const moei_prefetch next = moei_prefetch_begin((uintptr_t)(b + panel), k * 64, k * 64, 0);
+    const moei_prefetch next = moei_prefetch_panels(b, done, chunk, panel, 1);
     if (wide > 0) moei_wide_rows_avx2(wide, 0, m, k, a, ra, ca, b, panel, c, ldc, load);
     else if (columns % 8 == 0) moei_rows_avx2(columns > 8, m, k, a, ra, ca, b, rb, c, ldc, load, next);
     else moei_edge_avx2(columns, m, k, a, ra, ca, b, c, ldc, load, next);
@@ -3068,9 +3078,9 @@ MOEI_PANELS(avx2, MOEI_AVX2, MOEI_BLOCK_M, MOEI_CACHED)
 
 MOEI_AVX2 static size_t moei_columns_streams_avx2(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca,
                                                   const float *b, size_t rb, size_t panel, float *c, size_t ldc,
-                                                  int load) {
+                                                  int load, size_t done, size_t chunk) {
     const size_t wide = moei_wide_columns_avx2(m, n);
-    if (wide == 0) return moei_columns_avx2(m, n, k, a, ra, ca, b, rb, panel, c, ldc, load);
+    if (wide == 0) return moei_columns_avx2(m, n, k, a, ra, ca, b, rb, panel, c, ldc, load, done, chunk);
     moei_wide_rows_avx2(wide, 1, m, k, a, ra, ca, b, panel, c, ldc, load);
     return wide;
 }
@@ -3909,12 +3919,12 @@ MOEI_AVX512 static void moei_rows_avx512(int wide, size_t columns, size_t m, siz
 
 MOEI_AVX512 static size_t moei_columns_avx512(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca,
                                               const float *b, size_t rb, size_t panel, float *c, size_t ldc,
-                                              int load) {
+                                              int load, size_t done, size_t chunk) {
     const int wide = m <= MOEI_TILE_WIDE_512 && n >= 64;
     const size_t columns = wide ? 64 : n < 32 ? n : 32;
-    const moei_prefetch next =
-        moei_prefetch_begin((uintptr_t)b + 2 * panel * sizeof(float), k * 64, k * 64, panel * sizeof(float));
-    if (n <= 16 || (m <= 3 && !wide)) return moei_columns_avx2(m, n, k, a, ra, ca, b, rb, panel, c, ldc, load);
+    const moei_prefetch next = moei_prefetch_panels(b, done, chunk, panel, 2);
+    if (n <= 16 || (m <= 3 && !wide))
+        return moei_columns_avx2(m, n, k, a, ra, ca, b, rb, panel, c, ldc, load, done, chunk);
     moei_rows_avx512(wide, columns, m, k, a, ra, ca, b, rb, panel, c, ldc, load, next);
     return columns;
 }
@@ -3923,10 +3933,10 @@ MOEI_PANELS(avx512, MOEI_AVX512, MOEI_BLOCK_M, MOEI_CACHED)
 
 MOEI_AVX512 static size_t moei_columns_streams_avx512(size_t m, size_t n, size_t k, const float *a, size_t ra,
                                                       size_t ca, const float *b, size_t rb, size_t panel, float *c,
-                                                      size_t ldc, int load) {
+                                                      size_t ldc, int load, size_t done, size_t chunk) {
     const moei_prefetch none = moei_prefetch_begin(0, 0, 0, 0);
     if (m > MOEI_TILE_WIDE_512 || n < 64)
-        return moei_columns_avx512(m, n, k, a, ra, ca, b, rb, panel, c, ldc, load);
+        return moei_columns_avx512(m, n, k, a, ra, ca, b, rb, panel, c, ldc, load, done, chunk);
     moei_rows_avx512(2, 64, m, k, a, ra, ca, b, rb, panel, c, ldc, load, none);
     return 64;
 }
@@ -5903,7 +5913,7 @@ static size_t moei_wide_columns_v4(size_t m, size_t n) {
 /* m rows over the first of n columns, as many as are computed at once; returns how many. b is
    panels, or with rb > 16 the operand itself, of which 8 columns, 16 or more are left. */
 static size_t moei_columns_v4(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, const float *b,
-                              size_t rb, size_t panel, float *c, size_t ldc, int load) {
+                              size_t rb, size_t panel, float *c, size_t ldc, int load, size_t done, size_t chunk) {
     const size_t wide = moei_wide_columns_v4(m, n), columns = wide > 0 ? wide : moei_smaller(n, MOEI_PANEL);
     if (wide > 32) moei_wide_tile_v4(1, 4, k, a, ra, ca, b, rb, panel, c, ldc, load);
     else if (wide > 0 && m == 1) moei_wide_tile_v4(1, 2, k, a, ra, ca, b, rb, panel, c, ldc, load);
@@ -5913,6 +5923,8 @@ static size_t moei_columns_v4(size_t m, size_t n, size_t k, const float *a, size
 #endif
     else if (columns % 8 == 0) moei_rows_v4(columns > 8, m, k, a, ra, ca, b, rb, c, ldc, load);
     else moei_edge_v4(columns, m, k, a, ra, ca, b, c, ldc, load);
+    (void)done;
+    (void)chunk;
     return columns;
 }
 
@@ -5957,12 +5969,12 @@ static void moei_block_v4(int op, size_t m, size_t n, size_t k, const float *a, 
     if (op != MOE_MATMUL_NT && m <= MOEI_UNPACKED_M_V4)
         while (j + 8 <= n) /* the remaining columns are packed into a panel */
             j += moei_columns_v4(m, n - j < MOEI_PANEL ? 8 : n - j, k, a, ra, ca, b + j, ldb, MOEI_PANEL, c + j, ldc,
-                                 load);
+                                 load, 0, k);
     for (; j < n; j += columns) {
         columns = moei_smaller(n - j, MOEI_PANEL);
         if (op == MOE_MATMUL_NT) moei_pack_transposed_v4(columns, k, b + j * ldb, ldb, panel);
         else moei_pack_v4(columns, k, b + j, ldb, panel);
-        moei_columns_v4(m, columns, k, a, ra, ca, panel, MOEI_PANEL, 0, c + j, ldc, load);
+        moei_columns_v4(m, columns, k, a, ra, ca, panel, MOEI_PANEL, 0, c + j, ldc, load, 0, k);
     }
 }
 
