@@ -4672,8 +4672,6 @@ typedef struct moei_quant_tile {
     const unsigned char *w[2], *w_scale[2];
     /* in which case the second panel's outputs all go to one spare row */
     float *c[2];
-    /* 12 x 32 elements: C until the last group, because the rows of C may map to few cache sets */
-    float *part;
     size_t row_size, ldc[2];
     size_t groups, lines; /* groups with a scale; lines of 64 bytes per group */
     size_t scale_size;    /* bytes of a weight's scale */
@@ -4685,19 +4683,18 @@ typedef struct moei_quant_tile {
 typedef void moei_tile_fn(int q4, size_t rows, const moei_quant_tile *t);
 
 /* All tiles of a product: wide panels of weights are multiplied by row after row while they are
-   cached. most: rows of the highest tile; there are also tiles of 1 to 4 rows, of 5 to 7 if most is
-   8, and of 8 if it is 12. */
+   cached. most: rows of the highest tile; there are also tiles of 1 to 4 rows, and of 5 to 7 if most
+   is 8. */
 static void moei_quant_tiles(int type, size_t wide, size_t most, moei_tile_fn *tile, size_t m, size_t panels,
                              size_t inner, const void *rows, size_t row_size, const void *packed, size_t panel_stride,
                              float *c, size_t ldc) {
     const size_t piece = type == MOE_TYPE_Q8 ? (size_t)MOEI_SUM_LIMIT : inner;
     const int q4 = type == MOE_TYPE_Q4;
-    float spare[MOEI_PANEL], part[12 * 2 * MOEI_PANEL];
+    float spare[MOEI_PANEL];
     moei_row_shape shape;
     moei_quant_tile t;
     size_t p, i, j, count;
     if (!moei_shape_row(type, inner, &shape)) return;
-    t.part = part;
     t.row_size = row_size;
     t.ldc[0] = ldc;
     t.half = type != MOE_TYPE_Q8;
@@ -4722,7 +4719,7 @@ static void moei_quant_tiles(int type, size_t wide, size_t most, moei_tile_fn *t
             t.scale = row + shape.scales;
             t.start = row + shape.starts + p / MOEI_SUM_LIMIT * (type == MOE_TYPE_Q8 ? 4 : 0);
             for (i = m; i > 0; i -= count) {
-                count = i >= most ? most : i >= 8 ? 8 : i > 4 && most != 8 ? (i + 1) / 2 : i;
+                count = i >= most ? most : i > 4 && most != 8 ? (i + 1) / 2 : i;
                 tile(q4, count, &t);
                 t.a += count * row_size;
                 t.scale += count * row_size;
@@ -4737,11 +4734,10 @@ static void moei_quant_tiles(int type, size_t wide, size_t most, moei_tile_fn *t
 /* The same for codes, whose rows come in pairs, one panel at a time. Panels that are added to start
    from C instead of zeros. */
 static void moei_code_tiles(size_t most, moei_tile_fn *tile, const moei_code_panels *p) {
-    float spare[MOEI_PANEL], part[12 * 2 * MOEI_PANEL];
+    float spare[MOEI_PANEL];
     moei_quant_tile t;
     size_t i, j, count;
     memset(&t, 0, sizeof t);
-    t.part = part;
     t.row_size = p->row_size;
     t.ldc[0] = p->ldc;
     t.scale_size = sizeof(float);
@@ -5005,13 +5001,10 @@ typedef __m512i moei_int32x16;
 #define MOEI_AS(type, vector) (vector)
 #endif
 
-/* Rows 0 to 3, 5 or 11 of a tile at a0, three rows per base pointer, because an address is a base
-   plus one or two strides. */
+/* Rows 0 to 3 or 5 of a tile at a0, three rows per base pointer, because an address is a base plus
+   one or two strides. */
 #define MOEI_EACH_4(X, set) X(set, 0, a0) X(set, 1, a0 + row) X(set, 2, a0 + 2 * row) X(set, 3, a3)
 #define MOEI_EACH_6(X, set) MOEI_EACH_4(X, set) X(set, 4, a3 + row) X(set, 5, a3 + 2 * row)
-#define MOEI_EACH_12(X, set) \
-    MOEI_EACH_6(X, set) X(set, 6, a6) X(set, 7, a6 + row) X(set, 8, a6 + 2 * row) \
-    X(set, 9, a9) X(set, 10, a9 + row) X(set, 11, a9 + 2 * row)
 
 /* ---- AVX2 ----
 
@@ -5069,7 +5062,8 @@ MOEI_AVX2_F16C MOEI_INLINE void moei_quant_tile_avx2(int q4, int rows, size_t si
     const size_t row = t->row_size, ldc = t->ldc[0];
     const size_t groups = t->groups, blocks = t->whole ? t->lines / 8 : 1;
     const size_t ld = groups > 1 ? 8 : ldc, lines = t->whole ? 8 : t->lines;
-    float *c = t->c[0] + 8 * side, *to = groups > 1 ? t->part : c;
+    /* C until the last group, because the rows of C may map to few cache sets */
+    float part[4 * 8], *c = t->c[0] + 8 * side, *to = groups > 1 ? part : c;
     const int half = t->half, whole = t->whole;
     size_t group, block, p;
     int keep = t->load, i;
@@ -5155,11 +5149,23 @@ MOEI_AVX2 static void moei_quantize_avx2(int type, size_t m, size_t inner, const
    One instruction (vpdpbusd) multiplies four unsigned bytes by four signed ones and adds the
    products to an int32 in each lane. One macro serves vectors of 8 and of 16 outputs: a line of a
    panel is two vectors of the first kind or one of the second, so a tile is one panel or two wide
-   and has two sums per row, s0 and s1. Tiles of one and two rows have a second pair, u0 and u1, to
-   hide the latency. The differences are in small functions of each set: all (four bytes to all
-   lanes), dot, low and high (four bits of each byte), finish (C). */
+   and has two sums per row, s0 and s1, and two vectors of C, c0 and c1. Tiles of one and two rows
+   have a second pair of sums, u0 and u1, to hide the latency. The differences are in small
+   functions of each set: splat (four bytes to all lanes), dot, low and high (four bits of each
+   byte), finish (c + the sum times both scales). */
 
 #define MOEI_DOT_SUMS(set, r, at) , s##r##0 = zero, s##r##1 = zero
+#define MOEI_DOT_C(set, r, at) , c##r##0 = none, c##r##1 = none
+#define MOEI_DOT_LOAD(OP, r, at) \
+    if (rows > r) { \
+        c##r##0 = OP(loadu)(to0 + r * ld0); \
+        c##r##1 = OP(loadu)(to1 + r * ld1); \
+    }
+#define MOEI_DOT_STORE(OP, r, at) \
+    if (rows > r) { \
+        OP(storeu)(to0 + r * ld0, c##r##0); \
+        OP(storeu)(to1 + r * ld1, c##r##1); \
+    }
 #define MOEI_DOT_START(set, r, at) \
     if (rows > r) s##r##0 = s##r##1 = moei_start_##set(start + r * row);
 #define MOEI_DOT(set, sum, r, at) \
@@ -5175,23 +5181,23 @@ MOEI_AVX2 static void moei_quantize_avx2(int type, size_t m, size_t inner, const
 #define MOEI_DOT_FINISH(set, r, at) \
     if (rows > r) { \
         x = moei_splat_##set(scale + r * row); \
-        moei_finish_##set(to0 + r * ld0, s##r##0, scale0, x, keep); \
-        moei_finish_##set(to1 + r * ld1, s##r##1, scale1, x, keep); \
+        c##r##0 = moei_finish_##set(c##r##0, s##r##0, scale0, x); \
+        c##r##1 = moei_finish_##set(c##r##1, s##r##1, scale1, x); \
     }
 
 /* Adds one line of each panel. */
-#define MOEI_DOT_LINE(set, INTS, EACH) \
+#define MOEI_DOT_LINE(set, INTS) \
     const INTS v0 = moei_load_##set(w0), v1 = moei_load_##set(w1); \
     y0 = q4 ? moei_low_##set(v0) : v0; \
     y1 = q4 ? moei_low_##set(v1) : v1; \
-    EACH(MOEI_DOT_S, set) \
+    MOEI_EACH_6(MOEI_DOT_S, set) \
     if (q4) { \
         y0 = moei_high_##set(v0); \
         y1 = moei_high_##set(v1); \
         if (rows <= 2) { \
             MOEI_DOT_U16(set) \
         } else { \
-            EACH(MOEI_DOT_S16, set) \
+            MOEI_EACH_6(MOEI_DOT_S16, set) \
         } \
     } else if (rows <= 2) { \
         y0 = moei_load_##set(w0 + MOEI_LINE); \
@@ -5205,47 +5211,39 @@ MOEI_AVX2 static void moei_quantize_avx2(int type, size_t m, size_t inner, const
     w0 += MOEI_LINE; \
     w1 += MOEI_LINE; \
     a0 += 4; \
-    a3 += 4; \
-    a6 += 4; \
-    a9 += 4;
+    a3 += 4;
 
-/* EACH and most: the rows of the largest tile; beside: the distance of the second vector's weights,
-   scales and outputs from the first's, or 0 for the tile's second panel. */
-#define MOEI_DOT_TILE(set, target, INTS, SUMS, FLOATS, EACH, beside) \
-    target MOEI_INLINE void moei_dot_tile_##set(int q4, int rows, const moei_quant_tile *t) { \
-        const size_t row = t->row_size, groups = t->groups; \
-        const size_t lines = t->lines, lanes = beside ? 8 : 16; \
-        const size_t ldc0 = t->ldc[0], ldc1 = t->ldc[beside ? 0 : 1]; \
-        const size_t ld0 = groups > 1 ? 2 * lanes : ldc0, ld1 = groups > 1 ? ld0 : ldc1; \
+/* whole: one group; beside: the distance of the second vector's weights, scales and outputs from
+   the first's, or 0 for the tile's second panel. */
+#define MOEI_DOT_TILE(set, target, INTS, SUMS, FLOATS, OP, beside) \
+    target MOEI_INLINE void moei_dot_tile_##set(int q4, int whole, int rows, const moei_quant_tile *t) { \
+        const size_t row = t->row_size, groups = whole ? 1 : t->groups, lines = t->lines; \
+        const size_t ld0 = t->ldc[0], ld1 = t->ldc[beside ? 0 : 1]; \
         const unsigned char *a0 = t->a, *a3 = a0 + 3 * row; \
-        const unsigned char *a6 = a0 + 6 * row, *a9 = a0 + 9 * row; \
         const unsigned char *w0 = t->w[0], *w1 = beside ? w0 + 4 * beside : t->w[1]; \
         const unsigned char *scale = t->scale, *start = t->start; \
         const unsigned char *w_scale0 = t->w_scale[0]; \
         const unsigned char *w_scale1 = beside ? w_scale0 + beside * (t->half ? 2 : 4) : t->w_scale[1]; \
-        float *c0 = t->c[0], *c1 = beside ? c0 + beside : t->c[1]; \
-        float *to0 = groups > 1 ? t->part : c0, *to1 = groups > 1 ? to0 + lanes : c1; \
+        float *to0 = t->c[0], *to1 = beside ? to0 + beside : t->c[1]; \
         const SUMS zero = moei_zero_##set(); \
-        SUMS u00, u01, u10, u11 EACH(MOEI_DOT_SUMS, set); \
+        const FLOATS none = OP(setzero)(); \
+        SUMS u00, u01, u10, u11 MOEI_EACH_6(MOEI_DOT_SUMS, set); \
+        FLOATS scale0, scale1 MOEI_EACH_6(MOEI_DOT_C, set); \
         INTS x, y0, y1; \
         size_t group, p; \
-        const int half = t->half; \
-        int keep = t->load, i; \
-        for (i = 0; i < rows && keep && groups > 1; i++) { \
-            memcpy(to0 + (size_t)i * ld0, c0 + (size_t)i * ldc0, lanes * sizeof *c0); \
-            memcpy(to1 + (size_t)i * ld1, c1 + (size_t)i * ldc1, lanes * sizeof *c1); \
+        const int half = t->half, load = t->load; \
+        if (load && !whole) { \
+            MOEI_EACH_6(MOEI_DOT_LOAD, OP) \
         } \
         for (group = 0; group < groups; group++, scale += 4, start += 4) { \
-            EACH(MOEI_DOT_START, set) \
+            MOEI_EACH_6(MOEI_DOT_START, set) \
             u00 = u01 = u10 = u11 = zero; \
             for (p = 0; p < lines; p++) { \
-                MOEI_DOT_LINE(set, INTS, EACH) \
+                MOEI_DOT_LINE(set, INTS) \
             } \
             if (q4) { \
                 a0 += 16; \
                 a3 += 16; \
-                a6 += 16; \
-                a9 += 16; \
             } \
             if (rows <= 2) { \
                 s00 = moei_sum_##set(s00, u00); \
@@ -5255,35 +5253,31 @@ MOEI_AVX2 static void moei_quantize_avx2(int type, size_t m, size_t inner, const
                 s10 = moei_sum_##set(s10, u10); \
                 s11 = moei_sum_##set(s11, u11); \
             } \
-            { \
-                const FLOATS scale0 = moei_w_scale_##set(half, w_scale0), scale1 = moei_w_scale_##set(half, w_scale1); \
-                EACH(MOEI_DOT_FINISH, set) \
+            if (load && whole) { \
+                MOEI_EACH_6(MOEI_DOT_LOAD, OP) \
             } \
+            scale0 = moei_w_scale_##set(half, w_scale0); \
+            scale1 = moei_w_scale_##set(half, w_scale1); \
+            MOEI_EACH_6(MOEI_DOT_FINISH, set) \
             w_scale0 += t->scale_size * MOEI_PANEL; \
             w_scale1 += t->scale_size * MOEI_PANEL; \
-            keep = 1; \
         } \
-        (void)a6; \
-        (void)a9; \
-        for (i = 0; i < rows && groups > 1; i++) { \
-            memcpy(c0 + (size_t)i * ldc0, to0 + (size_t)i * ld0, lanes * sizeof *c0); \
-            memcpy(c1 + (size_t)i * ldc1, to1 + (size_t)i * ld1, lanes * sizeof *c1); \
-        } \
+        MOEI_EACH_6(MOEI_DOT_STORE, OP) \
     }
 
 #define MOEI_CASE(set, rows) \
     case rows: \
-        q4 ? moei_dot_tile_##set(1, rows, t) : moei_dot_tile_##set(0, rows, t); \
+        if (q4) moei_dot_tile_##set(1, 0, rows, t); \
+        else if (t->whole) moei_dot_tile_##set(0, 1, rows, t); \
+        else moei_dot_tile_##set(0, 0, rows, t); \
         break;
-#define MOEI_CASES_4(set) MOEI_CASE(set, 1) MOEI_CASE(set, 2) MOEI_CASE(set, 3) MOEI_CASE(set, 4)
-#define MOEI_CASES_6(set) MOEI_CASES_4(set) MOEI_CASE(set, 6)
-#define MOEI_CASES_12(set) MOEI_CASES_4(set) MOEI_CASE(set, 8) MOEI_CASE(set, 12)
 
-#define MOEI_DOT_PRODUCT(set, target, wide, most) \
+#define MOEI_DOT_PRODUCT(set, target, wide) \
     target static void moei_quant_rows_##set(int q4, size_t rows, const moei_quant_tile *t) { \
-        switch (rows) { MOEI_CASES_##most(set) } \
+        switch (rows) { \
+            MOEI_CASE(set, 1) MOEI_CASE(set, 2) MOEI_CASE(set, 3) MOEI_CASE(set, 4) MOEI_CASE(set, 6) } \
     } \
-    MOEI_QUANT_SET(set, wide, most)
+    MOEI_QUANT_SET(set, wide, 6)
 
 /* The whole set for vectors of 8, given a target and its name of the instruction. */
 #define MOEI_VNNI_256(set, target, DPBUSD) \
@@ -5304,11 +5298,12 @@ MOEI_AVX2 static void moei_quantize_avx2(int type, size_t m, size_t inner, const
     target MOEI_INLINE __m256 moei_w_scale_##set(int half, const unsigned char *p) { \
         return moei_w_scale_avx2(half, p); \
     } \
-    target MOEI_INLINE void moei_finish_##set(float *to, moei_int32x8 sum, __m256 w_scale, __m256i scale, int keep) { \
-        moei_finish_avx2(to, MOEI_AS(__m256i, sum), w_scale, scale, keep); \
+    target MOEI_INLINE __m256 moei_finish_##set(__m256 c, moei_int32x8 sum, __m256 w_scale, __m256i scale) { \
+        const __m256 product = _mm256_mul_ps(w_scale, _mm256_castsi256_ps(scale)); \
+        return _mm256_fmadd_ps(_mm256_cvtepi32_ps(MOEI_AS(__m256i, sum)), product, c); \
     } \
-    MOEI_DOT_TILE(set, target, __m256i, moei_int32x8, __m256, MOEI_EACH_6, 8) \
-    MOEI_DOT_PRODUCT(set, target, 1, 6) \
+    MOEI_DOT_TILE(set, target, __m256i, moei_int32x8, __m256, MOEI_OP_AVX2, 8) \
+    MOEI_DOT_PRODUCT(set, target, 1) \
     static void moei_unpacked_##set(const moei_code_panels *p) { moei_code_tiles(6, moei_quant_rows_##set, p); }
 
 #if defined(__apple_build_version__)
@@ -5366,16 +5361,13 @@ MOEI_VNNI512 MOEI_INLINE __m512 moei_w_scale_vnni512(int half, const unsigned ch
     return half ? _mm512_maskz_cvtph_ps(MOEI_ALL_LANES, MOEI_LOAD_256(p)) : _mm512_loadu_ps((const void *)p);
 }
 
-MOEI_VNNI512 MOEI_INLINE void moei_finish_vnni512(float *to, moei_int32x16 sum, __m512 w_scale, __m512i scale,
-                                                  int keep) {
-    const __m512 product = _mm512_mul_ps(w_scale, _mm512_castsi512_ps(scale)),
-                 before = _mm512_maskz_loadu_ps((__mmask16)-keep, to);
-    _mm512_storeu_ps(to,
-                     _mm512_fmadd_ps(_mm512_maskz_cvtepi32_ps(MOEI_ALL_LANES, MOEI_AS(__m512i, sum)), product, before));
+MOEI_VNNI512 MOEI_INLINE __m512 moei_finish_vnni512(__m512 c, moei_int32x16 sum, __m512 w_scale, __m512i scale) {
+    const __m512 product = _mm512_mul_ps(w_scale, _mm512_castsi512_ps(scale));
+    return _mm512_fmadd_ps(_mm512_maskz_cvtepi32_ps(MOEI_ALL_LANES, MOEI_AS(__m512i, sum)), product, c);
 }
 
-MOEI_DOT_TILE(vnni512, MOEI_VNNI512, __m512i, moei_int32x16, __m512, MOEI_EACH_12, 0)
-MOEI_DOT_PRODUCT(vnni512, MOEI_VNNI512, 2, 12)
+MOEI_DOT_TILE(vnni512, MOEI_VNNI512, __m512i, moei_int32x16, __m512, MOEI_OP_AVX512, 0)
+MOEI_DOT_PRODUCT(vnni512, MOEI_VNNI512, 2)
 
 /* Pairs of rows of external products: the second row's codes stand for 1/256 of the first's, and
    the sums of both become one integer, which is exact. C stays in registers. */
