@@ -4672,6 +4672,8 @@ typedef struct moei_quant_tile {
     const unsigned char *w[2], *w_scale[2];
     /* in which case the second panel's outputs all go to one spare row */
     float *c[2];
+    uintptr_t ahead; /* tiles of six rows prefetch the next panels, step bytes per line */
+    size_t step;
     size_t row_size, ldc[2];
     size_t groups, lines; /* groups with a scale; lines of 64 bytes per group */
     size_t scale_size;    /* bytes of a weight's scale */
@@ -4683,8 +4685,8 @@ typedef struct moei_quant_tile {
 typedef void moei_tile_fn(int q4, size_t rows, const moei_quant_tile *t);
 
 /* All tiles of a product: wide panels of weights are multiplied by row after row while they are
-   cached. most: rows of the highest tile; there are also tiles of 1 to 4 rows, and of 5 to 7 if most
-   is 8. */
+   cached. most: rows of the highest tile; there are also tiles of 1 to 4 rows, of 5 to 7 if it is
+   8. */
 static void moei_quant_tiles(int type, size_t wide, size_t most, moei_tile_fn *tile, size_t m, size_t panels,
                              size_t inner, const void *rows, size_t row_size, const void *packed, size_t panel_stride,
                              float *c, size_t ldc) {
@@ -4693,9 +4695,10 @@ static void moei_quant_tiles(int type, size_t wide, size_t most, moei_tile_fn *t
     float spare[MOEI_PANEL];
     moei_row_shape shape;
     moei_quant_tile t;
-    size_t p, i, j, count;
+    size_t p, i, j, count, lines;
     if (!moei_shape_row(type, inner, &shape)) return;
     t.row_size = row_size;
+    t.step = wide * MOEI_LINE / (m < 6 ? 1 : m / 6);
     t.ldc[0] = ldc;
     t.half = type != MOE_TYPE_Q8;
     t.whole = type == MOE_TYPE_Q8;
@@ -4706,11 +4709,13 @@ static void moei_quant_tiles(int type, size_t wide, size_t most, moei_tile_fn *t
         t.groups = type == MOE_TYPE_Q8 ? 1 : shape.codes / MOEI_GROUP;
         t.lines = type == MOE_TYPE_Q8 ? length / 4 : q4 ? 4 : 8;
         t.load = p > 0;
+        lines = t.groups * t.lines;
         for (j = 0; j < panels; j += wide, panel += wide * panel_stride) {
             const size_t next = wide > 1 && j + 1 < panels ? 1 : 0;
             t.ldc[1] = next * ldc;
             t.w[0] = panel + p * MOEI_PANEL;
             t.w[1] = t.w[0] + next * panel_stride;
+            t.ahead = (uintptr_t)t.w[0] + wide * panel_stride;
             t.w_scale[0] = panel + moei_panel_scales(type, inner);
             t.w_scale[1] = t.w_scale[0] + next * panel_stride;
             t.c[0] = c + j * MOEI_PANEL;
@@ -4726,6 +4731,7 @@ static void moei_quant_tiles(int type, size_t wide, size_t most, moei_tile_fn *t
                 t.start += count * row_size;
                 t.c[0] += count * ldc;
                 t.c[1] += count * t.ldc[1];
+                t.ahead += t.step * lines;
             }
         }
     }
@@ -4747,6 +4753,7 @@ static void moei_code_tiles(size_t most, moei_tile_fn *tile, const moei_code_pan
     t.c[1] = spare;
     for (j = 0; j < p->panels; j++) {
         t.w[0] = t.w[1] = p->codes[j];
+        t.ahead = (uintptr_t)t.w[0];
         t.w_scale[0] = t.w_scale[1] = (const unsigned char *)p->weight_scales[j];
         t.c[0] = p->c + j * MOEI_PANEL;
         t.a = p->rows;
@@ -4994,11 +5001,13 @@ typedef uint16_t moei_uint16x16 __attribute__((vector_size(32)));
 typedef int32_t moei_int32x8 __attribute__((vector_size(32)));
 typedef int32_t moei_int32x16 __attribute__((vector_size(64)));
 #define MOEI_AS(type, vector) ((type)(vector))
+#define MOEI_LOADED(v) __asm__("" : "+v"(v)); /* gcc would load it again for every row */
 #else
 typedef __m256i moei_uint16x16;
 typedef __m256i moei_int32x8;
 typedef __m512i moei_int32x16;
 #define MOEI_AS(type, vector) (vector)
+#define MOEI_LOADED(v)
 #endif
 
 /* Rows 0 to 3 or 5 of a tile at a0, three rows per base pointer, because an address is a base plus
@@ -5176,8 +5185,7 @@ MOEI_AVX2 static void moei_quantize_avx2(int type, size_t m, size_t inner, const
     }
 #define MOEI_DOT_S(set, r, at) MOEI_DOT(set, s, r, at)
 #define MOEI_DOT_S16(set, r, at) MOEI_DOT(set, s, r, at + 16)
-#define MOEI_DOT_U4(set) MOEI_DOT(set, u, 0, a0 + 4) MOEI_DOT(set, u, 1, a0 + row + 4)
-#define MOEI_DOT_U16(set) MOEI_DOT(set, u, 0, a0 + 16) MOEI_DOT(set, u, 1, a0 + row + 16)
+#define MOEI_DOT_U(set, beyond) MOEI_DOT(set, u, 0, a0 + beyond) MOEI_DOT(set, u, 1, a0 + row + beyond)
 #define MOEI_DOT_FINISH(set, r, at) \
     if (rows > r) { \
         x = moei_splat_##set(scale + r * row); \
@@ -5186,8 +5194,15 @@ MOEI_AVX2 static void moei_quantize_avx2(int type, size_t m, size_t inner, const
     }
 
 /* Adds one line of each panel. */
-#define MOEI_DOT_LINE(set, INTS) \
-    const INTS v0 = moei_load_##set(w0), v1 = moei_load_##set(w1); \
+#define MOEI_DOT_LINE(set, INTS, LOAD, beside) \
+    INTS v0 = LOAD(w0), v1 = LOAD(w1); \
+    MOEI_LOADED(v0) \
+    MOEI_LOADED(v1) \
+    if (rows > 4) { \
+        _mm_prefetch((const char *)ahead, _MM_HINT_T1); \
+        if (!beside) _mm_prefetch((const char *)(ahead + MOEI_LINE), _MM_HINT_T1); \
+        ahead += step; \
+    } \
     y0 = q4 ? moei_low_##set(v0) : v0; \
     y1 = q4 ? moei_low_##set(v1) : v1; \
     MOEI_EACH_6(MOEI_DOT_S, set) \
@@ -5195,14 +5210,16 @@ MOEI_AVX2 static void moei_quantize_avx2(int type, size_t m, size_t inner, const
         y0 = moei_high_##set(v0); \
         y1 = moei_high_##set(v1); \
         if (rows <= 2) { \
-            MOEI_DOT_U16(set) \
+            MOEI_DOT_U(set, 16) \
         } else { \
             MOEI_EACH_6(MOEI_DOT_S16, set) \
         } \
     } else if (rows <= 2) { \
-        y0 = moei_load_##set(w0 + MOEI_LINE); \
-        y1 = moei_load_##set(w1 + MOEI_LINE); \
-        MOEI_DOT_U4(set) \
+        y0 = LOAD(w0 + MOEI_LINE); \
+        y1 = LOAD(w1 + MOEI_LINE); \
+        MOEI_LOADED(y0) \
+        MOEI_LOADED(y1) \
+        MOEI_DOT_U(set, 4) \
         w0 += MOEI_LINE; \
         w1 += MOEI_LINE; \
         a0 += 4; \
@@ -5215,9 +5232,10 @@ MOEI_AVX2 static void moei_quantize_avx2(int type, size_t m, size_t inner, const
 
 /* whole: one group; beside: the distance of the second vector's weights, scales and outputs from
    the first's, or 0 for the tile's second panel. */
-#define MOEI_DOT_TILE(set, target, INTS, SUMS, FLOATS, OP, beside) \
+#define MOEI_DOT_TILE(set, target, INTS, LOAD, SUMS, FLOATS, OP, beside) \
     target MOEI_INLINE void moei_dot_tile_##set(int q4, int whole, int rows, const moei_quant_tile *t) { \
-        const size_t row = t->row_size, groups = whole ? 1 : t->groups, lines = t->lines; \
+        const size_t row = t->row_size, groups = whole ? 1 : t->groups; \
+        const size_t lines = t->lines, step = t->step; \
         const size_t ld0 = t->ldc[0], ld1 = t->ldc[beside ? 0 : 1]; \
         const unsigned char *a0 = t->a, *a3 = a0 + 3 * row; \
         const unsigned char *w0 = t->w[0], *w1 = beside ? w0 + 4 * beside : t->w[1]; \
@@ -5232,14 +5250,12 @@ MOEI_AVX2 static void moei_quantize_avx2(int type, size_t m, size_t inner, const
         INTS x, y0, y1; \
         size_t group, p; \
         const int half = t->half, load = t->load; \
-        if (load && !whole) { \
-            MOEI_EACH_6(MOEI_DOT_LOAD, OP) \
-        } \
+        uintptr_t ahead = t->ahead; \
         for (group = 0; group < groups; group++, scale += 4, start += 4) { \
             MOEI_EACH_6(MOEI_DOT_START, set) \
             u00 = u01 = u10 = u11 = zero; \
             for (p = 0; p < lines; p++) { \
-                MOEI_DOT_LINE(set, INTS) \
+                MOEI_DOT_LINE(set, INTS, LOAD, beside) \
             } \
             if (q4) { \
                 a0 += 16; \
@@ -5248,12 +5264,10 @@ MOEI_AVX2 static void moei_quantize_avx2(int type, size_t m, size_t inner, const
             if (rows <= 2) { \
                 s00 = moei_sum_##set(s00, u00); \
                 s01 = moei_sum_##set(s01, u01); \
-            } \
-            if (rows == 2) { \
                 s10 = moei_sum_##set(s10, u10); \
                 s11 = moei_sum_##set(s11, u11); \
             } \
-            if (load && whole) { \
+            if (load && group == 0) { \
                 MOEI_EACH_6(MOEI_DOT_LOAD, OP) \
             } \
             scale0 = moei_w_scale_##set(half, w_scale0); \
@@ -5279,33 +5293,6 @@ MOEI_AVX2 static void moei_quantize_avx2(int type, size_t m, size_t inner, const
     } \
     MOEI_QUANT_SET(set, wide, 6)
 
-/* The whole set for vectors of 8, given a target and its name of the instruction. */
-#define MOEI_VNNI_256(set, target, DPBUSD) \
-    target MOEI_INLINE __m256i moei_splat_##set(const unsigned char *p) { return _mm256_set1_epi32(moei_get_32(p)); } \
-    target MOEI_INLINE __m256i moei_load_##set(const unsigned char *p) { return MOEI_LOAD_256(p); } \
-    target MOEI_INLINE __m256i moei_low_##set(__m256i v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); } \
-    target MOEI_INLINE __m256i moei_high_##set(__m256i v) { return moei_low_##set(_mm256_srli_epi32(v, 4)); } \
-    target MOEI_INLINE moei_int32x8 moei_zero_##set(void) { return MOEI_AS(moei_int32x8, _mm256_setzero_si256()); } \
-    target MOEI_INLINE moei_int32x8 moei_start_##set(const unsigned char *p) { \
-        return MOEI_AS(moei_int32x8, moei_splat_##set(p)); \
-    } \
-    target MOEI_INLINE moei_int32x8 moei_dot_##set(moei_int32x8 sum, __m256i w, __m256i x) { \
-        return MOEI_AS(moei_int32x8, DPBUSD(MOEI_AS(__m256i, sum), w, x)); \
-    } \
-    target MOEI_INLINE moei_int32x8 moei_sum_##set(moei_int32x8 a, moei_int32x8 b) { \
-        return MOEI_AS(moei_int32x8, _mm256_add_epi32(MOEI_AS(__m256i, a), MOEI_AS(__m256i, b))); \
-    } \
-    target MOEI_INLINE __m256 moei_w_scale_##set(int half, const unsigned char *p) { \
-        return moei_w_scale_avx2(half, p); \
-    } \
-    target MOEI_INLINE __m256 moei_finish_##set(__m256 c, moei_int32x8 sum, __m256 w_scale, __m256i scale) { \
-        const __m256 product = _mm256_mul_ps(w_scale, _mm256_castsi256_ps(scale)); \
-        return _mm256_fmadd_ps(_mm256_cvtepi32_ps(MOEI_AS(__m256i, sum)), product, c); \
-    } \
-    MOEI_DOT_TILE(set, target, __m256i, moei_int32x8, __m256, MOEI_OP_AVX2, 8) \
-    MOEI_DOT_PRODUCT(set, target, 1) \
-    static void moei_unpacked_##set(const moei_code_panels *p) { moei_code_tiles(6, moei_quant_rows_##set, p); }
-
 #if defined(__apple_build_version__)
 #define MOEI_COMPILER_HAS_VNNI (__clang_major__ >= 13)
 #elif defined(__clang__)
@@ -5325,7 +5312,37 @@ MOEI_AVX2 static void moei_quantize_avx2(int type, size_t m, size_t inner, const
 #define MOEI_VNNI512
 #endif
 
-MOEI_VNNI_256(avxvnni, MOEI_AVXVNNI, _mm256_dpbusd_avx_epi32)
+MOEI_AVXVNNI MOEI_INLINE __m256i moei_splat_avxvnni(const unsigned char *p) {
+    return _mm256_set1_epi32(moei_get_32(p));
+}
+MOEI_AVXVNNI MOEI_INLINE __m256i moei_low_avxvnni(__m256i v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
+MOEI_AVXVNNI MOEI_INLINE __m256i moei_high_avxvnni(__m256i v) { return moei_low_avxvnni(_mm256_srli_epi32(v, 4)); }
+MOEI_AVXVNNI MOEI_INLINE moei_int32x8 moei_zero_avxvnni(void) { return MOEI_AS(moei_int32x8, _mm256_setzero_si256()); }
+MOEI_AVXVNNI MOEI_INLINE moei_int32x8 moei_start_avxvnni(const unsigned char *p) {
+    return MOEI_AS(moei_int32x8, moei_splat_avxvnni(p));
+}
+
+MOEI_AVXVNNI MOEI_INLINE moei_int32x8 moei_dot_avxvnni(moei_int32x8 sum, __m256i w, __m256i x) {
+    return MOEI_AS(moei_int32x8, _mm256_dpbusd_avx_epi32(MOEI_AS(__m256i, sum), w, x));
+}
+
+MOEI_AVXVNNI MOEI_INLINE moei_int32x8 moei_sum_avxvnni(moei_int32x8 a, moei_int32x8 b) {
+    return MOEI_AS(moei_int32x8, _mm256_add_epi32(MOEI_AS(__m256i, a), MOEI_AS(__m256i, b)));
+}
+
+MOEI_AVXVNNI MOEI_INLINE __m256 moei_w_scale_avxvnni(int half, const unsigned char *p) {
+    return moei_w_scale_avx2(half, p);
+}
+
+MOEI_AVXVNNI MOEI_INLINE __m256 moei_finish_avxvnni(__m256 c, moei_int32x8 sum, __m256 w_scale, __m256i scale) {
+    const __m256 product = _mm256_mul_ps(w_scale, _mm256_castsi256_ps(scale));
+    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(MOEI_AS(__m256i, sum)), product, c);
+}
+
+MOEI_DOT_TILE(avxvnni, MOEI_AVXVNNI, __m256i, MOEI_LOAD_256, moei_int32x8, __m256, MOEI_OP_AVX2, 8)
+MOEI_DOT_PRODUCT(avxvnni, MOEI_AVXVNNI, 1)
+
+static void moei_unpacked_avxvnni(const moei_code_panels *p) { moei_code_tiles(6, moei_quant_rows_avxvnni, p); }
 #define moei_quantize_avxvnni moei_quantize_avx2
 
 #ifndef MOE_NO_AVX512
@@ -5335,7 +5352,6 @@ MOEI_VNNI_256(avxvnni, MOEI_AVXVNNI, _mm256_dpbusd_avx_epi32)
 MOEI_VNNI512 MOEI_INLINE __m512i moei_splat_vnni512(const unsigned char *p) {
     return _mm512_set1_epi32(moei_get_32(p));
 }
-MOEI_VNNI512 MOEI_INLINE __m512i moei_load_vnni512(const unsigned char *p) { return MOEI_LOAD_512(p); }
 MOEI_VNNI512 MOEI_INLINE __m512i moei_low_vnni512(__m512i v) {
     return _mm512_and_si512(v, _mm512_set1_epi32(0x0f0f0f0f));
 }
@@ -5366,7 +5382,7 @@ MOEI_VNNI512 MOEI_INLINE __m512 moei_finish_vnni512(__m512 c, moei_int32x16 sum,
     return _mm512_fmadd_ps(_mm512_maskz_cvtepi32_ps(MOEI_ALL_LANES, MOEI_AS(__m512i, sum)), product, c);
 }
 
-MOEI_DOT_TILE(vnni512, MOEI_VNNI512, __m512i, moei_int32x16, __m512, MOEI_OP_AVX512, 0)
+MOEI_DOT_TILE(vnni512, MOEI_VNNI512, __m512i, MOEI_LOAD_512, moei_int32x16, __m512, MOEI_OP_AVX512, 0)
 MOEI_DOT_PRODUCT(vnni512, MOEI_VNNI512, 2)
 
 /* Pairs of rows of external products: the second row's codes stand for 1/256 of the first's, and
