@@ -263,12 +263,11 @@
 
    Packed weights. A product whose right operand does not change reads it fastest in panels of 16
    columns, in the order in which the tiles consume them: moe_pack makes the panels once, and
-   moe_matmul_packed multiplies with the bits of moe_matmul. While a tile is computed, the next
-   panel is prefetched; a left operand of up to 192 rows is processed in pieces that stay in the
+   moe_matmul_packed multiplies with the bits of moe_matmul. While a tile is computed, what is read
+   next is prefetched; a left operand of up to 192 rows is processed in pieces that stay in the
    second-level cache (assumed to have at least 512 KiB). Few rows read several panels side by
-   side; where a layer's call reads more than 32 MiB of weights, these are prefetched too, or on
-   AMD's Zen 3 and 4 read one after the other, which is faster from memory and slower from a cache.
-   The bits are the same.
+   side, prefetched where a layer's call reads more than 32 MiB of weights (on AMD's Zen 3 and 4
+   then one after the other).
 
    Pointers. k, a table of kernels, may be NULL everywhere: plain C. The description of a function
    says which other pointers may be NULL. Every other pointer points to as many elements as the
@@ -278,9 +277,8 @@
    same time as long as their outputs differ. A moe_rng belongs to one thread at a time. With
    moe_parallel a caller provides threads to the calls of moe.h.
 
-   Names of kernels. moei_<type>_<operation or tile>_<instruction set>: moei_nt_avx2 is the float
-   product NT with a tile of 6 rows and 16 columns; "real" stands for the type of the build, "v4"
-   for vectors of four (NEON, WebAssembly).
+   Names of kernels. moei_<type>_<operation or tile>_<instruction set>; "real" stands for the type
+   of the build, "v4" for vectors of four (NEON, WebAssembly).
 
    Adding an instruction set. Write the kernels that gain from it, put them into another constant
    table whose other entries are plain C, give it a MOE_KERNELS_ number and a name, and let
@@ -2794,8 +2792,10 @@ MOEI_TOOL size_t moei_cached_steps(size_t cached, size_t rows, size_t k) {
 
 #if defined(__GNUC__) || defined(__clang__)
 #define MOEI_AVX2 __attribute__((target("avx2,fma")))
+#define MOEI_LOADED(v) __asm__("" : "+v"(v)); /* gcc would load it again for every row */
 #else
 #define MOEI_AVX2
+#define MOEI_LOADED(v)
 #endif
 
 enum {
@@ -2823,22 +2823,16 @@ MOEI_AVX2 MOEI_INLINE __m256i moei_mask_avx2(size_t count) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)count), lane);
 }
 
-/* What to prefetch while tiles are computed, so that the next panel is loaded during this one: at
-   every step one line at `at` and one `second` bytes further, from rows of `length` bytes that are
-   `stride` bytes apart. Addresses, not pointers, because they may run past the end. */
+/* What to prefetch while tiles are computed: at every step one line at `at` and one `second` bytes
+   further, from rows of `length` bytes that are `stride` bytes apart. Addresses, not pointers,
+   because they may run past the end. */
 typedef struct moei_prefetch {
     uintptr_t at, end;
     size_t step, length, stride, second;
 } moei_prefetch;
 
 static moei_prefetch moei_prefetch_begin(uintptr_t at, size_t length, size_t stride, size_t second) {
-    moei_prefetch next;
-    next.at = at;
-    next.end = at + length;
-    next.step = 64;
-    next.length = length;
-    next.stride = stride;
-    next.second = second;
+    const moei_prefetch next = {at, at + length, 64, length, stride, second};
     return next;
 }
 
@@ -2982,6 +2976,23 @@ MOEI_AVX2 static void moei_edge_avx2(size_t columns, size_t m, size_t k, const f
     }
 }
 
+#define MOEI_STEP(row, i, y) s##row##i = _mm256_fmadd_ps(x##row, y, s##row##i);
+#define MOEI_COLUMNS(row) \
+    if (rows > row) { \
+        MOEI_STEP(row, 0, y0) MOEI_STEP(row, 1, y1) \
+    } \
+    if (rows > row && panels > 1) { \
+        MOEI_STEP(row, 2, y2) MOEI_STEP(row, 3, y3) \
+    }
+#define MOEI_STORE(row, i) moei_add_to_avx2(c + 8 * i, kept, s##row##i);
+#define MOEI_STORE_ROW(row) \
+    if (rows > row) { \
+        MOEI_STORE(row, 0) MOEI_STORE(row, 1) \
+    } \
+    if (rows > row && panels > 1) { \
+        MOEI_STORE(row, 2) MOEI_STORE(row, 3) \
+    }
+
 /* Few rows over several panels at once: enough sums to hide their latency, and the panels are
    streamed side by side. rows x panels is 1 x 4, 1 x 2, 2 x 2 or 3 x 2, or 1 x 1 or 2 x 1 for
    weights from memory in one stream; cold: they come from memory and are prefetched. These are
@@ -2989,7 +3000,7 @@ MOEI_AVX2 static void moei_edge_avx2(size_t columns, size_t m, size_t k, const f
 MOEI_AVX2 MOEI_INLINE void moei_wide_tile_avx2(int rows, int panels, int cold, size_t k, const float *a, size_t ra,
                                                size_t ca, const float *b, size_t panel, float *c, size_t ldc,
                                                int load) {
-    const float *b1 = b + panel, *b2 = panels > 2 ? b1 + panel : b;
+    const float *b1 = panels > 1 ? b + panel : b, *b2 = panels > 2 ? b1 + panel : b;
     const float *b3 = panels > 2 ? b2 + panel : b;
     const __m256 zero = _mm256_setzero_ps();
     __m256 s00 = zero, s01 = zero;
@@ -3002,32 +3013,22 @@ MOEI_AVX2 MOEI_INLINE void moei_wide_tile_avx2(int rows, int panels, int cold, s
     __m256 s22 = zero, s23 = zero;
     const __m256i kept = _mm256_set1_epi32(load ? -1 : 0);
     size_t p;
-#define MOEI_STEP(row, i, at) s##row##i = _mm256_fmadd_ps(x##row, _mm256_loadu_ps(at), s##row##i);
-#define MOEI_COLUMNS(row) \
-    if (rows > row) { \
-        MOEI_STEP(row, 0, b) MOEI_STEP(row, 1, b + 8) \
-    } \
-    if (rows > row && panels > 1) { \
-        MOEI_STEP(row, 2, b1) MOEI_STEP(row, 3, b1 + 8) \
-    }
-#define MOEI_STORE(row, i) moei_add_to_avx2(c + 8 * i, kept, s##row##i);
-#define MOEI_STORE_ROW(row) \
-    if (rows > row) { \
-        MOEI_STORE(row, 0) MOEI_STORE(row, 1) \
-    } \
-    if (rows > row && panels > 1) { \
-        MOEI_STORE(row, 2) MOEI_STORE(row, 3) \
-    }
     for (p = 0; p < k; p++, a += ca, b += MOEI_PANEL, b1 += MOEI_PANEL, b2 += MOEI_PANEL, b3 += MOEI_PANEL) {
         const __m256 x0 = _mm256_broadcast_ss(a), x1 = rows > 1 ? _mm256_broadcast_ss(a + ra) : zero;
         const __m256 x2 = rows > 2 ? _mm256_broadcast_ss(a + 2 * ra) : zero;
+        __m256 y0 = _mm256_loadu_ps(b), y1 = _mm256_loadu_ps(b + 8);
+        __m256 y2 = _mm256_loadu_ps(b1), y3 = _mm256_loadu_ps(b1 + 8);
+        if (rows == 2 && panels > 1 && !cold) {
+            MOEI_LOADED(y0) MOEI_LOADED(y1) MOEI_LOADED(y2) MOEI_LOADED(y3)
+        }
         MOEI_AHEAD(cold, b) MOEI_AHEAD(cold, b1)
         MOEI_AHEAD(cold && panels > 2, b2) MOEI_AHEAD(cold && panels > 2, b3)
         MOEI_COLUMNS(0)
         MOEI_COLUMNS(1)
         MOEI_COLUMNS(2)
         if (panels > 2) {
-            MOEI_STEP(0, 4, b2) MOEI_STEP(0, 5, b2 + 8) MOEI_STEP(0, 6, b3) MOEI_STEP(0, 7, b3 + 8)
+            MOEI_STEP(0, 4, _mm256_loadu_ps(b2)) MOEI_STEP(0, 5, _mm256_loadu_ps(b2 + 8))
+            MOEI_STEP(0, 6, _mm256_loadu_ps(b3)) MOEI_STEP(0, 7, _mm256_loadu_ps(b3 + 8))
         }
     }
     MOEI_STORE_ROW(0)
@@ -3038,11 +3039,11 @@ MOEI_AVX2 MOEI_INLINE void moei_wide_tile_avx2(int rows, int panels, int cold, s
     MOEI_STORE_ROW(1)
     c += rows > 2 ? ldc : 0;
     MOEI_STORE_ROW(2)
+}
 #undef MOEI_STEP
 #undef MOEI_COLUMNS
 #undef MOEI_STORE
 #undef MOEI_STORE_ROW
-}
 
 /* How many of the n columns are computed at once for up to three rows: 64, 32, or 0 if fewer remain
    or there are more rows. */
@@ -5001,13 +5002,11 @@ typedef uint16_t moei_uint16x16 __attribute__((vector_size(32)));
 typedef int32_t moei_int32x8 __attribute__((vector_size(32)));
 typedef int32_t moei_int32x16 __attribute__((vector_size(64)));
 #define MOEI_AS(type, vector) ((type)(vector))
-#define MOEI_LOADED(v) __asm__("" : "+v"(v)); /* gcc would load it again for every row */
 #else
 typedef __m256i moei_uint16x16;
 typedef __m256i moei_int32x8;
 typedef __m512i moei_int32x16;
 #define MOEI_AS(type, vector) (vector)
-#define MOEI_LOADED(v)
 #endif
 
 /* Rows 0 to 3 or 5 of a tile at a0, three rows per base pointer, because an address is a base plus
