@@ -3064,7 +3064,6 @@ MOEI_AVX2 static size_t moei_columns_avx2(size_t m, size_t n, size_t k, const fl
                                           const float *b, size_t rb, size_t panel, float *c, size_t ldc, int load,
                                           size_t done, size_t chunk) {
     const size_t wide = moei_wide_columns_avx2(m, n), columns = wide > 0 ? wide : moei_smaller(n, MOEI_PANEL);
-    /* also beyond n: the caller continues there */
     const moei_prefetch next = moei_prefetch_panels(b, done, chunk, panel, 1);
     if (wide > 0) moei_wide_rows_avx2(wide, 0, m, k, a, ra, ca, b, panel, c, ldc, load);
     else if (columns % 8 == 0) moei_rows_avx2(columns > 8, m, k, a, ra, ca, b, rb, c, ldc, load, next);
@@ -3523,6 +3522,7 @@ MOEI_AVX2 MOEI_INLINE void moei_store_part_avx2(size_t count, float *y, __m256 v
 }
 
 #define MOEI_OP_AVX2(op) _mm256_##op##_ps
+#define MOEI_OP_AVX512(op) _mm512_##op##_ps
 #define moei_square_error_avx2(z, square) _mm256_fmsub_ps(z, z, square)
 MOEI_ACTIVATIONS(avx2, MOEI_AVX2, __m256, MOEI_OP_AVX2)
 #define MOEI_GATED_CASE_avx2(value, ...) MOEI_GATED_CASE(avx2, value)
@@ -4082,7 +4082,6 @@ static void moei_activate_backward_avx512(int act, size_t n, const float *x, con
     else moei_activate_backward_avx2(act, n, x, dy, dx);
 }
 
-#define MOEI_OP_AVX512(op) _mm512_##op##_ps
 #define moei_load_part_avx512(count, x) _mm512_maskz_loadu_ps(moei_mask_512(count), x)
 #define moei_store_part_avx512(count, y, value) _mm512_mask_storeu_ps(y, moei_mask_512(count), value)
 MOEI_ADAMW(avx512, MOEI_AVX512, __m512, 16, MOEI_OP_AVX512)
@@ -5158,9 +5157,8 @@ MOEI_AVX2 static void moei_quantize_avx2(int type, size_t m, size_t inner, const
    products to an int32 in each lane. One macro serves vectors of 8 and of 16 outputs: a line of a
    panel is two vectors of the first kind or one of the second, so a tile is one panel or two wide
    and has two sums per row, s0 and s1, and two vectors of C, c0 and c1. Tiles of one and two rows
-   have a second pair of sums, u0 and u1, to hide the latency. The differences are in small
-   functions of each set: splat (four bytes to all lanes), dot, low and high (four bits of each
-   byte), finish (c + the sum times both scales). */
+   have a second pair of sums, u0 and u1, to hide the latency. Each set has small functions: splat
+   (four bytes to all lanes), dot, low and high (four bits of each byte), finish (C). */
 
 #define MOEI_DOT_SUMS(set, r, at) , s##r##0 = zero, s##r##1 = zero
 #define MOEI_DOT_C(set, r, at) , c##r##0 = none, c##r##1 = none
@@ -5231,7 +5229,7 @@ MOEI_AVX2 static void moei_quantize_avx2(int type, size_t m, size_t inner, const
 
 /* whole: one group; beside: the distance of the second vector's weights, scales and outputs from
    the first's, or 0 for the tile's second panel. */
-#define MOEI_DOT_TILE(set, target, INTS, LOAD, SUMS, FLOATS, OP, beside) \
+#define MOEI_DOT_TILE(set, target, INTS, LOAD, SUMS, FLOATS, OP, W_SCALE, beside) \
     target MOEI_INLINE void moei_dot_tile_##set(int q4, int whole, int rows, const moei_quant_tile *t) { \
         const size_t row = t->row_size, groups = whole ? 1 : t->groups; \
         const size_t lines = t->lines, step = t->step; \
@@ -5269,8 +5267,8 @@ MOEI_AVX2 static void moei_quantize_avx2(int type, size_t m, size_t inner, const
             if (load && group == 0) { \
                 MOEI_EACH_6(MOEI_DOT_LOAD, OP) \
             } \
-            scale0 = moei_w_scale_##set(half, w_scale0); \
-            scale1 = moei_w_scale_##set(half, w_scale1); \
+            scale0 = W_SCALE(half, w_scale0); \
+            scale1 = W_SCALE(half, w_scale1); \
             MOEI_EACH_6(MOEI_DOT_FINISH, set) \
             w_scale0 += t->scale_size * MOEI_PANEL; \
             w_scale1 += t->scale_size * MOEI_PANEL; \
@@ -5292,6 +5290,29 @@ MOEI_AVX2 static void moei_quantize_avx2(int type, size_t m, size_t inner, const
     } \
     MOEI_QUANT_SET(set, wide, 6)
 
+/* The set for vectors of 8, given a target and its name of the instruction. */
+#define MOEI_VNNI_256(set, target, DPBUSD) \
+    target MOEI_INLINE __m256i moei_splat_##set(const unsigned char *p) { return _mm256_set1_epi32(moei_get_32(p)); } \
+    target MOEI_INLINE __m256i moei_low_##set(__m256i v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); } \
+    target MOEI_INLINE __m256i moei_high_##set(__m256i v) { return moei_low_##set(_mm256_srli_epi32(v, 4)); } \
+    target MOEI_INLINE moei_int32x8 moei_zero_##set(void) { return MOEI_AS(moei_int32x8, _mm256_setzero_si256()); } \
+    target MOEI_INLINE moei_int32x8 moei_start_##set(const unsigned char *p) { \
+        return MOEI_AS(moei_int32x8, moei_splat_##set(p)); \
+    } \
+    target MOEI_INLINE moei_int32x8 moei_dot_##set(moei_int32x8 sum, __m256i w, __m256i x) { \
+        return MOEI_AS(moei_int32x8, DPBUSD(MOEI_AS(__m256i, sum), w, x)); \
+    } \
+    target MOEI_INLINE moei_int32x8 moei_sum_##set(moei_int32x8 a, moei_int32x8 b) { \
+        return MOEI_AS(moei_int32x8, _mm256_add_epi32(MOEI_AS(__m256i, a), MOEI_AS(__m256i, b))); \
+    } \
+    target MOEI_INLINE __m256 moei_finish_##set(__m256 c, moei_int32x8 sum, __m256 w_scale, __m256i scale) { \
+        const __m256 product = _mm256_mul_ps(w_scale, _mm256_castsi256_ps(scale)); \
+        return _mm256_fmadd_ps(_mm256_cvtepi32_ps(MOEI_AS(__m256i, sum)), product, c); \
+    } \
+    MOEI_DOT_TILE(set, target, __m256i, MOEI_LOAD_256, moei_int32x8, __m256, MOEI_OP_AVX2, moei_w_scale_avx2, 8) \
+    MOEI_DOT_PRODUCT(set, target, 1) \
+    static void moei_unpacked_##set(const moei_code_panels *p) { moei_code_tiles(6, moei_quant_rows_##set, p); }
+
 #if defined(__apple_build_version__)
 #define MOEI_COMPILER_HAS_VNNI (__clang_major__ >= 13)
 #elif defined(__clang__)
@@ -5311,37 +5332,7 @@ MOEI_AVX2 static void moei_quantize_avx2(int type, size_t m, size_t inner, const
 #define MOEI_VNNI512
 #endif
 
-MOEI_AVXVNNI MOEI_INLINE __m256i moei_splat_avxvnni(const unsigned char *p) {
-    return _mm256_set1_epi32(moei_get_32(p));
-}
-MOEI_AVXVNNI MOEI_INLINE __m256i moei_low_avxvnni(__m256i v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
-MOEI_AVXVNNI MOEI_INLINE __m256i moei_high_avxvnni(__m256i v) { return moei_low_avxvnni(_mm256_srli_epi32(v, 4)); }
-MOEI_AVXVNNI MOEI_INLINE moei_int32x8 moei_zero_avxvnni(void) { return MOEI_AS(moei_int32x8, _mm256_setzero_si256()); }
-MOEI_AVXVNNI MOEI_INLINE moei_int32x8 moei_start_avxvnni(const unsigned char *p) {
-    return MOEI_AS(moei_int32x8, moei_splat_avxvnni(p));
-}
-
-MOEI_AVXVNNI MOEI_INLINE moei_int32x8 moei_dot_avxvnni(moei_int32x8 sum, __m256i w, __m256i x) {
-    return MOEI_AS(moei_int32x8, _mm256_dpbusd_avx_epi32(MOEI_AS(__m256i, sum), w, x));
-}
-
-MOEI_AVXVNNI MOEI_INLINE moei_int32x8 moei_sum_avxvnni(moei_int32x8 a, moei_int32x8 b) {
-    return MOEI_AS(moei_int32x8, _mm256_add_epi32(MOEI_AS(__m256i, a), MOEI_AS(__m256i, b)));
-}
-
-MOEI_AVXVNNI MOEI_INLINE __m256 moei_w_scale_avxvnni(int half, const unsigned char *p) {
-    return moei_w_scale_avx2(half, p);
-}
-
-MOEI_AVXVNNI MOEI_INLINE __m256 moei_finish_avxvnni(__m256 c, moei_int32x8 sum, __m256 w_scale, __m256i scale) {
-    const __m256 product = _mm256_mul_ps(w_scale, _mm256_castsi256_ps(scale));
-    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(MOEI_AS(__m256i, sum)), product, c);
-}
-
-MOEI_DOT_TILE(avxvnni, MOEI_AVXVNNI, __m256i, MOEI_LOAD_256, moei_int32x8, __m256, MOEI_OP_AVX2, 8)
-MOEI_DOT_PRODUCT(avxvnni, MOEI_AVXVNNI, 1)
-
-static void moei_unpacked_avxvnni(const moei_code_panels *p) { moei_code_tiles(6, moei_quant_rows_avxvnni, p); }
+MOEI_VNNI_256(avxvnni, MOEI_AVXVNNI, _mm256_dpbusd_avx_epi32)
 #define moei_quantize_avxvnni moei_quantize_avx2
 
 #ifndef MOE_NO_AVX512
@@ -5372,7 +5363,7 @@ MOEI_VNNI512 MOEI_INLINE moei_int32x16 moei_sum_vnni512(moei_int32x16 a, moei_in
     return MOEI_AS(moei_int32x16, _mm512_add_epi32(MOEI_AS(__m512i, a), MOEI_AS(__m512i, b)));
 }
 
-MOEI_VNNI512 MOEI_INLINE __m512 moei_w_scale_vnni512(int half, const unsigned char *p) {
+MOEI_VNNI512 MOEI_INLINE __m512 moei_w_scale_512(int half, const unsigned char *p) {
     return half ? _mm512_maskz_cvtph_ps(MOEI_ALL_LANES, MOEI_LOAD_256(p)) : _mm512_loadu_ps((const void *)p);
 }
 
@@ -5381,7 +5372,7 @@ MOEI_VNNI512 MOEI_INLINE __m512 moei_finish_vnni512(__m512 c, moei_int32x16 sum,
     return _mm512_fmadd_ps(_mm512_maskz_cvtepi32_ps(MOEI_ALL_LANES, MOEI_AS(__m512i, sum)), product, c);
 }
 
-MOEI_DOT_TILE(vnni512, MOEI_VNNI512, __m512i, MOEI_LOAD_512, moei_int32x16, __m512, MOEI_OP_AVX512, 0)
+MOEI_DOT_TILE(vnni512, MOEI_VNNI512, __m512i, MOEI_LOAD_512, moei_int32x16, __m512, MOEI_OP_AVX512, moei_w_scale_512, 0)
 MOEI_DOT_PRODUCT(vnni512, MOEI_VNNI512, 2)
 
 /* Pairs of rows of external products: the second row's codes stand for 1/256 of the first's, and
