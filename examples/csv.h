@@ -37,8 +37,12 @@ static inline void csv_free(csv_table *t) {
 /* A cell for a message: truncated, not within a character, and without control characters. */
 static inline const char *csv_shown(const char *cell, char out[CSV_SHOWN_SIZE]) {
     size_t n = 0;
-    for (; cell[n] != '\0' && n < CSV_SHOWN_SIZE - 4; n++)
-        out[n] = (unsigned char)cell[n] < 0x20 || cell[n] == 0x7f ? '?' : cell[n];
+    for (; cell[n] != '\0' && n < CSV_SHOWN_SIZE - 4; n++) {
+        const unsigned char byte = (unsigned char)cell[n];
+        const int second = n > 0 && (unsigned char)cell[n - 1] == 0xc2 && byte < 0xa0; /* of U+0080 to U+009F */
+        if (second) out[n - 1] = '?';
+        out[n] = byte < 0x20 || byte == 0x7f || second ? '?' : cell[n];
+    }
     while (n > 0 && ((unsigned char)cell[n] & 0xc0) == 0x80) n--;
     strcpy(out + n, cell[n] != '\0' ? "..." : "");
     return out;

@@ -75,6 +75,7 @@ refused a_quote_is_not_closed 4s/$/"x/;4s/"//g;4s/,/,"/2
 refused 5:_column_2_(width)_has_no_value 5s/,[^,]*,/,,/
 refused fill_it_in,_or_leave_such_lines_out_with_--drop 5s/,[^,]*,/,NA,/
 refused 6:_column_1_(length)_is_"ten",_which_is_not_a_number 6s/^[^,]*/ten/
+refused 6:_column_1_(length)_is_"t???n",_which_is_not_a_number 6s/^[^,]*/t\xc2\x9b\x7fn/
 refused 6:_column_1_(length)_is_inf:_numbers_must_be_finite 6s/^[^,]*/inf/
 refused 6:_column_1_(length)_is_1e31:_numbers_must_be_finite,_at_most_1e30 6s/^[^,]*/1e31/
 refused write_numbers_with_a_point s/,/;/g;7s/^[^;]*/3,5/
