@@ -40,7 +40,7 @@ TABLE
 hosts() {
     cat <<'TABLE'
 clang    clang                                 |
-i386     gcc-12 -m32                           |
+i386     gcc-12 -m32                           | qemu-i386
 aarch64  aarch64-linux-gnu-gcc -static         | qemu-aarch64
 armv7    arm-linux-gnueabihf-gcc -static       | qemu-arm
 riscv64  riscv64-linux-gnu-gcc -static         | qemu-riscv64
